@@ -1,89 +1,179 @@
-"""The demo's run on real GPUs, without Slurm: a warm start on one, then RL with FSDP2, prefill and decode on one each.
+"""The demos' runs on real GPUs, without Slurm: warm starts, then RL with a trainer, prefill and decode on GPUs.
 
-Needs 2 + TRAINER_GPUS GPUs; options of the RL run, such as `--set inference.expert_parallel=true`, may ask for more.
-Results: OUT/*/summary.json, OUT/*/attempts.
+    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
+    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
+    timeout 200 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
+
+Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
+finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which
+OUT.CELL.tar.gz keeps. Without names: all cells that the GPUs suffice for.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import json
 import shutil
+import statistics
 import subprocess
 import sys
-import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.rl_on_gpus import report
+from benchmarks.support.machine import machine, versions
+from primeslurm.records.metrics import Row
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import events, rows
+from primeslurm.run.status.summary import summarise
 
 RECIPES = Path("recipes")
 RUNS = Path("runs")
+MODELS = Path(".primeslurm/gpu-run").resolve()
 
 
-def main(words: list[str]) -> None:
-    """Run both, keep what they left behind, and end with the exit code of the second."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_run", description=__doc__)
-    parser.add_argument("out", type=Path)
-    parser.add_argument("trainer_gpus", type=int, nargs="?", default=2)
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the RL run")
-    options = parser.parse_args(words)
-    with tempfile.TemporaryDirectory() as work:
-        model = warm_start(Path(work), options.out)
-        code = reinforce(model, options.trainer_gpus, options.options, options.out)
-    with (options.out / "gpus.csv").open("w") as file:
-        subprocess.run(["nvidia-smi", "--query-gpu=name,memory.used", "--format=csv"], stdout=file, check=False)
-    sys.exit(code)
+@dataclass(frozen=True)
+class Cell:
+    """One run.
+
+    Attributes:
+        recipe: its file in recipes/.
+        gpus: that it takes.
+        timeout_s: after which it is ended.
+        settings: of its recipe, by dotted path.
+        after: the cell whose newest policy it starts from.
+        tiny: where it starts from a random model: how `primeslurm.trainer.tiny model` is to make it.
+        demonstrations: the module, with words, that writes the demonstrations of a warm start.
+    """
+
+    recipe: str
+    gpus: int
+    timeout_s: int
+    settings: Mapping[str, str]
+    after: str = ""
+    tiny: tuple[str, ...] = ()
+    demonstrations: tuple[str, ...] = field(default=())
 
 
-def warm_start(work: Path, out: Path) -> Path:
-    """Fine-tune a random model on demonstrations; its directory, or the random one's if that failed."""
-    name, random, chats = f"gpu-sft-{os.getpid()}", work / "random", work / "demonstrations.jsonl"
-    python("-W", "ignore", "-m", "primeslurm.trainer.tiny", "model", str(random))
-    python("-W", "ignore", "-m", "primeslurm.trainer.tiny", "demonstrations", str(chats))
-    paths = {"model.path": str(random), "sft.data.path": str(chats)}
-    submit("reverse_text_sft.yaml", name, 150, {"model.dtype": "bfloat16", **paths})
-    keep(name, out / "sft")
-    for log in sorted((RUNS / name / "attempts" / "1" / "logs" / "trainer").glob("*.log")):
-        _, found, trace = log.read_text(errors="replace").partition("Traceback")
-        if found:
-            print(found + trace[:4000], file=sys.stderr)
-    return max((RUNS / name / "weights").glob("v*"), default=random)
+BF16 = {"model.dtype": "bfloat16"}
+SMALL = BF16 | {"deployment.train.gpus_per_node": "2", "inference.gpu_memory_utilization": "0.3"}
+FP8 = {
+    "trainer.fp8": "true",
+    "inference.quantization": "fp8",
+    "inference.deep_gemm": "true",
+    # Compiling DeepGEMM's kernels for every size that there may be takes minutes; few are met here.
+    "inference.env.VLLM_DEEP_GEMM_WARMUP": "skip",
+    "weights.transport": "nccl",
+    "max_steps": "30",
+    "trainer.optimizer.lr": "1.0e-4",
+}
+P_AND_D = {"deployment.inference": "{type: disaggregated, prefill: {gpus_per_node: 1}, decode: {gpus_per_node: 1}}"}
+TWO_ENGINES = {"deployment.inference": "{type: multi_node, gpus_per_node: 2}"}
+REPLAY = {"trainer.router_replay": "true"}
+# vLLM takes DeepGEMM for experts whose two products together have more than 512 rows, in blocks of 128.
+FP8_SIZES = ("--hidden", "512", "--head-dim", "128")
+TINY = "primeslurm.trainer.tiny"
+TOOL_USE = "primeslurm.orchestrator.environments.tool_use"
+CELLS = {
+    "reverse-text-sft": Cell(
+        "reverse_text_sft.yaml", 1, 150, BF16, tiny=("model",), demonstrations=(TINY, "demonstrations")
+    ),
+    "reverse-text": Cell(
+        "reverse_text.yaml", 4, 420, SMALL | {"inference.enforce_eager": "true"}, after="reverse-text-sft"
+    ),
+    "tool-use-sft": Cell(
+        "tool_use_sft.yaml",
+        1,
+        150,
+        BF16 | {"trainer.optimizer.lr": "1.0e-3"},
+        tiny=("model", *FP8_SIZES, "--phrases"),
+        demonstrations=(TOOL_USE,),
+    ),
+    "tool-use-fp8": Cell("tool_use.yaml", 4, 420, SMALL | FP8 | P_AND_D, after="tool-use-sft"),
+    "tool-use-fp8-replay": Cell("tool_use.yaml", 4, 420, SMALL | FP8 | TWO_ENGINES | REPLAY, after="tool-use-sft"),
+}
 
 
-def reinforce(model: Path, trainer_gpus: int, options: list[str], out: Path) -> int:
-    """RL from this model."""
-    name = f"gpu-rl-{os.getpid()}"
-    settings = {
-        "model.path": str(model),
-        "model.dtype": "bfloat16",
-        "inference.enforce_eager": "true",
-        "inference.gpu_memory_utilization": "0.3",
-        "deployment.train.gpus_per_node": str(trainer_gpus),
-    }
-    code = submit("reverse_text.yaml", name, 420, settings, *options)
+def run(name: str, cell: Cell, more: Sequence[str], archive: Path) -> dict[str, Any]:
+    """Run a cell, and report what it left behind.
+
+    Args:
+        name: of the cell.
+        cell: what is run.
+        more: settings over those of the cell, as words `field=value`.
+        archive: where its records are kept, without `.tar.gz`.
+    """
+    run_name = f"{name}-{time.strftime('%H%M%S')}"
+    settings = [*(f"{key}={value}" for key, value in {**cell.settings, **start(name, cell)}.items()), *more]
+    words = [word for setting in settings for word in ("--set", setting)]
+    local = ["submit", str(RECIPES / cell.recipe), "--local", "--name", run_name, "--wait"]
+    began = time.monotonic()
+    code = python("-m", "primeslurm", *local, "--set", "slurm.max_attempts=1", *words, timeout_s=cell.timeout_s)
+    seconds = round(time.monotonic() - began)
+    directory = RunDirectory(RUNS / run_name)
     if code:
-        python("-m", "primeslurm", "cancel", str(RUNS / name))
-    keep(name, out / "rl")
-    return code
+        python("-m", "primeslurm", "cancel", str(directory.path))
+    if (directory.path / "attempts").is_dir():
+        shutil.make_archive(str(archive), "gztar", directory.path, "attempts")
+    published = sorted((directory.path / "weights").glob("v*"))
+    if published and not cell.after:
+        shutil.copytree(published[-1], MODELS / name / "model", dirs_exist_ok=True)
+    steps = rows(directory.path)
+    found = {"exit_code": code, "settings": settings, "seconds": seconds}
+    if not steps:
+        return found
+    found |= {"summary": msgspec.to_builtins(summarise(directory))}
+    return found | (of_rl(steps, directory) if cell.after else {})
 
 
-def submit(recipe: str, name: str, timeout_s: float, settings: dict[str, str], *options: str) -> int:
-    """Submit a run to this machine and wait for it; the exit code."""
-    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    local = ["submit", str(RECIPES / recipe), "--local", "--name", name, "--wait", "--set", "slurm.max_attempts=1"]
-    return python("-m", "primeslurm", *local, *words, *options, timeout_s=timeout_s)
+def start(name: str, cell: Cell) -> dict[str, str]:
+    """Say where a cell starts from; what is not there yet of that is made."""
+    if cell.after:
+        return {"model.path": str(MODELS / cell.after / "model")}
+    random, chats = MODELS / name / "random", MODELS / name / "demonstrations.jsonl"
+    make, *words = cell.tiny
+    python("-W", "ignore", "-m", TINY, make, str(random), *words)
+    python("-W", "ignore", "-m", *cell.demonstrations, str(chats))
+    return {"model.path": str(random), "sft.data.path": str(chats)}
 
 
-def keep(name: str, directory: Path) -> None:
-    """Copy what a run left behind, with its summary."""
-    directory.mkdir(parents=True, exist_ok=True)
-    run = RUNS / name
-    if (run / "attempts").is_dir():
-        shutil.copytree(run / "attempts", directory / "attempts", dirs_exist_ok=True)
-    if (run / "metrics.jsonl").is_file():
-        shutil.copy(run / "metrics.jsonl", directory)
-    argv = [sys.executable, "-m", "primeslurm", "summary", str(run), "--json"]
-    summary = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=False).stdout
-    (directory / "summary.json").write_text(summary)
-    print(summary, end="", flush=True)
+def of_rl(steps: Sequence[Row], directory: RunDirectory) -> dict[str, Any]:
+    """Report what the parts of a run did: update and pause seconds, mismatch, tokens a second, idle shares."""
+    names = {"sampled": "throughput/tokens_per_s", "trained": "trainer/tokens_per_s"}
+    return {
+        **report(steps, events(directory)),
+        "tokens_per_s": {
+            kind: round(statistics.median(row[name] for row in steps if name in row), 1) for kind, name in names.items()
+        },
+        "idle": idle(steps[1:]),  # the first waits for engines to start
+    }
+
+
+def idle(steps: Sequence[Row]) -> dict[str, float]:
+    """Work out which share of the time trainer and engines had nothing to do.
+
+    Args:
+        steps: rows of metrics. Of the trainer's phases, `wait` is for a batch; engines are looked at every few seconds.
+
+    Returns:
+        By role.
+    """
+    phases = [(name, row[name]) for row in steps for name in row if name.startswith("trainer/seconds/")]
+    total = sum(seconds for _, seconds in phases)
+    waited = sum(seconds for name, seconds in phases if name == "trainer/seconds/wait")
+    shares = {"trainer": waited / total} if total else {}
+    busy: dict[str, list[float]] = {}
+    for row in steps:
+        for name, value in row.items():
+            if name.startswith("engines/") and name.endswith("/busy_mean"):
+                busy.setdefault(name.split("/")[1], []).append(value)
+    shares |= {role: 1 - statistics.fmean(values) for role, values in busy.items()}
+    return {role: round(share, 3) for role, share in shares.items()}
 
 
 def python(*words: str, timeout_s: float = 600) -> int:
@@ -95,3 +185,44 @@ def python(*words: str, timeout_s: float = 600) -> int:
         process.terminate()
         process.wait()
         return 124
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """List cells with those that they need, if there is nothing of these yet, in the order of running."""
+    found: list[str] = []
+    for name in names:
+        before = CELLS[name].after
+        if before and before not in found and not (MODELS / before / "model").is_dir():
+            found.append(before)
+        if name not in found:
+            found.append(name)
+    return found
+
+
+def main(words: list[str]) -> None:
+    """Run the cells, and write after each what there is; the exit code is that of the first that failed."""
+    import torch
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_run", description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the cells' recipes")
+    options = parser.parse_args(words)
+    if unknown := set(options.cells) - CELLS.keys():
+        parser.error(f"no cell is named {', '.join(sorted(unknown))}; there are {', '.join(CELLS)}")
+    fitting = [name for name, cell in CELLS.items() if cell.gpus <= torch.cuda.device_count()]
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks gpu_run", *words]),
+        "machine": f"{machine()}, local executor",
+        "versions": versions("torch", "torchtitan", "vllm"),
+        "cells": {},
+    }
+    for name in in_order(options.cells or fitting):
+        # What is set is for the cells that were named, not for what they start from.
+        more = options.set if name in (options.cells or fitting) else []
+        found = run(name, CELLS[name], more, options.out.with_suffix(f".{name}"))
+        result["cells"][name] = found
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+        print(name, json.dumps(found), flush=True)
+        if found["exit_code"]:
+            sys.exit(found["exit_code"])

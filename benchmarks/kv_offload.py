@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import shutil
@@ -33,10 +32,10 @@ from typing import Any
 import httpx
 
 from benchmarks.support.machine import machine, versions
-from benchmarks.support.servers import Server, start_process
-from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
+from benchmarks.support.servers import Server, start_engine
+from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.orchestrator.telemetry import scrape
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.plan.memory.gpus import GIB
@@ -129,13 +128,6 @@ def recipe(model: Path, dtype: str, longest: int, kv_bytes: int, host_bytes: int
     return Recipe.model_validate({"name": "kv-offload", "max_steps": 1, "inference": inference, **sections})
 
 
-def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
-    """Start the engine, as a run would."""
-    command = Engines(asked, device, "engine", sys.executable).command(ALONE)
-    env = {**command.env, "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
-    return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
-
-
 async def counters(server: Server) -> dict[str, float]:
     """Read what the engine has counted so far: tokens, and bytes and seconds of transfers."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
@@ -174,33 +166,40 @@ async def turn(server: Server, endpoint: GenerateEndpoint, said: Sequence[list[i
     return {"seconds": seconds, "answers": answers, **{name: after[name] - before[name] for name in before}}
 
 
-async def converse(server: Server, asked: Recipe, load: Load, vocabulary: int, within_s: float) -> list[dict[str, Any]]:
-    """Serve all turns of all conversations in so many seconds; what was seen of each turn. Raises TimeoutError."""
-    async with asyncio.timeout(within_s):
-        return await _converse(server, asked, load, vocabulary, within_s)
+async def converse(
+    server: Server, asked: Recipe, load: Load, vocabulary: int, within_s: float, rows: list[dict[str, Any]]
+) -> None:
+    """Serve all turns of all conversations.
 
+    Args:
+        server: the engine.
+        asked: its recipe.
+        load: of the benchmark.
+        vocabulary: from which words are drawn.
+        within_s: seconds for all of it.
+        rows: gets what was seen of each turn.
 
-async def _converse(
-    server: Server, asked: Recipe, load: Load, vocabulary: int, within_s: float
-) -> list[dict[str, Any]]:
+    Raises:
+        TimeoutError: `within_s` was not enough.
+    """
     draw = random.Random(0)
 
     def words(count: int) -> list[int]:
         return [draw.randrange(3, vocabulary) for _ in range(count)]
 
     client = EngineClient(lambda: server.url, asked.model.path)
-    await client.apply(PolicyVersion(0, asked.model.path), within_s)  # it serves nobody before
     endpoint = GenerateEndpoint(lambda: server.url, asked.max_len, within_s)
-    await turn(server, endpoint, [words(load.prompt)], load)  # compiles kernels
-    said, rows = [words(load.prompt) for _ in range(load.conversations)], []
-    for number in range(load.turns):
-        for tokens in said if number else []:
-            tokens += words(load.added)
-        rows.append(await turn(server, endpoint, said, load))
-        print(json.dumps(report(rows[-1:])), flush=True)
+    async with asyncio.timeout(within_s):
+        await client.apply(PolicyVersion(0, asked.model.path), within_s)  # it serves nobody before
+        await turn(server, endpoint, [words(load.prompt)], load)  # compiles kernels
+        said = [words(load.prompt) for _ in range(load.conversations)]
+        for number in range(load.turns):
+            for tokens in said if number else []:
+                tokens += words(load.added)
+            rows.append(await turn(server, endpoint, said, load))
+            print(json.dumps(report(rows[-1:])), flush=True)
     await endpoint.close()
     await client.close()
-    return rows
 
 
 def report(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -235,18 +234,22 @@ def report(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(asked: Recipe, device: Device, load: Load, vocabulary: int, cell_s: float, log: Path) -> dict[str, Any]:
-    """Start an engine, have it serve the load, and end it; what was found, or why nothing was."""
+    """Start an engine, have it serve the load, and end it; what was found, and what kept it from finding more."""
     begun = time.monotonic()
     log.unlink(missing_ok=True)
-    server = start_engine(asked, device, log)
+    server = start_engine(Engines(asked, device, "engine", sys.executable).command(ALONE), log)
+    found: dict[str, Any] = {}
+    rows: list[dict[str, Any]] = []
     try:
         start_s = server.wait("/primeslurm/status", cell_s)
-        rows = asyncio.run(converse(server, asked, load, vocabulary, cell_s - start_s))
-    except (RuntimeError, TimeoutError) as error:
-        return {"failed": f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {str(error)[-500:]}"}
+        found["start_seconds"] = round(start_s, 1)
+        asyncio.run(converse(server, asked, load, vocabulary, cell_s - start_s, rows))
+    except (RuntimeError, TimeoutError, NoAnswerError, EngineDownError) as error:
+        found["failed"] = f"{type(error).__name__} after {time.monotonic() - begun:.0f} s: {str(error)[-500:]}"
     finally:
         server.stop()
-    return {"start_seconds": round(start_s, 1), "first_turn": report(rows[:1]), "later_turns": report(rows[1:])}
+    parts = {"first_turn": rows[:1], "later_turns": rows[1:]}
+    return found | {name: report(part) for name, part in parts.items() if part}
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
@@ -257,7 +260,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "tiny"], default="qwen3_30b_a3b")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--prompt", type=int, default=8192, help="tokens of a conversation's first turn")
-    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--kv-gib", type=float, default=8.0, help="of the GPU's KV cache")
     parser.add_argument("--host-gib", type=float, default=32.0, help="of KV cache in host memory")
     parser.add_argument("--cell-s", type=float, default=CELL_S, help="seconds of a cell, its engine's start included")

@@ -1,42 +1,46 @@
-"""Seconds until an engine computes with a policy that another GPU's trainer rank sends it, at full size.
+"""Seconds until engines compute with a policy that other GPUs' trainer ranks send them, at full size.
 
-Needs two GPUs; without any, it runs on CPUs. Trainer and engine begin with weights of their own, drawn at random, so no
-checkpoint is needed; after an update both give the same tokens the same log-probabilities. Of an update, `wait` is
-until the session begins, `sent` the trainer's part of it, `load` the engine's until all is in place, `pause` how long
-it does not generate.
+    timeout 400 python -m benchmarks policy_update OUT.json                         # two GPUs: a rank, an engine
+    timeout 400 python -m benchmarks policy_update OUT.json --ranks 2 --engines 2   # four GPUs
+
+Needs a GPU for each rank and engine; without any, it runs on CPUs. Trainer (FSDP2, experts split over its ranks) and
+engines begin with weights of their own, drawn at random, so no checkpoint is needed; after an update all give the same
+tokens the same log-probabilities. Of an update, `wait` is until the session begins, `sent` the trainer's part of it,
+`load` the engine's until all is in place, `pause` how long it does not generate: of the engine that took longest.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import os
 import signal
 import statistics
 import sys
 import tempfile
 import time
-from importlib.metadata import version
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.support import ranks
+from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import free_port
-from benchmarks.support.servers import Server, rank_environment, start_process
+from benchmarks.support.servers import Server, start_engine
 from benchmarks.training_models import SHAPES
-from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
+from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
+from primeslurm.plan.memory.gpus import ALLOC_CONF
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.interrupt import SIGNAL
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
@@ -45,14 +49,19 @@ UPDATES = 5
 SEQ_LEN = 1024
 PROMPT = [(7 * i) % 1000 + 3 for i in range(64)]
 TIMEOUT_S = 180.0
+_OF_RANKS = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *ALLOC_CONF,
+)
+"""Variables of trainer ranks, which engines do not have."""
 
 
-def recipe(model: Path, fp8: bool, dtype: str) -> Recipe:
-    """Make the recipe of one engine that is sent its policies."""
+def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:
+    """Make the recipe of engines that are sent their policies, and of the trainer that sends them."""
     inference = {
         "enforce_eager": True,
         "kv_cache_bytes": 2**31,
-        "quantization": "fp8" if fp8 else None,
+        "quantization": "fp8" if options.fp8 else None,
         "env": {"VLLM_DEEP_GEMM_WARMUP": "skip"},
         "vllm_extra": {"load_format": "dummy"},
     }
@@ -60,59 +69,181 @@ def recipe(model: Path, fp8: bool, dtype: str) -> Recipe:
         "seq_len": SEQ_LEN,
         "model": {"path": str(model), "dtype": dtype},
         "environments": [{"id": "reverse-text"}],
+        "trainer": {"parallelism": {"ep": options.ranks}},
         "weights": {"transport": "nccl", "timeout_s": TIMEOUT_S},
     }
     return Recipe.model_validate({"name": "policy-update", "max_steps": 1, "inference": inference, **sections})
 
 
-def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
-    """Start the engine, on the second GPU if there are any."""
+def start_engines(asked: Recipe, device: Device, options: argparse.Namespace, first_gpu: int) -> list[Server]:
+    """Start the engines, each on a GPU of its own if there are any, from this one on."""
+    unset = [word for name in _OF_RANKS for word in ("-u", name)]
     command = Engines(asked, device, "engine", sys.executable).command(ALONE)
-    env = {**command.env, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
-    return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
+    command = command._replace(argv=("env", *unset, *command.argv))
+    logs = [options.out.with_suffix(f".engine-{number}.log") for number in range(options.engines)]
+    return [start_engine(command, log, first_gpu + number) for number, log in enumerate(logs)]
 
 
-async def difference(server: Server, policy: PolicyModel) -> float:
-    """Return the mean difference of log-probabilities that engine and trainer give what the engine samples."""
-    endpoint = GenerateEndpoint(lambda: server.url, SEQ_LEN, timeout_s=TIMEOUT_S, routed=False)
-    sampling = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
-    request = {"token_ids": PROMPT, "cache_salt": str(time.monotonic()), "sampling_params": sampling}
-    answer = await endpoint.generate(request, {})
-    await endpoint.close()
-    ids = torch.tensor([PROMPT + list(answer.token_ids)], device=policy.device)
-    with torch.no_grad():
-        logits = policy.logits(ids, torch.arange(ids.shape[1], device=policy.device)[None])[0]
-    found = logits.float().log_softmax(-1)[0, len(PROMPT) - 1 : -1].gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
-    return float((found.cpu() - torch.tensor(answer.logprobs)).abs().mean())
+async def sampled(servers: Sequence[Server]) -> list[Completion]:
+    """Have each engine sample something, the likeliest tokens."""
+
+    async def one(server: Server) -> Completion:
+        endpoint = GenerateEndpoint(lambda: server.url, SEQ_LEN, timeout_s=TIMEOUT_S, routed=False)
+        sampling = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
+        request = {"token_ids": PROMPT, "cache_salt": str(time.monotonic()), "sampling_params": sampling}
+        answer = await endpoint.generate(request, {})
+        await endpoint.close()
+        return answer
+
+    return list(await asyncio.gather(*map(one, servers)))
 
 
-async def updates(server: Server, asked: Recipe, policy: PolicyModel, world: World) -> dict[str, Any]:
-    """Send the policy some times; the first also connects."""
-    sessions, wanting = TransferSessions(workers=1, timeout_s=TIMEOUT_S), [0]
+def difference(answers: Sequence[Completion] | None, policy: PolicyModel, world: World) -> float:
+    """Return the mean difference of log-probabilities that engine and trainer give what the engine samples.
+
+    Args:
+        answers: of the engines, on rank 0. All ranks come here together.
+        policy: the trainer's.
+        world: its ranks.
+
+    Returns:
+        That of the engine where it is largest.
+    """
+    largest = 0.0
+    for answer in world.share(answers) or []:
+        ids = torch.tensor([PROMPT + list(answer.token_ids)], device=policy.device)
+        with torch.no_grad():
+            logits = policy.logits(ids, torch.arange(ids.shape[1], device=policy.device)[None])[0]
+        likely = logits.float().log_softmax(-1)[0, len(PROMPT) - 1 : -1]
+        found = likely.gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
+        largest = max(largest, float((found.cpu() - torch.tensor(answer.logprobs)).abs().mean()))
+    return largest
+
+
+async def updates(
+    servers: Sequence[Server], asked: Recipe, sender: Callable[[str], Sender], meet: Callable[[str], None]
+) -> list[dict[str, float]]:
+    """Send the policy some times, as rank 0; the first also connects.
+
+    Args:
+        servers: the engines, which have no policy yet.
+        asked: their recipe.
+        sender: makes this rank's sender, of the orchestrator's address.
+        meet: called when all other ranks may send, too.
+
+    Returns:
+        Seconds of each update, by part.
+    """
+    sessions = TransferSessions(workers=1, timeout_s=TIMEOUT_S)
+    wanting: set[EngineClient] = set()
 
     async def handle(request: Request) -> Answer:
-        return await sessions.answer(request, lambda: wanting[0], 4)  # type: ignore[arg-type]
+        return await sessions.answer(request, lambda: len(wanting), 4)  # type: ignore[arg-type]
 
     address = f"tcp://127.0.0.1:{free_port()}"
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
-    sender = Sender(policy, published(asked, frozenset()), TrainerLink(address), world, TIMEOUT_S)
-    client = EngineClient(lambda: server.url, asked.model.path, sessions.join)
-    await client.apply(PolicyVersion(0, asked.model.path), TIMEOUT_S)  # it serves nobody before
-    before, rows = await difference(server, policy), []
-    for number in range(1, UPDATES + 1):
-        wanting[0] = 1
-        sessions.expect(number)
-        begun = time.monotonic()
-        sending = asyncio.create_task(asyncio.to_thread(sender.send, number))
+    sends = sender(address)
+
+    def client_of(server: Server) -> EngineClient:
+        return EngineClient(lambda: server.url, asked.model.path, sessions.join)
+
+    clients = list(map(client_of, servers))
+
+    async def apply(client: EngineClient, number: int) -> None:
         await client.apply(PolicyVersion(number, ""), TIMEOUT_S)
-        total, wanting[0] = time.monotonic() - begun, 0
+        wanting.discard(client)
+
+    rows = []
+    for number in range(1, UPDATES + 1):
+        wanting |= set(clients)
+        sessions.expect(number)
+        await asyncio.to_thread(meet, f"update {number}")
+        begun = time.monotonic()
+        sending = asyncio.create_task(asyncio.to_thread(sends.send, number))
+        await asyncio.gather(*(apply(client, number) for client in clients))
+        total = time.monotonic() - begun
         assert await sending == 1
-        rows.append({"total": total, "sent": sender.seconds, **client.seconds})
+        slowest = {part: max(client.seconds[part] for client in clients) for part in clients[0].seconds}
+        rows.append({"total": total, "sent": sends.seconds, **slowest})
         print(number, rows[-1], flush=True)
     serving.cancel()
-    medians = {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
-    after = await difference(server, policy)
-    return {"first_seconds": rows[0]["total"], "median_seconds": medians, "difference": [before, after]}
+    return rows
+
+
+async def opened(servers: Sequence[Server], asked: Recipe) -> list[Completion]:
+    """Have the engines serve the weights that they began with; what they sample."""
+
+    async def open_up(server: Server) -> None:
+        client = EngineClient(lambda: server.url, asked.model.path)
+        await client.apply(PolicyVersion(0, asked.model.path), TIMEOUT_S)
+
+    await asyncio.gather(*map(open_up, servers))
+    return await sampled(servers)
+
+
+def send_and_compare(
+    servers: Sequence[Server], asked: Recipe, policy: PolicyModel, world: World
+) -> tuple[list[dict[str, float]], list[float]]:
+    """Send the policy some times, as all ranks together; `servers` are rank 0's to know.
+
+    Returns:
+        Seconds of each update (on rank 0), and the difference of log-probabilities before and after them.
+    """
+
+    def sender(address: str) -> Sender:
+        return Sender(policy, published(asked, frozenset()), TrainerLink(address), world, TIMEOUT_S)
+
+    def meet(what: str) -> None:
+        world.agree(None, what)
+
+    before = difference(asyncio.run(opened(servers, asked)) if world.is_main else None, policy, world)
+    rows: list[dict[str, float]] = []
+    if world.is_main:
+        rows = asyncio.run(updates(servers, asked, sender, meet))
+    else:
+        sends = sender("tcp://127.0.0.1:1")  # rank 0 alone talks to the orchestrator
+        for number in range(1, UPDATES + 1):
+            meet(f"update {number}")
+            sends.send(number)
+    after = difference(asyncio.run(sampled(servers)) if world.is_main else None, policy, world)
+    return rows, [before, after]
+
+
+def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
+    """What the ranks find together; rank 0 starts the engines."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # or engines would start with it blocked
+    shape = SHAPES[options.shape]
+    servers: list[Server] = []
+    config = shape.build(options.layers, None, None)
+    config.architectures = [shape.config.__name__.replace("Config", "ForCausalLM")]
+    device: Device = "cpu" if compat.ON_CPU else "cuda"
+    with tempfile.TemporaryDirectory() as name:
+        model = Path(world.share(name))
+        asked = recipe(model, options, "float32" if compat.ON_CPU else "bfloat16")
+        try:
+            if world.is_main:
+                config.save_pretrained(model)
+                servers += start_engines(asked, device, options, world.size)
+            world.barrier()
+            torch.manual_seed(0)
+            policy = build.assemble(config, model, asked, world)
+            for server in servers:
+                server.wait("/primeslurm/status", timeout_s=300)
+            rows, differences = send_and_compare(servers, asked, policy, world)
+        finally:
+            for server in servers:
+                server.stop()
+    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
+    found: dict[str, Any] = {
+        "machine": f"{machine()}; trainer ranks: {world.size}, engines: {options.engines}",
+        "versions": versions("torch", "vllm"),
+        "parameters": parameters,
+        "gigabytes": round(parameters * (1 if options.fp8 else policy.dtype.itemsize) / 1e9, 2),
+    }
+    if world.is_main:
+        medians = {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
+        found |= {"first_seconds": rows[0]["total"], "median_seconds": medians}
+    return {**found, "difference": differences}
 
 
 def main(words: list[str]) -> None:
@@ -121,36 +252,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "tiny"], default="qwen3_30b_a3b")
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--fp8", action="store_true", help="the engine computes in FP8, and is sent FP8")
+    parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
+    parser.add_argument("--engines", type=int, default=1)
+    parser.add_argument("--fp8", action="store_true", help="the engines compute in FP8, and are sent FP8")
     options = parser.parse_args(words)
-    os.environ |= rank_environment(0, 1, free_port())
-    world = join(Interrupt(), patience_s=600)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
-    with tempfile.TemporaryDirectory() as name:
-        shape = SHAPES[options.shape]
-        config = shape.build(options.layers, None, None)
-        config.architectures = [shape.config.__name__.replace("Config", "ForCausalLM")]
-        config.save_pretrained(name)
-        device: Device = "cpu" if compat.ON_CPU else "cuda"
-        asked = recipe(Path(name), options.fp8, "float32" if compat.ON_CPU else "bfloat16")
-        server = start_engine(asked, device, options.out.with_suffix(".log"))
-        try:
-            torch.manual_seed(0)
-            policy = build.assemble(config, Path(name), asked, world)
-            server.wait("/primeslurm/status", timeout_s=300)
-            found = asyncio.run(updates(server, asked, policy, world))
-        finally:
-            server.stop()
-    parameters = sum(parameter.numel() for parameter in policy.model.parameters())
-    gpus = "CPUs" if compat.ON_CPU else f"2 x {torch.cuda.get_device_name()}"
-    result = {
-        "command": " ".join(["python -m benchmarks policy_update", *words]),
-        "machine": f"{gpus}, one host: trainer on one, engine on the other",
-        "versions": {name: version(name) for name in ("torch", "vllm")},
-        "parameters": parameters,
-        "gigabytes": round(parameters * (1 if options.fp8 else policy.dtype.itemsize) / 1e9, 2),
-        **found,
-    }
-    print(json.dumps(result, indent=2))
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    world.close()
+    ranks.run("policy_update", words, options.ranks, options.out, lambda world: measure(options, world))

@@ -6,8 +6,8 @@
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
 runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
 other is torchtitan's `Trainer.train_step`; `--compile` is for both. Both have their models in memory at once and take
-turns. The ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb
-less.
+turns; where memory holds one, `--instead torchtitan` in a second call times the other. The ratio is that of medians: of
+elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--plain-recurrence", action="store_true", help="of ours: none of the library's kernels")
     parser.add_argument("--compile", action="store_true", help="each layer, of both sides")
     parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
-    parser.add_argument("--against", choices=["torchtitan"])
+    beside = parser.add_mutually_exclusive_group()
+    beside.add_argument("--against", choices=["torchtitan"], help="in turns with ours")
+    beside.add_argument("--instead", choices=["torchtitan"], help="of ours")
     parser.add_argument("--profile", type=Path, help="directory for tables of where rank 0's time goes in another step")
     parser.add_argument("--out", type=Path, help="also write the result there; the last option")
     return parser.parse_args(words)
@@ -115,7 +117,7 @@ def ours(
     last: dict[str, float],
     documents: int = 1,
 ) -> tuple[Step, Any]:
-    """Build our step on random rows, and the policy. The first step fills `first` with its metrics, each `last`."""
+    """Build our step on random rows, and the model. The first step fills `first` with its metrics, each `last`."""
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
     from primeslurm.trainer.components.loss import from_recipe
@@ -145,7 +147,7 @@ def ours(
         first.update({name: value for name, value in metrics.items() if name not in first})
         last.update(metrics)
 
-    return step, policy
+    return step, policy.model
 
 
 def _add_compiles(total: dict[str, float], metrics: Mapping[str, float]) -> None:
@@ -293,9 +295,10 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     if options.plain_recurrence:
         linear_attention.fits = lambda mixed: False
     shape = SHAPES[options.shape]
-    if options.against and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
+    other = options.against or options.instead
+    if other and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
         raise SystemExit(
-            "--against torchtitan: it has no GLM-5, Qwen3.5 or Nemotron-H, all experts, and of these optimizers AdamW"
+            "torchtitan: it has no GLM-5, Qwen3.5 or Nemotron-H, all experts, and of these optimizers AdamW"
         )
     config = shape.build(options.layers, options.experts, options.vocab)
     recipe = make_recipe(options, world.device.type == "cpu")
@@ -303,23 +306,27 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         first: dict[str, float] = {}
         last: dict[str, float] = {}
-        make = partial(ours, recipe, config, options.rows, world, Path(directory), first, last, options.documents)
-        step, policy, peak = warmed_up(make, world)
-        steps, peaks = {"ours": step}, {"ours": peak}
-        if options.against and shape.flavor:
-            flavor = shape.flavor
-            made = warmed_up(lambda: torchtitans(options, recipe, flavor, config, world), world)
-            steps["torchtitan"], model, peaks["torchtitan"] = made
-            assert _count(model) == _count(policy.model), "both train the same shape"
+        makers: dict[str, Callable[[], tuple[Step, Any]]] = {}
+        if not options.instead:
+            makers["ours"] = partial(
+                ours, recipe, config, options.rows, world, Path(directory), first, last, options.documents
+            )
+        if other and shape.flavor:
+            makers["torchtitan"] = partial(torchtitans, options, recipe, shape.flavor, config, world)
+        made = {name: warmed_up(make, world) for name, make in makers.items()}
+        steps, peaks = {name: each[0] for name, each in made.items()}, {name: each[2] for name, each in made.items()}
+        model = next(iter(made.values()))[1]
+        sizes = {(_count(each), matrix_flops(each, config)) for _, each, _ in made.values()}
+        assert len(sizes) == 1, "both train the same shape, and count the same operations"
         times = take_turns(steps, options.steps, world)
         if options.profile:
             profile(steps, options.profile, world)
-    tokens = policy.dp_world * options.rows * options.seq
-    matrices = matrix_flops(policy.model, config) + recurrence_flops(config)
+    tokens = world.size // options.cp * options.rows * options.seq
+    matrices = matrix_flops(model, config) + recurrence_flops(config)
     causal, whole = (matrices + attention_flops(config, options.seq, causal) for causal in (True, False))
     gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     ceiling = next((flops for name, flops in PEAK_FLOPS.items() if gpu and name in gpu), None)
-    found: dict[str, Any] = {"parameters": _count(policy.model), "flops_per_token": causal, "tokens_per_step": tokens}
+    found: dict[str, Any] = {"parameters": _count(model), "flops_per_token": causal, "tokens_per_step": tokens}
     medians = {name: [statistics.median(kind) for kind in zip(*each, strict=True)] for name, each in times.items()}
     for name, (median, used) in medians.items():
         found[name] = {
@@ -331,9 +338,9 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
         if ceiling:
             per_s = tokens / median / world.size / ceiling
             found[name] |= {"mfu": round(causal * per_s, 4), "mfu_all_keys": round(whole * per_s, 4)}
-    found["allocation_retries"] = last["allocation_retries"]
+    found |= {name: last[name] for name in ("allocation_retries",) if name in last}
     found |= {name: first[name] for name in ("compiles", "recompiles", "compile_s") if name in first}
-    for name, metrics in (("first_step", first), ("last_step", last)):
+    for name, metrics in (("first_step", first), ("last_step", last)) if first else ():
         found[name] = {key: metrics[key] for key in sorted(metrics) if key in ("loss", "grad_norm", "mismatch_kl")}
     found["host_gb"] = round(max(world.collect(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)) * 1024 / 1e9, 2)
     if options.against:

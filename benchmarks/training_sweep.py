@@ -1,7 +1,13 @@
 """`training_speed` over shapes, lengths and layouts, as many as the GPUs allow; one JSON file each.
 
-What fails, or takes longer than three minutes, leaves its log and no JSON. Few layers at full width stand for the whole
-model, and the vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's.
+    timeout 590 python -m benchmarks training_sweep OUT 4 whole_16k whole_16k_torchtitan --patience-s 290
+    timeout 590 python -m benchmarks training_sweep OUT 4 whole_65k whole_65k_torchtitan --patience-s 290
+    python -m benchmarks training_sweep OUT GPUS
+
+What fails, or takes too long, leaves its log and no JSON. Few layers at full width stand for the whole model, and the
+vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold Qwen3-30B-A3B whole (`whole_...`, by
+name only): 16,384 tokens on each, which are a row, or a quarter of one. With its AdamW it fills them, so torchtitan's
+is timed in a process of its own, in the same call.
 """
 
 from __future__ import annotations
@@ -15,6 +21,8 @@ import sys
 from pathlib import Path
 
 PATIENCE_S = 180
+WHOLE_GPUS = 4
+"""So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32: 122 GB on each."""
 
 
 def cells(gpus: int) -> dict[str, list[str]]:
@@ -24,6 +32,7 @@ def cells(gpus: int) -> dict[str, list[str]]:
     layers = ["--layers", f"{2 if gpus < 4 else gpus}", "--experts", f"{16 * gpus}", "--vocab", "4096"]
     glm5 = ["--shape", "glm5", *layers, "--optimizer", "sgd", "--ep", f"{gpus}"]
     split = ["--cp", f"{gpus}"]
+    deepep = {"qwen3_30b_a3b_deepep": [*qwen3, "--seq", "16384", "--ep-backend", "deepep"]} if gpus > 1 else {}
     return {
         "qwen3_30b_a3b": [*qwen3, "--seq", "16384", "--against", "torchtitan"],
         "qwen3_4b": [*dense, "--seq", "16384", "--against", "torchtitan"],
@@ -33,7 +42,22 @@ def cells(gpus: int) -> dict[str, list[str]]:
         "glm5_65k": [*glm5, "--seq", "65536", *split],
         "glm5_131k": [*glm5, "--seq", "131072", *split],
         "qwen3_30b_a3b_65k": [*qwen3, "--seq", "65536", *split],
+        **deepep,
     }
+
+
+def whole(gpus: int) -> dict[str, list[str]]:
+    """Options of each measurement of the whole of Qwen3-30B-A3B, by name. Steps of both sides are compiled."""
+    model = ["--shape", "qwen3_30b_a3b", "--layers", "48", "--ep", f"{gpus}", "--lm-head-chunk", "2048"]
+    model += ["--compile", "--steps", "6"]
+    lengths = {"16k": ["--seq", "16384"], "65k": ["--seq", f"{16384 * gpus}", "--cp", f"{gpus}"]}
+    found = {}
+    for name, length in lengths.items():
+        found[f"whole_{name}"] = [*model, *length]
+        found[f"whole_{name}_torchtitan"] = [*model, *length, "--instead", "torchtitan"]
+        # Where the states do not fit: ours with AdamW's in host memory.
+        found[f"whole_{name}_offload"] = [*model, *length, "--optimizer-state-offload"]
+    return found
 
 
 def main(words: list[str]) -> None:
@@ -41,21 +65,30 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_sweep", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("gpus", type=int, choices=[1, 2, 4])
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="default: all that are not of a whole model")
+    parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="for each measurement")
     options = parser.parse_args(words)
+    known = cells(options.gpus) | (whole(options.gpus) if options.gpus >= WHOLE_GPUS else {})
+    if unknown := set(options.cells) - known.keys():
+        parser.error(f"{options.gpus} GPUs have no cell {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for name, settings in cells(options.gpus).items():
-        print(f"{name}: {measure(options.out / name, [*settings, '--ranks', str(options.gpus)])}", flush=True)
+    for name in options.cells or cells(options.gpus):
+        settings = [*known[name], "--ranks", str(options.gpus)]
+        print(f"{name}: {measure(options.out / name, settings, options.patience_s)}", flush=True)
 
 
-def measure(stem: Path, settings: list[str]) -> str:
+def measure(stem: Path, settings: list[str], patience_s: float) -> str:
     """Write STEM.json and STEM.log; what is said of it."""
     result, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     argv = [sys.executable, "-W", "ignore", "-m", "benchmarks", "training_speed", *settings, "--out", str(result)]
     with log.open("w") as file:
         process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            code = process.wait(PATIENCE_S)
+            code = process.wait(patience_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # the ranks as well
             code = process.wait()
-    return f"failed, see {log}" if code else json.dumps(json.loads(result.read_text())["ours"])
+    if code:
+        return f"failed, see {log}"
+    found = json.loads(result.read_text())
+    return json.dumps({name: found[name] for name in ("ours", "torchtitan") if name in found})

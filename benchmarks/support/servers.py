@@ -126,6 +126,27 @@ def start_process(
     return Server(process.pid, f"http://{HOST}:{numbers['http']}", log)
 
 
+def start_engine(
+    command: Command,
+    log: Path,
+    gpu: int = 0,
+    elsewhere: Mapping[str, str] | None = None,
+    ports: Mapping[str, int] | None = None,
+) -> Server:
+    """Start an engine that takes and gives token ids alone, of a model without a tokenizer.
+
+    Args:
+        command: that a Plan has for it.
+        log: gets its words.
+        gpu: that it computes on, where there are any.
+        elsewhere: placeholders of other processes.
+        ports: those that others know already.
+    """
+    own = {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
+    argv = (*command.argv, "--skip-tokenizer-init")
+    return start_process(command._replace(argv=argv, env={**command.env, **own}), elsewhere or {}, log, ports)
+
+
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
     """Return what an agent sets for one trainer rank."""
     return {

@@ -1,6 +1,7 @@
 """Make a tiny, randomly initialised Qwen3 or Qwen3-MoE model with a character tokenizer, and data to warm it up.
 
-    python -m primeslurm.trainer.tiny model DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2] [--phrases]
+    python -m primeslurm.trainer.tiny model DIR [--family qwen3_moe|qwen3] [--hidden 64] [--head-dim 32] [--layers 2]
+        [--phrases]
     python -m primeslurm.trainer.tiny demonstrations FILE [--n 30000] [--noise 0.6] [--seed 0]
 
 Nothing is downloaded. The model is for demonstrations and tests on CPUs.
@@ -113,7 +114,7 @@ def tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     return fast
 
 
-def model(family: str, hidden: int, layers: int, seed: int) -> Any:
+def model(family: str, hidden: int, layers: int, seed: int, head_dim: int = 32) -> Any:
     """A randomly initialised float32 transformers model."""
     torch.manual_seed(seed)
     common: dict[str, Any] = {
@@ -123,7 +124,7 @@ def model(family: str, hidden: int, layers: int, seed: int) -> Any:
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 32,
+        "head_dim": head_dim,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
         "bos_token_id": None,
@@ -157,9 +158,10 @@ def write_model(
     layers: int = 2,
     seed: int = 0,
     phrases: Sequence[str] = (),
+    head_dim: int = 32,
 ) -> None:
     """Write model, tokenizer and generation config to `out` in Hugging Face format."""
-    model(family, hidden, layers, seed).save_pretrained(out)
+    model(family, hidden, layers, seed, head_dim).save_pretrained(out)
     tokenizer(phrases).save_pretrained(out)
     GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(out)
 
@@ -190,6 +192,7 @@ def main() -> None:
     make.add_argument("out", type=Path)
     make.add_argument("--family", choices=("qwen3_moe", "qwen3"), default="qwen3_moe")
     make.add_argument("--hidden", type=int, default=64)
+    make.add_argument("--head-dim", type=int, default=32)
     make.add_argument("--layers", type=int, default=2)
     make.add_argument("--seed", type=int, default=0)
     make.add_argument("--phrases", action="store_true", help="a token for each phrase of conversations with a shell")
@@ -201,7 +204,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.command == "model":
         phrases = PHRASES if arguments.phrases else ()
-        write_model(arguments.out, arguments.family, arguments.hidden, arguments.layers, arguments.seed, phrases)
+        shape = (arguments.family, arguments.hidden, arguments.layers, arguments.seed)
+        write_model(arguments.out, *shape, phrases, arguments.head_dim)
     else:
         chats = demonstrations(arguments.n, arguments.noise, arguments.seed)
         arguments.out.write_text("".join(json.dumps(chat) + "\n" for chat in chats))

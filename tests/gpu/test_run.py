@@ -17,11 +17,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 @pytest.mark.skipif(GPUS < 3, reason="needs three GPUs: trainer, prefill, decode")
 def test_the_demo_learns_on_gpus(tmp_path: Path) -> None:
-    trainer_gpus = min(GPUS - 2, 2)
-    argv = [sys.executable, "-m", "benchmarks", "gpu_run", str(tmp_path), str(trainer_gpus)]
-    done = subprocess.run(argv, cwd=ROOT, check=False)
+    out, trainer_gpus = tmp_path / "found.json", min(GPUS - 2, 2)
+    words = [str(out), "reverse-text", "--set", f"deployment.train.gpus_per_node={trainer_gpus}"]
+    done = subprocess.run([sys.executable, "-m", "benchmarks", "gpu_run", *words], cwd=ROOT, check=False)
     assert done.returncode == 0
-    summary = json.loads((tmp_path / "rl" / "summary.json").read_text())
+    summary = json.loads(out.read_text())["cells"]["reverse-text"]["summary"]
     assert summary["last_reward"] - summary["first_reward"] >= 0.3
     assert summary["mixed_version_rollouts"] > 0
     assert summary["staleness_max"] <= 2

@@ -32,7 +32,7 @@ SCRAPE_INTERVAL_S = 5.0
 SCRAPES_PER_S = 50.0
 """Upper bound: a thousand engines are looked at every 20 s, so that reading them stays a small part of this process."""
 _ROW_LOADS = (
-    *("running_mean", "waiting_mean", "kv_usage_mean", "generated_per_s", "computed_per_s"),
+    *("running_mean", "waiting_mean", "kv_usage_mean", "busy_mean", "generated_per_s", "computed_per_s"),
     *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
 )
 """What metrics of each step keep of the load of a role."""

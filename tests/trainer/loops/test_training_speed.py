@@ -40,13 +40,13 @@ def test_products_with_weights_are_as_many_as_torch_counts(world: World, tmp_pat
     config = Qwen3Config(**SHAPES["qwen3_4b"].settings | SMALL | {"intermediate_size": 128})
     recipe = make_recipe(arguments(["--seq", "64", "--checkpointing", "none"]), on_cpu=True)
     first: dict[str, float] = {}
-    step, policy = ours(recipe, config, 1, world, tmp_path, first, {})
+    step, model = ours(recipe, config, 1, world, tmp_path, first, {})
     with FlopCounterMode(display=False) as counter:
         step()
     assert first["grad_norm"] > 0
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     head_of_last_token = 6 * 256 * 64  # it predicts nothing
-    assert matrix_flops(policy.model, config) * 64 == counted + head_of_last_token
+    assert matrix_flops(model, config) * 64 == counted + head_of_last_token
 
 
 @pytest.mark.parametrize("length", [8, 40])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
+from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Claims,
@@ -80,6 +84,15 @@ def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
     assert caught.value.exit_code == 76
     events = [json.loads(line) for line in (tmp_path / "events/orchestrator.jsonl").read_text().splitlines()]
     assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "the culprit"
+
+
+def test_a_row_says_how_busy_the_engines_of_a_role_were(tmp_path: Path) -> None:
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
+    for running in (8.0, 0.0, 8.0, 8.0):
+        watch.engines_seen({"decode-r0-0": {"running": running, "waiting": 0.0, "kv_usage": 0.1}})
+    dispatch = SimpleNamespace(counts=Counter[str](), ready=[], open=[], inflight=0)
+    row = watch.step_metrics(cast(Dispatcher, dispatch), version=3)
+    assert row["engines/decode/busy_mean"] == 0.75 and row["policy/version"] == 3
 
 
 def test_hours_without_a_finished_rollout_are_no_stall_while_engines_compute(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""The benchmark of the demos on GPUs, as far as it goes without any: its runs are planned and contradict nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_run
+from benchmarks.gpu_run import CELLS, RECIPES, idle, in_order
+from primeslurm.api.sites import local_site
+from primeslurm.plan.planner import derive
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from tests.support.planning import reviewed
+
+TINY = {
+    **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 512},
+    **{"intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
+    **{"max_position_embeddings": 8192, "tie_word_embeddings": False},
+}
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
+    cell = CELLS[name]
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "chats.jsonl").touch()
+    for gpu in range(cell.gpus):
+        (tmp_path / f"nvidia{gpu}").touch()
+    start = {"model.path": str(tmp_path)} | ({} if cell.after else {"sft.data.path": str(tmp_path / "chats.jsonl")})
+    settings = [f"{key}={value}" for key, value in {**cell.settings, **start}.items()]
+    recipe, site = load_recipe(RECIPES / cell.recipe, settings), local_site(tmp_path / "runs", tmp_path)
+    findings, _ = reviewed(recipe, site)
+    assert not [finding for finding in findings if finding.level in ("error", "blocked")]
+    assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
+
+
+def test_a_warm_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run, "MODELS", tmp_path)
+    cells = ["tool-use-fp8", "tool-use-fp8-replay"]
+    assert in_order(cells) == ["tool-use-sft", *cells]
+    (tmp_path / "tool-use-sft" / "model").mkdir(parents=True)
+    assert in_order(cells) == cells
+
+
+def test_idle_is_what_was_not_done() -> None:
+    steps = [
+        {"trainer/seconds/wait": 1.0, "trainer/seconds/publish": 1.0, "engines/decode/busy_mean": busy}
+        for busy in (1.0, 0.5)
+    ]
+    assert idle(steps) == {"trainer": 0.5, "decode": 0.25} and idle([]) == {}

@@ -1,0 +1,20 @@
+"""The benchmark of experts spread over GPUs, as far as it goes without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.wide_ep import CELLS, recipe
+from primeslurm.plan.commands.engine import ALONE, DataParallel, Engines
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_engines_of_a_cell_are_started_as_it_says(cell: str, tmp_path: Path) -> None:
+    size, _, backend = cell.partition("-")
+    engines = Engines(recipe(tmp_path, "bfloat16", cell, 64), "cuda", "engine", "python")
+    argv = list(engines.command(DataParallel(int(size), 1, "rank-0") if backend else ALONE).argv)
+    given = {name: argv[argv.index(name) + 1] for name in argv if name.startswith("--") and name != argv[-1]}
+    assert given.get("--all2all-backend", "") == backend
+    assert given.get("--data-parallel-size", "1") == size and "FULL_DECODE_ONLY" in given["--compilation-config"]
