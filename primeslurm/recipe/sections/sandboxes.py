@@ -79,8 +79,8 @@ class ContainerRuntime(Section):
     """Default: the task's, or /app."""
     limits: Limits = Limits()
     secrets: tuple[EnvironmentName, ...] = ()
-    """Names of variables that the agent's program gets, with their values from where you submit. With apptainer, docker
-    and podman the values are in command lines, which other users of the node can read unless it hides processes."""
+    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere but,
+    with apptainer, to a file of yours while the container is there."""
 
 
 class ApptainerRuntime(ContainerRuntime):

@@ -1,15 +1,22 @@
-"""Containers of a worker bear its mark, so that what outlives it is found again and removed, and nothing else.
+"""Containers of a worker bear its mark, and no command line of theirs has the worker's own variables.
 
-A worker that is killed removes nothing, and a command that is ended while it starts a container may have asked for one
-already. docker and podman keep labels; apptainer has names only.
+The mark is for what outlives a worker to be found again and removed, and nothing else: one that is killed removes
+nothing, and a command that is ended while it starts a container may have asked for one already. docker and podman keep
+labels; apptainer has names only.
+
+Command lines are for all users of the node to see. Secrets that a recipe names are variables of the worker, and so of
+what it starts: docker and podman are told names alone, apptainer is told a file of the worker's user.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import shlex
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 from verifiers.v1 import runtimes
@@ -29,10 +36,24 @@ SWEEP_S = 60.0
 class _MarkedDocker(DockerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _label_args: list[str]
+    env: dict[str, str]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._label_args = [*self._label_args, "--label", f"{WORKER_LABEL}={self.worker}"]
+
+    async def start(self) -> None:
+        # the container's own process needs none of the task's variables, and each command gets them
+        variables, self.env = self.env, {}
+        try:
+            await super().start()
+        finally:
+            self.env = variables
+
+    def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
+        named = {f"{name}={value}": name for name, value in _own(env).items()}
+        words: list[str] = super()._exec(env, stdin=stdin)
+        return [named.get(word, word) for word in words]
 
 
 class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
@@ -42,10 +63,31 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
 class _MarkedApptainer(ApptainerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _instance: str
+    _dir: Path | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._instance = _instances(self.worker) + self._instance.removeprefix("vf-")
+
+    def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
+        own = _own(env)
+        words: list[str] = super()._exec({name: env[name] for name in env if name not in own}, stdin=stdin)
+        return [*words[:2], "--env-file", str(self._file_of(own)), *words[2:]] if own else words
+
+    def _file_of(self, own: Mapping[str, str]) -> Path:
+        """Write variables where a shell reads them, once, for as long as the instance is there."""
+        assert self._dir is not None
+        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in own.items())
+        path = self._dir / f"{hashlib.sha256(text.encode()).hexdigest()}.env"
+        if not path.exists():
+            path.touch(0o600)
+            path.write_text(text)
+        return path
+
+
+def _own(env: Mapping[str, str]) -> dict[str, str]:
+    """Those of a command's variables that are the worker's, too."""
+    return {name: value for name, value in env.items() if os.environ.get(name) == value}
 
 
 def mark(worker: str) -> None:
