@@ -15,7 +15,7 @@ import logging
 import os
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,6 +23,8 @@ from verifiers.v1 import runtimes
 from verifiers.v1.runtimes.apptainer import ApptainerRuntime
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
+
+from primeslurm.orchestrator.environments.sandbox import scripts
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +35,21 @@ SWEEP_S = 60.0
 """Longest wait for an answer of an engine."""
 
 
-class _MarkedDocker(DockerRuntime):  # type: ignore[misc]
+class _Scripted:
+    """A container that may see the environments of the node, where scripts then find their packages."""
+
+    shown: ClassVar[tuple[Path, ...]] = ()
+
+    async def prepare_uv_script(
+        self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    ) -> list[str]:
+        if self.shown:
+            return await scripts.put(self, script, activate)
+        words: list[str] = await super().prepare_uv_script(script, env, activate=activate)  # type: ignore[misc]
+        return words
+
+
+class _MarkedDocker(_Scripted, DockerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _label_args: list[str]
     env: dict[str, str]
@@ -41,6 +57,7 @@ class _MarkedDocker(DockerRuntime):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._label_args = [*self._label_args, "--label", f"{WORKER_LABEL}={self.worker}"]
+        self._label_args += [word for path in self.shown for word in ("--volume", f"{path}:{path}:ro")]
 
     async def start(self) -> None:
         # the container's own process needs none of the task's variables, and each command gets them
@@ -60,7 +77,7 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
     """verifiers' podman is its docker with another command."""
 
 
-class _MarkedApptainer(ApptainerRuntime):  # type: ignore[misc]
+class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _instance: str
     _dir: Path | None
@@ -90,15 +107,20 @@ def _own(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if os.environ.get(name) == value}
 
 
-def mark(worker: str) -> None:
+def mark(worker: str, shown: Sequence[Path] = ()) -> None:
     """Have verifiers mark the containers of this process.
 
     Args:
         worker: its name within the run.
+        shown: directories of the node that containers see, read-only. With any, scripts run with the packages there.
     """
-    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), {"worker": worker})
-    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), {"worker": worker})
-    runtimes.ApptainerRuntime = type("Apptainer", (_MarkedApptainer,), {"worker": worker})
+    made = {"worker": worker, "shown": tuple(shown)}
+    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), made)
+    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), made)
+    runtimes.ApptainerRuntime = type("Apptainer", (_MarkedApptainer,), made)
+    if shown:  # apptainer adds them to the `--bind` of its command line
+        before = filter(None, [os.environ.get("APPTAINER_BIND")])
+        os.environ["APPTAINER_BIND"] = ",".join([*before, *(f"{path}:{path}:ro" for path in shown)])
 
 
 def sweep(kinds: Iterable[str], worker: str) -> None:
