@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from primeslurm.errors import Violation
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
+from primeslurm.recipe.sections.sandboxes import SubprocessRuntime, sees_packages
 
 HARNESSES = (
     "bash",
@@ -121,6 +121,9 @@ def _harness(environment: AnyEnvironment) -> Iterator[Violation]:
         if close and not _installed(name):
             yield Violation("harness.id", given, "no such harness", f"did you mean {close[0]}?")
         return
+    if sees_packages(runtime) and name not in WITHOUT_INSTALLING:
+        why = f"{given} is no Python script, and must be installed into its container"
+        yield Violation("runtime.install", "false", why, f"true, or one of {', '.join(WITHOUT_INSTALLING)}")
     if not isinstance(runtime, SubprocessRuntime):
         return
     if name not in WITHOUT_INSTALLING:

@@ -15,10 +15,10 @@ from verifiers.v1.utils.loaders import harness_config_type
 from primeslurm.errors import Violation
 from primeslurm.orchestrator.environments import hosted
 from primeslurm.orchestrator.environments.chat import ChatHarness
-from primeslurm.orchestrator.environments.sandbox import limits, scripts
+from primeslurm.orchestrator.environments.sandbox import limits, scripts, view
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
+from primeslurm.recipe.sections.sandboxes import SubprocessRuntime, sees_packages
 
 LOCKED = ("mini_swe_agent",)
 """Harnesses whose packages `./just harness NAME` installs."""
@@ -33,7 +33,7 @@ class HostNeeds:
     runtimes: tuple[str, ...]
     """subprocess: a working bubblewrap; apptainer, docker, podman: their command; of hosted ones `hosted` knows."""
     harnesses: tuple[str, ...]
-    """Harnesses whose scripts run on the node itself: their packages must be installed."""
+    """Harnesses whose scripts run with the node's packages: their packages must be installed."""
 
 
 def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
@@ -45,7 +45,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
         if isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE:  # runs no program
             continue
         used[spec.runtime.type] = None
-        if spec.runtime.type == "subprocess":
+        if spec.runtime.type == "subprocess" or sees_packages(environment.runtime):
             harnesses[harness.config.id] = None
     for server in _servers(env):
         if not server.config.url and not getattr(server.config, "colocated", False):
@@ -59,11 +59,15 @@ def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """Find what an environment needs and this machine has not."""
     wanted = needs(environment, env)
     found = [problem for kind in wanted.runtimes for problem in _runtime(kind, env)]
+    if sees_packages(environment.runtime):
+        found += _of_the_system()
     return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
 
 
-def downloads(env: vf.Env) -> list[Violation]:
+def downloads(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """Find what rollouts fetch from the internet wherever they run: harnesses are installed into each container."""
+    if sees_packages(environment.runtime):
+        return []
     found: dict[tuple[str, str], Violation] = {}
     for role, spec in env._agent_specs.items():
         harness, kind = env._harnesses[role], spec.runtime.type
@@ -71,7 +75,7 @@ def downloads(env: vf.Env) -> list[Violation]:
             continue
         name = harness.config.id
         why = f"each rollout installs harness {name} into its container: nodes must reach PyPI, or whence it comes"
-        fix = "`runtime: {type: subprocess}` installs nothing, where the task's programs are on the nodes"
+        fix = "`install: false` there, or `runtime: {type: subprocess}` where the task's programs are on the nodes"
         found[name, kind] = Violation("environments.runtime", kind, why, fix)
     return list(found.values())
 
@@ -93,6 +97,15 @@ def _runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
         )
     elif kind in hosted.PROVIDERS:
         yield from hosted.unmet(kind, env)
+
+
+def _of_the_system() -> Iterator[Violation]:
+    """Directories that containers cannot be shown, as theirs of that name hold the image's programs."""
+    for path in scripts.directories():
+        if path in view.NEVER or path.is_relative_to("/usr"):
+            why = f"Python is in {path}, where a container has programs of its own"
+            fix = "true, or install into an environment whose Python is elsewhere, such as uv's (uv python install)"
+            yield Violation("environments.runtime.install", "false", why, fix)
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from verifiers.v1.clients import Client, ModelContext
 
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents, host_needs
-from primeslurm.orchestrator.environments.sandbox import containers
+from primeslurm.orchestrator.environments.sandbox import containers, scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.choosing import choose
 from primeslurm.orchestrator.rollouts import job_protocol, tool_servers
@@ -35,6 +35,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
+from primeslurm.recipe.sections.sandboxes import sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
@@ -200,7 +201,7 @@ def main(argv: list[str] | None = None) -> None:
     files = _scratch(name)
     install(environment.runtime, files, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
-    containers.mark(name)
+    containers.mark(name, scripts.directories() if sees_packages(environment.runtime) else ())
     tool_servers.watch()
     worker = None
     try:

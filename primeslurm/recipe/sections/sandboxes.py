@@ -79,23 +79,37 @@ class ContainerRuntime(Section):
     """Default: the task's, or /app."""
     limits: Limits = Limits()
     secrets: tuple[EnvironmentName, ...] = ()
-    """Names of variables that the agent's program gets, with their values from where you submit. With apptainer, docker
-    and podman the values are in command lines, which other users of the node can read unless it hides processes."""
+    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere but,
+    with apptainer, to a file of yours while the container is there."""
 
 
-class ApptainerRuntime(ContainerRuntime):
+class NodeContainerRuntime(ContainerRuntime):
+    """What containers on the node have in common."""
+
+    install: bool = True
+    """Each rollout installs its harness into its container, from PyPI or whence it comes. false: a harness that is a
+    Python script runs with the node's own Python and packages, which the container sees read-only, and nothing is
+    downloaded. The image needs the C libraries of the node's Python: of a standalone one, only glibc."""
+
+
+def sees_packages(runtime: Runtime | None) -> bool:
+    """Tell whether containers see the node's packages, and harnesses run with them."""
+    return isinstance(runtime, NodeContainerRuntime) and not runtime.install
+
+
+class ApptainerRuntime(NodeContainerRuntime):
     """A container on the node, without a daemon or rights: what Slurm clusters have."""
 
     type: Literal["apptainer"] = "apptainer"
 
 
-class DockerRuntime(ContainerRuntime):
+class DockerRuntime(NodeContainerRuntime):
     """A container of the node's docker."""
 
     type: Literal["docker"] = "docker"
 
 
-class PodmanRuntime(ContainerRuntime):
+class PodmanRuntime(NodeContainerRuntime):
     """A container of the node's podman."""
 
     type: Literal["podman"] = "podman"

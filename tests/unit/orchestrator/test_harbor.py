@@ -103,17 +103,31 @@ def test_a_harness_without_its_packages_is_found_out_before_a_rollout(
 
 
 def test_what_rollouts_install_into_containers_is_known_before_one_is(model: str) -> None:
-    for kind, harness, expected in (
-        ("apptainer", "mini_swe_agent", ["apptainer"]),
-        ("docker", "bash", ["docker"]),
-        ("subprocess", "mini_swe_agent", []),
-        ("modal", "bash", []),
+    for runtime, harness, expected in (
+        ({"type": "apptainer"}, "mini_swe_agent", ["apptainer"]),
+        ({"type": "docker"}, "bash", ["docker"]),
+        ({"type": "docker", "install": False}, "bash", []),
+        ({"type": "subprocess"}, "mini_swe_agent", []),
+        ({"type": "modal"}, "bash", []),
     ):
-        made = recipe(model, harness, runtime={"type": kind}).environments[0]
+        made = recipe(model, harness, runtime=runtime).environments[0]
         env = environments.load(made.id, made.args, agents.agent_options(made))
-        found = host_needs.downloads(env)
-        assert [each.value for each in found] == expected, kind
+        found = host_needs.downloads(made, env)
+        assert [each.value for each in found] == expected, runtime
         assert all(harness in each.why and "PyPI" in each.why for each in found)
+
+
+def test_a_container_that_nothing_is_installed_into_needs_the_packages_here(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model, "mini_swe_agent", runtime={"type": "docker", "install": False}).environments[0]
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    assert host_needs.needs(made, env) == host_needs.HostNeeds(("docker",), ("mini_swe_agent",))
+    monkeypatch.setattr(scripts, "directories", lambda: (Path("/usr"), Path("/opt/python")))
+    monkeypatch.setattr(host_needs, "_runtime", lambda *_: ())
+    monkeypatch.setattr(host_needs, "_harness", lambda _: ())
+    (problem,) = host_needs.unmet(made, env)
+    assert (problem.field, problem.value) == ("environments.runtime.install", "false") and "/usr" in problem.why
 
 
 def test_a_machine_without_bubblewrap_is_found_out_before_a_rollout(

@@ -67,6 +67,11 @@ def test_a_custom_tunnel_leads_to_one_worker(
         ({"harness": {"id": "mini-swe-agnt"}}, "harness.id", "did you mean mini_swe_agent?"),
         ({"harness": {"id": "claude_code"}, "runtime": {"type": "subprocess"}}, "harness.id", "installs programs"),
         (
+            {"harness": {"id": "claude_code"}, "runtime": {"type": "docker", "install": False}},
+            "runtime.install",
+            "must be installed into its container",
+        ),
+        (
             {"harness": {"id": "mini_swe_agent"}, "runtime": {"type": "subprocess", "trusted": True}},
             "harness.id",
             "without `trusted`",

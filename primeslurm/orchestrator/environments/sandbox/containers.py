@@ -1,21 +1,30 @@
-"""Containers of a worker bear its mark, so that what outlives it is found again and removed, and nothing else.
+"""Containers of a worker bear its mark, and no command line of theirs has the worker's own variables.
 
-A worker that is killed removes nothing, and a command that is ended while it starts a container may have asked for one
-already. docker and podman keep labels; apptainer has names only.
+The mark is for what outlives a worker to be found again and removed, and nothing else: one that is killed removes
+nothing, and a command that is ended while it starts a container may have asked for one already. docker and podman keep
+labels; apptainer has names only.
+
+Command lines are for all users of the node to see. Secrets that a recipe names are variables of the worker, and so of
+what it starts: docker and podman are told names alone, apptainer is told a file of the worker's user.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
+import shlex
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from verifiers.v1 import runtimes
 from verifiers.v1.runtimes.apptainer import ApptainerRuntime
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
+
+from primeslurm.orchestrator.environments.sandbox import scripts
 
 log = logging.getLogger(__name__)
 
@@ -26,37 +35,92 @@ SWEEP_S = 60.0
 """Longest wait for an answer of an engine."""
 
 
-class _MarkedDocker(DockerRuntime):  # type: ignore[misc]
+class _Scripted:
+    """A container that may see the environments of the node, where scripts then find their packages."""
+
+    shown: ClassVar[tuple[Path, ...]] = ()
+
+    async def prepare_uv_script(
+        self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
+    ) -> list[str]:
+        if self.shown:
+            return await scripts.put(self, script, activate)
+        words: list[str] = await super().prepare_uv_script(script, env, activate=activate)  # type: ignore[misc]
+        return words
+
+
+class _MarkedDocker(_Scripted, DockerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _label_args: list[str]
+    env: dict[str, str]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._label_args = [*self._label_args, "--label", f"{WORKER_LABEL}={self.worker}"]
+        self._label_args += [word for path in self.shown for word in ("--volume", f"{path}:{path}:ro")]
+
+    async def start(self) -> None:
+        # the container's own process needs none of the task's variables, and each command gets them
+        variables, self.env = self.env, {}
+        try:
+            await super().start()
+        finally:
+            self.env = variables
+
+    def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
+        named = {f"{name}={value}": name for name, value in _own(env).items()}
+        words: list[str] = super()._exec(env, stdin=stdin)
+        return [named.get(word, word) for word in words]
 
 
 class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
     """verifiers' podman is its docker with another command."""
 
 
-class _MarkedApptainer(ApptainerRuntime):  # type: ignore[misc]
+class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _instance: str
+    _dir: Path | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._instance = _instances(self.worker) + self._instance.removeprefix("vf-")
 
+    def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
+        own = _own(env)
+        words: list[str] = super()._exec({name: env[name] for name in env if name not in own}, stdin=stdin)
+        return [*words[:2], "--env-file", str(self._file_of(own)), *words[2:]] if own else words
 
-def mark(worker: str) -> None:
+    def _file_of(self, own: Mapping[str, str]) -> Path:
+        """Write variables where a shell reads them, once, for as long as the instance is there."""
+        assert self._dir is not None
+        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in own.items())
+        path = self._dir / f"{hashlib.sha256(text.encode()).hexdigest()}.env"
+        if not path.exists():
+            path.touch(0o600)
+            path.write_text(text)
+        return path
+
+
+def _own(env: Mapping[str, str]) -> dict[str, str]:
+    """Those of a command's variables that are the worker's, too."""
+    return {name: value for name, value in env.items() if os.environ.get(name) == value}
+
+
+def mark(worker: str, shown: Sequence[Path] = ()) -> None:
     """Have verifiers mark the containers of this process.
 
     Args:
         worker: its name within the run.
+        shown: directories of the node that containers see, read-only. With any, scripts run with the packages there.
     """
-    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), {"worker": worker})
-    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), {"worker": worker})
-    runtimes.ApptainerRuntime = type("Apptainer", (_MarkedApptainer,), {"worker": worker})
+    made = {"worker": worker, "shown": tuple(shown)}
+    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), made)
+    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), made)
+    runtimes.ApptainerRuntime = type("Apptainer", (_MarkedApptainer,), made)
+    if shown:  # apptainer adds them to the `--bind` of its command line
+        before = filter(None, [os.environ.get("APPTAINER_BIND")])
+        os.environ["APPTAINER_BIND"] = ",".join([*before, *(f"{path}:{path}:ro" for path in shown)])
 
 
 def sweep(kinds: Iterable[str], worker: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import shlex
 import signal
@@ -167,16 +166,7 @@ class SandboxedRuntime(Runtime):  # type: ignore[misc]
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         """Put a script into the sandbox, to be run by a Python that set-up gave its packages. Raises SandboxError."""
-        text, python = scripts.prepared(script)
-        path = f"{self.scripts_dir}/{hashlib.sha256(text.encode()).hexdigest()}.py"
-        if path not in self._uv_interpreters:
-            await self.write(path, text.encode())
-            self._uv_interpreters[path] = python
-        if not activate:
-            return [python, path]
-        prefix = str(Path(python).parent.parent)
-        words = 'export VIRTUAL_ENV="$1" PATH="$1/bin:$PATH"; shift; exec "$@"'
-        return ["sh", "-c", words, "script", prefix, python, path]
+        return await scripts.put(self, script, activate)
 
     def host_url(self, url: str) -> str:
         """Open the way to an endpoint on the node's loopback; within, it has the same address."""

@@ -7,6 +7,7 @@ set-up has installed them: in the worker's own environment, or below it in `harn
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.metadata
 import re
 import sys
@@ -17,6 +18,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes import Runtime
+
+from primeslurm.orchestrator.environments.sandbox import view
 
 _HEADER = re.compile(r"^# /// script$\n(?P<body>(?:^#(?:| .*)$\n)+?)^# ///$", re.MULTILINE)
 
@@ -60,6 +64,43 @@ def prepared(script: str | bytes) -> tuple[str, str]:
         return text, interpreter(text)
     except MissingPackagesError as error:
         raise SandboxError(str(error)) from error
+
+
+async def put(runtime: Runtime, script: str | bytes, activate: bool) -> list[str]:
+    """Put a script into a runtime that sees the node's environments, once.
+
+    Args:
+        runtime: whose programs are to run it.
+        script: text of it.
+        activate: what it starts finds its Python and programs, too.
+
+    Returns:
+        The words that run it.
+
+    Raises:
+        SandboxError: no environment has its packages, or it cannot be written.
+    """
+    text, python = prepared(script)
+    user = "" if runtime.user is None else f"-{runtime.user}"
+    path = f"{runtime.scripts_dir}{user}/{hashlib.sha256(text.encode()).hexdigest()}.py"
+    if path not in runtime._uv_interpreters:
+        await runtime.write(path, text.encode())
+        runtime._uv_interpreters[path] = python
+    if not activate:
+        return [python, path]
+    words = 'export VIRTUAL_ENV="$1" PATH="$1/bin:$PATH"; shift; exec "$@"'
+    return ["sh", "-c", words, "script", str(Path(python).parent.parent), python, path]
+
+
+def directories() -> tuple[Path, ...]:
+    """The environments that scripts run in, and the installations of Python that these are made from."""
+    found = dict.fromkeys(_environments())
+    for place in tuple(found):
+        python = place / "bin" / "python"
+        found |= dict.fromkeys([python.resolve().parents[1]])
+        if python.is_symlink() and python.readlink().is_absolute():  # a name that may lead to another one
+            found |= dict.fromkeys([python.readlink().parents[1]])
+    return tuple(view.outermost(found))
 
 
 def _environments() -> tuple[Path, ...]:

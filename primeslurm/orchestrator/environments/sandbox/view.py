@@ -48,7 +48,7 @@ _ETC = (
 _PASSWD = f"root:x:0:0::/root:/bin/sh\nuser:x:{_USER}:{_USER}::{HOME}:/bin/bash\nnobody:x:65534:65534::/:/bin/false\n"
 _GROUP = f"root:x:0:\nuser:x:{_USER}:\nnogroup:x:65534:\n"
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
-_NEVER = (Path("/"), Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/etc"), Path.home())
+NEVER = (Path("/"), Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/etc"), Path.home())
 FILES = {"/etc/passwd": _PASSWD, "/etc/group": _GROUP, "/etc/hosts": _HOSTS}
 """Files that a sandbox gets instead of the node's."""
 
@@ -61,7 +61,7 @@ def python_paths() -> tuple[Path, ...]:
     # the package.
     installed = [Path(entry) for entry in sys.path[1:] if entry and Path(entry) != own.parent]
     found = dict.fromkeys([Path(sys.prefix), Path(sys.base_prefix), own, *asked, *installed])
-    return tuple(path for path in found if path.is_absolute() and path.is_dir() and path not in _NEVER)
+    return tuple(path for path in found if path.is_absolute() and path.is_dir() and path not in NEVER)
 
 
 def bubblewrap(
@@ -92,10 +92,10 @@ def bubblewrap(
     words += [word for name in (*_ETC, *(["resolv.conf"] if open_network else [])) for word in _etc(name)]
     words += [word for path, fd in files.items() for word in ("--file", str(fd), path)]
     shown = list(
-        _outermost(path for path in map(Path.absolute, visible) if path.exists() and not path.is_relative_to("/usr"))
+        outermost(path for path in map(Path.absolute, visible) if path.exists() and not path.is_relative_to("/usr"))
     )
     words += [word for path in shown for word in ("--ro-bind", str(path), str(path))]
-    for path in _outermost(path.resolve() for path in hidden):
+    for path in outermost(path.resolve() for path in hidden):
         below = any(path.is_relative_to(place.resolve()) for place in shown)
         if below and path.exists() and not any(place.resolve().is_relative_to(path) for place in shown):
             words += ["--tmpfs", str(path), "--remount-ro", str(path)]
@@ -116,8 +116,8 @@ def _etc(name: str) -> list[str]:
     return ["--ro-bind", str(path.resolve()), str(path)] if path.exists() else []
 
 
-def _outermost(paths: Iterable[Path]) -> Iterator[Path]:
-    """Leave out what lies below another one."""
+def outermost(paths: Iterable[Path]) -> Iterator[Path]:
+    """Yield paths, and leave out what lies below another one."""
     kept: list[Path] = []
     for path in sorted(set(paths)):
         if not any(path.is_relative_to(outer) for outer in kept):

@@ -1,0 +1,47 @@
+"""A real run whose environments have rules of advantages of their own: self-distillation, and two agents that play."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from primeslurm.run.records import rows
+from tests.e2e.conftest import ROOT
+from tests.support.hinted import write_model
+from tests.support.runs import Demo, process, trained_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+
+STEPS = 12
+REWARDS = ("hinted/reward", "duel/reward")
+MEANS = ("memory/duel/short", "memory/duel/long")
+
+
+def test_a_hint_is_learned_and_running_means_outlive_an_attempt(
+    demo: Demo, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy comes to do without its hint what it does with it; what each agent won of late is not forgotten."""
+    write_model(model, tmp_path / "model")
+    places = (str(ROOT / "tests" / "support" / "environments"), os.environ.get("PYTHONPATH"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
+    run = demo.submit("../tests/data/two_rules.yaml", "--set", f"model.path={tmp_path / 'model'}")
+    before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 9)
+    os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
+    demo.finish(run)
+    assert {attempt for attempt, _ in trained_steps(run)} == {1, 2}
+    table = rows(run.path)
+    assert [row["step"] for row in table] == list(range(1, STEPS + 1))
+    first, second_half = table[0], table[STEPS // 2 :]
+    later = {name: sum(row[name] for row in second_half) / len(second_half) for name in ("teacher/kl", *REWARDS)}
+    assert later["teacher/kl"] < 0.7 * first["teacher/kl"], table
+    for name in REWARDS:
+        assert later[name] > first[name] + 0.1, f"{name}: {first[name]:.3f} -> {later[name]:.3f}"
+    for name in MEANS:
+        means = [row[name] for row in table]
+        # Up to 17 plays a step leave 0.7 of a mean whatever they win; one that began anew would have that of one step.
+        assert all(now > 0.7 * then for then, now in itertools.pairwise(means)), f"{name}: {means}"
+        assert means[8] > 2 * means[0], f"{name}: {means}"

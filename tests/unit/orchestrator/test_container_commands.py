@@ -1,0 +1,114 @@
+"""What docker, podman and apptainer are told: no secrets, as all users read command lines, and what containers see."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import stat
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes import ApptainerConfig, DockerConfig, PodmanConfig, Runtime, make_runtime
+
+from primeslurm.orchestrator.environments.sandbox import containers, scripts
+from tests.support.verifiers_restored import restored
+
+SECRET = "a 'quoted' one\nof two $LINES"
+STAND_IN = (
+    f"#!{sys.executable} -IS"
+    + '''
+"""A stand-in for docker, podman and apptainer: no container starts, and commands run here with what is told alone."""
+import json, os, pathlib, sys
+words = sys.argv[1:]
+with (pathlib.Path(__file__).parent / "asked").open("a") as asked:
+    print(json.dumps(sys.argv), file=asked)
+if words[0] == "exec":
+    (at,) = [index for index, word in enumerate(words) if word.startswith(("vf-", "instance://vf-"))]
+    options, command = words[:at], words[at + 1 :]
+    told = [word for option, word in zip(options, options[1:]) if option == "--env"]
+    env = {"PATH": os.environ["PATH"]}
+    env |= {word: os.environ[word] for word in told if "=" not in word}
+    env |= dict(word.split("=", 1) for word in told if "=" in word)
+    if "--env-file" in options:
+        file = options[options.index("--env-file") + 1]
+        command = ["sh", "-c", 'set -a; . "$0"; exec "$@"', file, *command]
+    os.execvpe(command[0], command, env)
+sys.exit(words[0] == "run")
+'''
+)
+
+
+Config = DockerConfig | PodmanConfig | ApptainerConfig
+each_engine = pytest.mark.parametrize(
+    "config", [DockerConfig(), PodmanConfig(), ApptainerConfig()], ids=lambda config: config.type
+)
+
+
+@pytest.fixture
+def _stand_in(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    stand_in = tmp_path / config.type
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TOKEN", SECRET)
+    monkeypatch.setenv("LEVEL", "the worker's")
+    monkeypatch.delenv("APPTAINER_BIND", raising=False)
+    with restored(monkeypatch):
+        yield
+
+
+async def started(config: Config, tmp_path: Path, env: dict[str, str], shown: tuple[Path, ...] = ()) -> Runtime:
+    """A worker's runtime after its container was asked for."""
+    containers.mark("tasks-0", shown)
+    runtime = make_runtime(config)
+    runtime.env = env
+    if config.type == "apptainer":
+        runtime._dir = tmp_path
+    else:
+        with pytest.raises(SandboxError, match="run failed"):
+            await runtime.start()
+    return runtime
+
+
+@each_engine
+@pytest.mark.usefixtures("_stand_in")
+async def test_a_secret_is_in_no_command_line(config: Config, tmp_path: Path) -> None:
+    runtime = await started(config, tmp_path, {"TOKEN": SECRET})
+    for _ in range(2):
+        result = await runtime.run(["sh", "-c", 'echo "$LEVEL: $TOKEN"'], {"LEVEL": "the program's"})
+        assert result.stdout == f"the program's: {SECRET}\n"
+    asked = (tmp_path / "asked").read_text()
+    assert "quoted" not in asked and "two $LINES" not in asked
+    assert "LEVEL=the program's" in json.loads(asked.splitlines()[-1])
+    for file in tmp_path.glob("*.env"):
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert len(list(tmp_path.glob("*.env"))) == (config.type == "apptainer"), "one for each set of variables"
+
+
+@each_engine
+@pytest.mark.usefixtures("_stand_in")
+async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: Path) -> None:
+    """The stand-in's containers see all of this machine, so what they were told to show is looked at."""
+    shown = scripts.directories()
+    assert not any(path.is_relative_to(other) for path in shown for other in shown if path != other)
+    runtime = await started(config, tmp_path, {}, shown)
+    runtime.scripts_dir = str(tmp_path / "scripts")
+    script = (
+        '# /// script\n# dependencies = ["msgspec"]\n# ///\nimport msgspec, sys\nprint(sys.prefix, sys.base_prefix)\n'
+    )
+    argv = await runtime.prepare_uv_script(script)
+    result = await runtime.run(argv, {})
+    assert (result.stdout, result.stderr) == (f"{sys.prefix} {sys.base_prefix}\n", "")
+    asked = [json.loads(line) for line in (tmp_path / "asked").read_text().splitlines()]
+    if config.type == "apptainer":
+        binds = os.environ["APPTAINER_BIND"].split(",")
+    else:
+        (words,) = [words for words in asked if words[1] == "run"]
+        binds = [value for option, value in itertools.pairwise(words) if option == "--volume"]
+    assert binds == [f"{path}:{path}:ro" for path in shown]
+    for prefix in (sys.prefix, sys.base_prefix):
+        assert any(Path(prefix).is_relative_to(path) for path in shown)
