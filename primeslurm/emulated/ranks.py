@@ -33,7 +33,7 @@ class LostRankError(Exception):
 
 
 class Ranks:
-    """Rank 0's end: accepts the others and watches them from a thread of its own.
+    """Rank 0's end: accepts the others, after which it listens no more, and watches them from a thread of its own.
 
     Args:
         host: where to listen.
@@ -65,6 +65,7 @@ class Ranks:
             except TimeoutError:
                 raise LostRankError(f"only {len(self._connections)} of {self._others} ranks came") from None
             self._connections.append(connection)
+        self._listener.close()  # nobody else is to come
         threading.Thread(target=self._watch, daemon=True).start()
 
     def meet(self) -> None:

@@ -9,8 +9,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from primeslurm.run.status.run_status import RunStatus
+from primeslurm.wire import secret
 from tests.emulated.faults import FAULTS, Fault, suffer
+from tests.support.doors import FLOOD, MESSAGES, Answer, doors, half_open, role, said
 from tests.support.emulation import Deployment
+from tests.support.strangers import attempted, needs_second_user, stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
@@ -23,6 +27,40 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     found = Deployment(tmp_path_factory.mktemp("faults"))
     yield found
     found.down()
+
+
+LISTEN = {"router/http", "router/metrics", "router/door", "prefill/http", "decode/http"}
+LISTEN |= {"orchestrator/wire", "orchestrator/envs"}
+REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP PLAIN", "ZMTP PLAIN ERROR"}
+OPEN = {"router/metrics"}
+"""Tells whoever asks, whatever he asks, how much a router does: docs/security.md has it."""
+
+
+def lives(status: RunStatus) -> dict[str, tuple[int | None, int]]:
+    """Process ids and restarts of all processes."""
+    return {process.name: (process.pid, process.restarts) for process in status.processes}
+
+
+@needs_second_user
+def test_a_stranger_at_every_port_of_a_run_is_told_nothing_and_stops_nothing(deployment: Deployment) -> None:
+    run = deployment.running()
+    before, found = deployment.status(), doors(run)
+    assert {role(door.owner) for door in found} == LISTEN, found
+    assert {door.host for door in found}.isdisjoint({"0.0.0.0", "::"}), "each on its node's own address only"
+    asked = attempted(lambda: said(found))
+    assert asked.succeeded, asked.trace
+    answers = [Answer(*each) for each in asked.value]
+    assert len(answers) == len(found) * len(MESSAGES)
+    assert {each.words for each in answers} >= {"HTTP 400", "HTTP 401", "HTTP 404", "ZMTP PLAIN"}, "who answered?"
+    assert [each for each in answers if each.words not in REFUSALS and role(each.door) not in OPEN] == []
+    shown = "".join(each.text for each in answers)
+    assert secret.read(run.path) not in shown and str(run.path) not in shown
+    with stranger(lambda: half_open(found)) as flood:
+        assert flood.succeeded and flood.value > FLOOD * len(found) / 2, flood
+        reached = deployment.snapshot().step + 2
+        deployment.wait(lambda status: (status.step or 0) >= reached and deployment.healthy(status))
+    after = deployment.status()
+    assert (after.attempt, lives(after)) == (before.attempt, lives(before)), "something was started again"
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

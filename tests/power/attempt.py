@@ -7,12 +7,15 @@ which `sbatch` just takes the job. What was acknowledged is noted elsewhere, on 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,11 +42,13 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create
 from primeslurm.trainer import main as trainer
 from primeslurm.trainer import tiny
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import checkpoints, exits, secret
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
+Doing = Callable[[str], AbstractContextManager[None]]
 STEPS = 6
 PREEMPTED_AFTER = 3
 JOB = "7"
@@ -135,13 +140,14 @@ def agent(place: Place) -> AgentTask:
     return DelayedSubmission.load(place.pickle).function  # type: ignore[return-value]
 
 
-def train(place: Place, number: int, preempt: bool) -> int:
+def train(place: Place, number: int, preempt: bool, doing: Doing = nullcontext) -> int:
     """One attempt: the trainer in this thread, the orchestrator in another. Returns the trainer's exit code.
 
     Args:
         place: of the run.
         number: of the attempt.
         preempt: warn the trainer after PREEMPTED_AFTER steps.
+        doing: is entered while a policy is published, and while a checkpoint is written and committed.
     """
     interrupt = Interrupt()  # before there is any thread
     attempt = enter(place.run, number, wait_s=0.0)
@@ -149,6 +155,7 @@ def train(place: Place, number: int, preempt: bool) -> int:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())
     _observe(place, number)
+    _divide(doing)
     place.tell("recovering", attempt=number, step=checkpoints.newest(place.run.path) or 0)
     wire = f"tcp://127.0.0.1:{free_port()}"
     arguments = OrchestratorArguments(
@@ -247,6 +254,24 @@ def _observe(place: Place, number: int) -> None:
 
     Spool.put, ProgressFile.record, Publisher.publish = put, record, publish  # type: ignore[method-assign, assignment]
     checkpoints.commit = commit
+
+
+def _divide(doing: Doing) -> None:
+    """Tell what the trainer is doing, and when it has done it."""
+
+    def within(owner: type, name: str, part: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapped(*given: Any, **named: Any) -> Any:
+            with doing(part):
+                return original(*given, **named)
+
+        setattr(owner, name, wrapped)
+
+    within(Publisher, "publish", "publish")
+    within(Checkpoints, "_begin", "commit")  # the orchestrator's part of it
+    within(Checkpoints, "_write", "commit")
 
 
 def _digest(data: bytes) -> str:

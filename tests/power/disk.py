@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import shutil
 import struct
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 SHUTDOWN = 0x8004587D
 """EXT4_IOC_SHUTDOWN of the kernel's fs/ext4/ext4.h."""
@@ -22,9 +19,6 @@ OPTIONS = (
     "data=writeback,noauto_da_alloc,commit=1",  # names are on disk before what they name
     "data=ordered,commit=1",
 )
-CUT = 99
-"""Exit code of the process that cut the power."""
-_WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
 def unavailable() -> str:
@@ -80,56 +74,6 @@ class Disk:
 
     def _mount(self) -> None:
         _run("mount", "-o", f"loop,{self._options}", str(self._file), str(self.path))
-
-
-class Cutter:
-    """Counts what this process, and those forked from it, do to a disk, and cuts the power at one of these moments."""
-
-    def __init__(self, disk: Disk, at: int | None) -> None:
-        self._disk, self._at = disk, at
-        self._root = f"{disk.path}/"
-        self._count = mmap.mmap(-1, 9)
-
-    @property
-    def count(self) -> int:
-        """How much was done so far."""
-        return int.from_bytes(self._count[:8], "little")
-
-    @property
-    def fired(self) -> bool:
-        """Whether the power was cut; another thread may have ended the process for an error that followed."""
-        return bool(self._count[8])
-
-    def watch(self) -> None:
-        """Begin, for the rest of this process's life."""
-        flush = os.fsync
-
-        def fsync(handle: Any) -> None:
-            self._moment()
-            flush(handle)
-            self._moment()
-
-        os.fsync = fsync
-        sys.addaudithook(self._audit)
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open":
-            path, _, flags = arguments
-            if flags & (os.O_WRONLY | os.O_RDWR) and self._ours(path):
-                self._moment()
-        elif event in _WRITES and any(self._ours(each) for each in arguments[:2]):
-            self._moment()
-
-    def _ours(self, path: object) -> bool:
-        return isinstance(path, str | bytes | os.PathLike) and os.fsdecode(path).startswith(self._root)
-
-    def _moment(self) -> None:
-        count = self.count + 1
-        self._count[:8] = count.to_bytes(8, "little")
-        if count == self._at:
-            self._count[8] = 1
-            self._disk.cut()
-            os._exit(CUT)
 
 
 def _run(*argv: str) -> None:

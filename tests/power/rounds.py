@@ -1,6 +1,7 @@
-"""Cut the power of a run at random moments, and resume it: `python -m tests.power.rounds --points 50 --seed 2`.
+"""Cut the power of a run at random moments, and resume it: `python -m tests.power.rounds --points 50 --seed 3`.
 
-Everything is imported once; every round is forked from there. A first run without a cut says how many moments it has.
+Each part of a run is hit equally often, however little it writes. Everything is imported once; every round is forked
+from there. A first run without a cut says how many moments each part has.
 """
 
 from __future__ import annotations
@@ -21,14 +22,18 @@ from pathlib import Path
 
 from tests.power import attempt, verdict
 from tests.power.attempt import Place
-from tests.power.disk import OPTIONS, Cutter, Disk
+from tests.power.cutter import Cutter, points
+from tests.power.disk import OPTIONS, Disk
 
 
 @dataclass(frozen=True)
 class Round:
     """One power cut, and what came of it."""
 
+    part: str
+    """Of the run: which was hit, or was to be."""
     at: int
+    """Which of its moments."""
     options: str
     during: str
     """What the run was doing; empty if it had ended before."""
@@ -47,7 +52,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--moments", type=int, default=0, help="how many; default: as in a run without a cut")
+    parser.add_argument(
+        "--moments", type=json.loads, help="of each part, as JSON; default: as many as in a run without a cut"
+    )
     parser.add_argument("--out", type=Path, help="write the rounds there, too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the disk is unmounted then, too
@@ -58,43 +65,39 @@ def main() -> int:
         attempt.prepare(place)
         rng = random.Random(options.seed)
         moments = options.moments or _moments(place, disk)
+        print(f"moments: {json.dumps(moments)}", file=sys.stderr)
         rounds = []
-        parts = list(
-            range(options.points)
-        )  # of the run, all as long; in any order, for whoever stops it before its end
-        rng.shuffle(parts)
-        for number in parts:
-            at = rng.randrange(number * moments // options.points + 1, (number + 1) * moments // options.points + 1)
-            rounds.append(_round(place, at, rng.choice(OPTIONS)))
+        for part, at in points(options.points, moments, rng):
+            rounds.append(_round(place, part, at, rng.choice(OPTIONS)))
             print(json.dumps(asdict(rounds[-1])), flush=True)
     finally:
         disk.remove()
         shutil.rmtree(beside)
     failed = [each for each in rounds if each.lost or each.error]
-    print(f"{len(rounds)} power cuts among {moments} moments, {len(failed)} with losses", file=sys.stderr)
+    print(f"{len(rounds)} power cuts, {len(failed)} with losses", file=sys.stderr)
     if options.out:
         document = {"seed": options.seed, "moments": moments, "rounds": [asdict(each) for each in rounds]}
         options.out.write_text(json.dumps(document, indent=2) + "\n")
     return 1 if failed else 0
 
 
-def _moments(place: Place, disk: Disk) -> int:
-    """How often an undisturbed run writes."""
+def _moments(place: Place, disk: Disk) -> dict[str, int]:
+    """How often each part of an undisturbed run writes."""
     disk.make()
-    cutter = Cutter(disk, None)
+    cutter = Cutter(disk)
     during, code = _live(place, cutter)
     disk.remove()
     if code or during:
         raise SystemExit(f"an undisturbed run failed during {during}: {code}")
     place.forget()
-    return cutter.count
+    return cutter.counts
 
 
-def _round(place: Place, at: int, options: str) -> Round:
+def _round(place: Place, part: str, at: int, options: str) -> Round:
     disk, began = Disk(place.beside, options), time.monotonic()
     disk.make()
     try:
-        cutter = Cutter(disk, at)
+        cutter = Cutter(disk, part, at)
         during, code = _live(place, cutter)
         if during and not cutter.fired:
             log = (place.beside / "log").read_text()[-4000:]
@@ -108,7 +111,7 @@ def _round(place: Place, at: int, options: str) -> Round:
         error = _report(place, lambda: verdict.resume(place))
         groups = sum(each["kind"] == "group" for each in told)
         found = json.loads(lost) if lost.startswith("[") else [lost]
-        return Round(at, options, during, committed, groups, found, error, round(time.monotonic() - began, 1))
+        return Round(part, at, options, during, committed, groups, found, error, round(time.monotonic() - began, 1))
     finally:
         place.forget()
         disk.remove()
@@ -116,22 +119,22 @@ def _round(place: Place, at: int, options: str) -> Round:
 
 def _live(place: Place, cutter: Cutter) -> tuple[str, int]:
     """Live through a run until it ends or the power is cut. Returns what it was doing then, and its exit code."""
-    phases: dict[str, Callable[[], object]] = {
-        "submit": lambda: attempt.submit(place),
-        "attempt 1": lambda: _train(place, preempt=True),
-        "requeue": lambda: attempt.requeue(place),
-        "attempt 2": lambda: _train(place, preempt=False),
+    phases: dict[str, tuple[str, Callable[[], object]]] = {
+        "submit": ("submit", lambda: attempt.submit(place)),
+        "attempt 1": ("rest", lambda: _train(place, True, cutter.doing)),
+        "requeue": ("requeue", lambda: attempt.requeue(place)),
+        "attempt 2": ("rest", lambda: _train(place, False, cutter.doing)),
     }
-    for name, phase in phases.items():
-        code = _forked(place, phase, cutter)
+    for name, (part, phase) in phases.items():
+        code = _forked(place, phase, cutter, part)
         if code:
             return name, code
     return "", 0
 
 
-def _train(place: Place, preempt: bool) -> None:
+def _train(place: Place, preempt: bool, doing: attempt.Doing) -> None:
     agent = attempt.agent(place)
-    code = attempt.train(place, agent.first_attempt + agent.restarts, preempt)
+    code = attempt.train(place, agent.first_attempt + agent.restarts, preempt, doing)
     if not attempt.succeeded(code):
         raise SystemExit(2)
 
@@ -153,7 +156,7 @@ def _report(place: Place, action: Callable[[], str]) -> str:
     return path.read_text() if path.exists() else f"ended with {code}"
 
 
-def _forked(place: Place, action: Callable[[], object], cutter: Cutter | None) -> int:
+def _forked(place: Place, action: Callable[[], object], cutter: Cutter | None, part: str = "rest") -> int:
     """Do something in a process of its own, whose output is in `log`. Returns its exit code."""
     child = os.fork()
     if child:
@@ -162,9 +165,12 @@ def _forked(place: Place, action: Callable[[], object], cutter: Cutter | None) -
     os.dup2(log, 1)
     os.dup2(log, 2)
     try:
-        if cutter is not None:
+        if cutter is None:
+            action()
+        else:
             cutter.watch()
-        action()
+            with cutter.doing(part):
+                action()
         code = 0
     except SystemExit as end:
         code = int(end.code or 0)

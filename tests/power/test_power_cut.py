@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +24,11 @@ from primeslurm.records.metrics import MetricsLog
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire import checkpoints, secret
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from tests.power.cutter import PARTS, points
 from tests.power.disk import OPTIONS, Disk, unavailable
 
-MOMENTS = 900
-"""At which something is written, from submission to the end of the second attempt; about."""
+MOMENTS = {"submit": 75, "publish": 100, "commit": 180, "requeue": 18}
+"""At which a run writes at least, by part."""
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-")
 
 
@@ -121,12 +124,23 @@ def test_the_disk_forgets_what_nobody_flushed(disk: Disk) -> None:
 
 @pytest.mark.slow
 def test_a_run_whose_power_was_cut_resumes(tmp_path: Path) -> None:
-    """Three moments of a whole run: the submission or first attempt, its commits and requeue, the second attempt."""
+    """One moment each of a submission, a published policy, a commit and a requeue."""
     root = Path(__file__).parents[2]
-    argv = [sys.executable, "-m", "tests.power.rounds", "--points", "3", "--seed", "5", "--moments", str(MOMENTS)]
+    argv = [sys.executable, "-m", "tests.power.rounds", "--points", "4", "--moments", json.dumps(MOMENTS)]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         argv, cwd=root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 3
+    rounds = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [each["part"] for each in rounds] == ["submit", "publish", "commit", "requeue"]
+    assert all(each["during"] for each in rounds), "a run had ended before its power was cut"
+
+
+def test_each_part_is_hit_equally_often_over_its_whole_length() -> None:
+    moments = {"submit": 40, "publish": 7, "commit": 200, "requeue": 3, "rest": 1000}
+    drawn = points(23, moments, random.Random(1))
+    assert [part for part, _ in drawn] == [*PARTS * 4, *PARTS[:3]]
+    for part, most in moments.items():
+        at = sorted(moment for each, moment in drawn if each == part)
+        assert 1 <= at[0] <= -(-most // len(at)) and most - most / len(at) < at[-1] <= most

@@ -18,7 +18,7 @@ class Front:
 
     name: str
     command: Command
-    health: Health | None
+    health: Health
     after: Sequence[str] = ()
     beside: str | None = None
     """The engine whose node it runs on. Default: the replica's first node."""
@@ -51,10 +51,11 @@ def fronts(recipe: Recipe, replica: int, workers: ReplicaEngines) -> list[Front]
 def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Front]:
     picker = f"picker-{replica}"
     sidecars = {engine: f"sidecar-{engine}" for engine in workers.decode}
+    up = Health(port="http")
     return [
-        *(Front(sidecar, llmd.sidecar(engine), None, (engine,), beside=engine) for engine, sidecar in sidecars.items()),
+        *(Front(sidecar, llmd.sidecar(engine), up, (engine,), beside=engine) for engine, sidecar in sidecars.items()),
         Front(picker, llmd.picker(router, workers, sidecars), Health(port="http", path="/metrics"), workers.all),
-        Front(router_name(replica), llmd.envoy(picker), Health(port="http"), (picker, *sidecars.values())),
+        Front(router_name(replica), llmd.envoy(picker), up, (picker, *sidecars.values())),
     ]
 
 

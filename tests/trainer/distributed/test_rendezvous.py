@@ -16,6 +16,7 @@ import torch.distributed as dist
 from benchmarks.support.ports import free_port
 from primeslurm.wire import rendezvous, secret
 from primeslurm.wire.weight_transfer.collective import Store, TransferError, serve_store
+from tests.support.doors import MESSAGES
 
 SOON = timedelta(seconds=5)
 ATTACK = """
@@ -78,6 +79,15 @@ def test_a_stranger_takes_over_torch_s_own_store_and_does_not_reach_one_behind_a
     assert found[0] == "took over True True" and bare.get("key") == b"theirs"
     assert len(found) == 4 and all(error.endswith("Error") for error in found[1:]), found
     assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
+
+
+def test_what_a_stranger_of_a_whole_run_says_is_understood_by_a_store_without_a_gate() -> None:
+    """`tests/emulated` says it to every port of a run."""
+    bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+        stranger.sendall(MESSAGES["a store's client"])
+        assert int.from_bytes(stranger.recv(8, socket.MSG_WAITALL), "little") > 0, "how many keys there are"
+    assert bare.get("theirs") == b"theirs"
 
 
 def test_who_has_another_secret_gets_nothing(meeting: Meeting) -> None:

@@ -29,6 +29,7 @@ from primeslurm.wire import link, secret
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.rollouts import Frame, RankShard, Rollout
+from tests.support.doors import ASKED, MESSAGES
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout
 
@@ -329,3 +330,16 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
             client.step_done(1, {})
         client.close()
         thread.join()
+
+
+def test_what_a_stranger_of_a_whole_run_says_is_heard_where_nobody_asks_for_a_secret() -> None:
+    """`tests/emulated` says it to every port of a run, where it is not."""
+    said = MESSAGES["a client of ZMQ"]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as open_one:
+        port = open_one.bind_to_random_port("tcp://127.0.0.1")
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
+            client.sendall(said[:64])
+            assert client.recv(64, socket.MSG_WAITALL)[12:16] == b"NULL"
+            client.sendall(said[64:])
+            assert open_one.poll(WAIT_MS) and open_one.recv_multipart()[1:] == [b"", ASKED]
+    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), link.GetBatch)

@@ -204,6 +204,7 @@ def test_llm_d_picks_among_all_engines_and_reaches_decode_engines_by_their_sidec
         assert reached.node == engine.node
         assert (endpoint["address"], endpoint["port"]) == (f"10.0.0.{engine.node}", str(reached.ports["http"]))
         assert endpoint["labels"] == {"llm-d.ai/role": engine.role}
+        assert reached.health and reached.health.port == "http"
         if engine.role == "decode":
             argv = [filled(reached, plan, word) for word in reached.argv]
             assert argv[argv.index("--model-server-port") + 1] == str(engine.ports["http"])
@@ -240,7 +241,7 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
     st.integers(1, 2),
     st.sampled_from([1, 4]),
 )
-def test_every_combination_has_sound_ports_and_placeholders(
+def test_every_combination_has_sound_ports_and_placeholders_and_signs_of_life(
     router: str, offload: str | None, wide: bool, replicas: int, tp: int
 ) -> None:
     tiers = {"kv_offload": {"type": offload, "cpu": {"bytes": 2**30}, "disk": {"path": "/d"}}} if offload else {}
@@ -250,6 +251,7 @@ def test_every_combination_has_sound_ports_and_placeholders(
         ports = [port for process in node.processes for port in process.ports.values()]
         assert len(set(ports)) == len(ports)
     for process in plan.processes():
+        assert process.health or process.beats, f"nobody would see that {process.name} hangs"
         for text in (*process.argv, *process.env.values(), *process.files.values()):
             assert "${" not in filled(process, plan, text)
 

@@ -1,0 +1,208 @@
+"""What another user of a node may say at the ports of a run that goes on, and what he is told there.
+
+found = doors(run)                                       # who listens, and where
+answers = attempted(lambda: said(found)).value           # each of MESSAGES at each door
+with stranger(lambda: half_open(found)): ...             # connections that begin something, and never end it
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import re
+import resource
+import socket
+import struct
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+import psutil
+
+from primeslurm.run.directory import RunDirectory
+from primeslurm.wire.link import GetBatch
+from primeslurm.wire.rollouts import RankShard
+
+WRONG = "0" * 64
+"""Looks like the secret of a run."""
+FLOOD = 100
+"""Connections to each door."""
+PATIENCE_S = 10.0
+"""So long an answer is waited for; who hangs up has answered."""
+_NAMED_MECHANISM = slice(12, 32)
+_GREETING_BYTES = 64
+_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+
+
+@dataclass(frozen=True)
+class Door:
+    """A TCP port that is listened on."""
+
+    owner: str
+    """A process of the run, and the port's name in the plan: `router-0/http`. `?` if it is not of the plan."""
+    host: str
+    port: int
+
+
+def role(owner: str) -> str:
+    """Leave out the numbers: `decode-r0-1/http` is a `decode/http`."""
+    return re.sub(r"-r?\d+", "", owner)
+
+
+def doors(run: RunDirectory) -> list[Door]:
+    """Find all ports that processes of the newest attempt listen at, agents and what they have started included."""
+    owners, names = {}, {}
+    for report in run.latest().heartbeats():
+        owners[report.agent_pid] = f"agent-{report.rank}"
+        owners |= {process.pid: name for name, process in report.processes.items() if process.pid}
+        for name, ports in report.ports.items():
+            names |= {(report.address, port): f"{name}/{port_name}" for port_name, port in ports.items()}
+    found = set()
+    for each in psutil.net_connections("tcp"):
+        if each.status == psutil.CONN_LISTEN and each.pid and (owner := _owner(each.pid, owners)):
+            at = (each.laddr.ip, each.laddr.port)
+            found.add(Door(names.get(at, f"{owner}/?"), *at))
+    return sorted(found, key=lambda door: (door.owner, door.port))
+
+
+class Answer(NamedTuple):
+    """What came of a message."""
+
+    door: str
+    message: str
+    words: str
+    """What it is, in words."""
+    text: str
+
+
+def said(found: list[Door], patience_s: float = PATIENCE_S) -> list[Answer]:
+    """Say everything everywhere, all at once.
+
+    Args:
+        found: the doors.
+        patience_s: longest wait for an answer.
+    """
+    _many_connections()
+    return asyncio.run(_said(found, patience_s))
+
+
+def half_open(found: list[Door]) -> int:
+    """Open FLOOD connections to each door, begin a message on each, and keep them. Returns how many there are."""
+    _many_connections()
+    for number in range(FLOOD):
+        for door in found:
+            with contextlib.suppress(OSError):
+                client = socket.socket()  # not create_connection, which loads what a stranger may not read
+                client.settimeout(30)
+                client.connect((door.host, door.port))
+                client.sendall(_BEGUN[number % len(_BEGUN)])
+                _kept.append(client)
+    return len(_kept)
+
+
+def in_words(answer: bytes) -> str:
+    """What an answer is: `HTTP 401`, `ZMTP PLAIN`, `64 bytes`, `nothing`."""
+    if not answer:
+        return "nothing"
+    if answer.startswith(b"HTTP/1."):
+        return f"HTTP {answer[9:12].decode(errors='replace')}"
+    if answer.startswith(_SIGNATURE[:1]) and answer[9:10] == _SIGNATURE[9:]:
+        mechanism = answer[_NAMED_MECHANISM].rstrip(b"\0").decode(errors="replace")
+        commands = re.findall(rb"READY|WELCOME|ERROR", answer[_GREETING_BYTES:])
+        return " ".join(["ZMTP", *filter(None, [mechanism]), *(each.decode() for each in commands)])
+    return f"{len(answer)} bytes"
+
+
+_kept: list[socket.socket] = []
+
+
+def _owner(pid: int, owners: dict[int, str]) -> str:
+    """The process of the run that this one is, or descends from."""
+    with contextlib.suppress(psutil.Error):
+        for each in [psutil.Process(pid), *psutil.Process(pid).parents()]:
+            if each.pid in owners:
+                return owners[each.pid]
+    return ""
+
+
+def _many_connections() -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+async def _said(found: list[Door], patience_s: float) -> list[Answer]:
+    return await asyncio.gather(*(_exchange(door, name, patience_s) for name in MESSAGES for door in found))
+
+
+async def _exchange(door: Door, name: str, patience_s: float) -> Answer:
+    answer, writer = bytearray(), None
+    try:
+        async with asyncio.timeout(patience_s):
+            reader, writer = await asyncio.open_connection(door.host, door.port)
+            first, then = MESSAGES[name], b""
+            if first.startswith(_SIGNATURE):  # ZMQ hangs up on who does not wait for its greeting
+                first, then = first[:_GREETING_BYTES], first[_GREETING_BYTES:]
+            writer.write(first)
+            while part := await reader.read(65536):
+                answer += part
+                if len(answer) >= _GREETING_BYTES and then:
+                    writer.write(then)
+                    then = b""
+    except OSError:  # a time-out is one, too
+        pass
+    if writer is None:
+        return Answer(door.owner, name, "no connection", "")
+    writer.close()
+    return Answer(door.owner, name, in_words(bytes(answer)), answer.decode(errors="replace"))
+
+
+def _http(method: str, path: str, body: object = None, token: str = "") -> bytes:
+    content = b"" if body is None else json.dumps(body).encode()
+    shown = f"Authorization: Bearer {token}\r\n" if token else ""
+    head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n{shown}"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def _short(*parts: bytes) -> bytes:
+    """Strings after their lengths, of one byte each."""
+    return b"".join(bytes([len(part)]) + part for part in parts)
+
+
+def _zmtp(mechanism: bytes, command: bytes) -> bytes:
+    """A client of ZMQ that says all that it has to say at once, and then asks for the batch of step 1."""
+    greeting = _SIGNATURE + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
+    frames = b"\x01\x00" + b"\x00" + _short(ASKED)  # an empty part, which more follow, and the last one
+    return greeting + b"\x04" + _short(command) + frames
+
+
+def _ready() -> bytes:
+    return _short(b"READY", b"Socket-Type") + struct.pack(">I", 6) + b"DEALER"
+
+
+def _store() -> bytes:
+    """torch's client, that sets a key and asks how many there are: VALIDATE, SET, GETNUMKEYS."""
+    key, value = b"/theirs", b"theirs"
+    sets = b"\x01" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value
+    return b"\x00" + struct.pack("<I", 0x3C85F7CE) + sets + b"\x07"
+
+
+ASKED = msgspec.msgpack.encode(GetBatch(1, RankShard(0, 1)))
+_TOKENS = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 4, "token_ids": [1, 2, 3], "sampling_params": {}}
+MESSAGES = {
+    "garbage": random.Random(11).randbytes(4096),
+    "a store's client": _store(),
+    "a client of ZMQ": _zmtp(b"NULL", _ready()),
+    "one with a wrong password": _zmtp(b"PLAIN", _short(b"HELLO", b"primeslurm", WRONG.encode())),
+    "a request for tokens": _http("POST", "/v1/completions", _TOKENS),
+    "one with a wrong secret": _http("POST", "/inference/v1/generate", _TOKENS, WRONG),
+    "another policy": _http("POST", "/update_weights", {"update_info": {"version": 9, "path": "/tmp"}}, WRONG),
+    "pause": _http("POST", "/pause", {}),
+    "an end": _http("POST", "/emulated/hang", {}, WRONG),
+    "one worker less": _http("POST", "/remove_worker?url=http://127.0.0.1:1", {}, WRONG),
+    "who works": _http("GET", "/list_workers"),
+    "which models": _http("GET", "/v1/models"),
+}
+"""What is plausible at one of the doors of a run, and garbage; none shows the secret."""
+_BEGUN = (MESSAGES["a request for tokens"][:-5], MESSAGES["which models"][:20], MESSAGES["a client of ZMQ"][:30], b"")
