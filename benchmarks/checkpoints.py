@@ -105,7 +105,7 @@ def _before(rank: int, ranks: int, run: Path, learner: Any) -> Iterator[Callable
     import torch.distributed.checkpoint as dcp
 
     from primeslurm.trainer.checkpoints.checkpoint import _state
-    from primeslurm.wire import checkpoints
+    from primeslurm.wire.stored import checkpoints
 
     directory = checkpoints.step_dir(run, 1)
     directory.mkdir(parents=True, exist_ok=True)

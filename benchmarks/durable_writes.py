@@ -25,8 +25,8 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.records import metrics
 from primeslurm.run.directory import create
-from primeslurm.wire import checkpoints
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.stored import checkpoints
 
 RESULT = Path(__file__).resolve().parent / "results" / "durable_writes.json"
 GROUP, TOKENS = 8, 4096

@@ -24,7 +24,7 @@ from primeslurm.inference.admission import Receive, Scope, Send
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.records.journal import Journal
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "engine_polls.json"

@@ -29,7 +29,7 @@ from primeslurm.plan.commands.command import Command, ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
-from primeslurm.wire import rendezvous, secret
+from primeslurm.wire.transport import rendezvous, secret
 
 RESULT = Path(__file__).resolve().parent / "results" / "gates.json"
 CLIENTS, REQUESTS, TOKENS = 8, 400, 2048

@@ -43,7 +43,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.interrupt import SIGNAL
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
-from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
 
 UPDATES = 5
 SEQ_LEN = 1024

@@ -30,7 +30,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
-from primeslurm.wire.rollouts import Batch, BatchInfo, Row, assembled, stack
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row, assembled, stack
 
 RESULT = Path(__file__).resolve().parent / "results" / "router_replay.json"
 SEQ_LEN = 256

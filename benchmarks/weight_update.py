@@ -34,7 +34,7 @@ from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
 UPDATES = 8

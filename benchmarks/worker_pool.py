@@ -21,7 +21,7 @@ from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import STATUS_INTERVAL_S, Job, Status, ToWorker
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "worker_pool.json"

@@ -27,8 +27,8 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.link import Answer, GetBatch, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Batch, Frame, Incoming, RankShard, Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming, RankShard, Rollout, RolloutInfo
+from primeslurm.wire.transport.link import Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 
 TOKENS, LAYERS, TOP_K = 131_072, 75, 8
 DP, CP, GROUP = 12, 8, 16

@@ -27,9 +27,9 @@ from benchmarks.support.data_path_fetch import CP, DP, GIVE_WAY, PROCESSES, _wat
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.batching.batches import StepShard
 from primeslurm.orchestrator.batching.share_files import ShareFiles
-from primeslurm.wire import batch_files
-from primeslurm.wire.link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Frame, RankShard
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import Frame, RankShard
+from primeslurm.wire.transport.link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 
 HOLD_S = 4.0
 LARGE = 20 << 20

@@ -28,8 +28,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
 from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.recipe import Recipe
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 131_072, 75, 8, 256
 WORKERS = 2

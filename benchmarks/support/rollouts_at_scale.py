@@ -21,7 +21,7 @@ from primeslurm.emulated.rollouts import Script
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
 from primeslurm.recipe import Recipe
-from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.transport.addresses import AddressBook
 
 TURNS = 100
 PROMPT, ANSWER, OBSERVED = 64, 8, 8
@@ -150,7 +150,7 @@ def trainer(place: Place) -> None:
     """Train all batches at once: rollouts are what a step waits for."""
     from primeslurm.emulated import training
     from primeslurm.emulated.ranks import Ranks
-    from primeslurm.wire.link import TrainerLink
+    from primeslurm.wire.transport.link import TrainerLink
 
     training.TOKENS_PER_S_AND_RANK = 1e9
     link = TrainerLink(place.wire)

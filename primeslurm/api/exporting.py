@@ -15,7 +15,7 @@ from primeslurm.families.stored import in_four_bits, in_fp8_blocks, storage
 from primeslurm.model_files import model_directory
 from primeslurm.paths import expanded, is_dir
 from primeslurm.records import recipe as recipe_record
-from primeslurm.wire import checkpoints, manifest
+from primeslurm.wire.stored import checkpoints, manifest
 
 
 def export(run: Run, directory: Path, step: int | None = None) -> Path:

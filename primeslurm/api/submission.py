@@ -24,7 +24,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
 from primeslurm.recipe import Recipe
-from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.transport.addresses import AddressBook
 
 
 @dataclass

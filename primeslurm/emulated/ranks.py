@@ -164,7 +164,7 @@ def _follow(connection: socket.socket) -> bytes:
 
 def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
     deadline = time.monotonic() + timeout_s
-    while True:  # and not `wire.retry`, whose tenacity would be a fifth of a rank's memory
+    while True:  # and not `wire.transport.retry`, whose tenacity would be a fifth of a rank's memory
         try:
             connection = socket.create_connection((address, port), timeout=5)
             connection.settimeout(None)

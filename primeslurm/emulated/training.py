@@ -31,9 +31,10 @@ from primeslurm.records.events.training import (
 from primeslurm.records.journal import Journal
 from primeslurm.records.reserve import until_written
 from primeslurm.records.state import TrainerState
-from primeslurm.wire import checkpoints, exits
-from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
-from primeslurm.wire.rollouts import Batch, RankShard
+from primeslurm.wire import exits
+from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport.link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.weight_transfer import filesystem
 
 log = logging.getLogger("primeslurm.emulated.trainer")

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.wire import secret
 from primeslurm.wire.names import STATUS_PATH
+from primeslurm.wire.transport import secret
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -23,7 +23,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/health", "/metrics", STATUS_PATH)
 _GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models")
-"""What the token of a router opens (`wire.secret.generate_token`)."""
+"""What the token of a router opens (`wire.transport.secret.generate_token`)."""
 
 
 class SecretGate:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm import compiled_code
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 TRANSFER_ENGINES = {
     "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),

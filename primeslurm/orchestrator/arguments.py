@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.transport.addresses import AddressBook
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.recipe import Recipe
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 def main(argv: list[str] | None = None) -> int:

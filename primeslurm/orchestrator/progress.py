@@ -17,8 +17,8 @@ from primeslurm.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.records.reserve import Reserve
-from primeslurm.wire import checkpoints
 from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
 log = logging.getLogger(__name__)

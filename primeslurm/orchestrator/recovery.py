@@ -13,7 +13,7 @@ from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 
 log = logging.getLogger(__name__)
 

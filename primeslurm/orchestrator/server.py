@@ -49,8 +49,9 @@ from primeslurm.records.events.training import BatchFormed, OrchestratorDone, Or
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog, Row
 from primeslurm.records.state import OrchestratorState
+from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import (
+from primeslurm.wire.transport.link import (
     Answer,
     Committed,
     GetBatch,
@@ -59,7 +60,6 @@ from primeslurm.wire.link import (
     Save,
     StepDone,
 )
-from primeslurm.wire.rollouts import Frame, Rollout
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from primeslurm.recipe.sections.slurm import (
     Pyxis,
     Submission,
 )
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:

@@ -32,7 +32,7 @@ from primeslurm.records.reading import find_record, read_record
 from primeslurm.records.recipe import RunRecipe
 from primeslurm.run.ownership import unsafe
 from primeslurm.run.versions import installed_packages
-from primeslurm.wire import addresses, secret
+from primeslurm.wire.transport import addresses, secret
 
 R = TypeVar("R", bound=Record)
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 def main() -> int:

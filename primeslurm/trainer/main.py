@@ -31,7 +31,7 @@ from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Pu
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import published
 from primeslurm.wire import exits
-from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.transport.link import LinkError, TrainerLink
 
 log = logging.getLogger("primeslurm.trainer")
 

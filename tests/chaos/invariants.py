@@ -17,7 +17,7 @@ from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events, rows
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.chaos.spool_watch import SeenGroup
 from tests.support.emulation import SWEPT_AHEAD
 

@@ -15,7 +15,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.chaos import invariants
 from tests.chaos.ports import ports_left
 from tests.chaos.spool_watch import SeenGroup

@@ -16,7 +16,7 @@ from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import rows
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.faults import warn
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 

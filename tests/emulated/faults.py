@@ -29,7 +29,7 @@ from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
 from primeslurm.run.status.run_status import RunStatus, read_status
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, SILENT_S
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, warn
 

@@ -36,8 +36,8 @@ from primeslurm.plan.commands.routers import router_command
 from primeslurm.plan.emulate import STAND_INS
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
-from primeslurm.wire import addresses, secret
-from primeslurm.wire.addresses import AddressBook, Addresses
+from primeslurm.wire.transport import addresses, secret
+from primeslurm.wire.transport.addresses import AddressBook, Addresses
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, metric, spans, tokens

@@ -14,7 +14,7 @@ from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events, rows
 from primeslurm.run.status.run_status import RlProgress
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.emulation import Deployment
 from tests.support.faults import kill_node
 

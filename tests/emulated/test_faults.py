@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.emulated.faults import FAULTS, Fault, suffer
 from tests.support.doors import FLOOD, MESSAGES, Answer, doors, half_open, role, said
 from tests.support.emulation import Deployment

@@ -29,7 +29,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
 from primeslurm.records.events import decode
 from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, tokens
 from tests.support.processes import HOST, Server, fill, start_router

@@ -19,7 +19,7 @@ from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.attacks import Aims, worked
 from tests.support.strangers import watching_for

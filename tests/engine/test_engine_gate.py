@@ -20,7 +20,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
 )
 from primeslurm.plan.placement.inference import served
 from primeslurm.recipe import Recipe
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, spans

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineUpdateError, PolicyVersion, Step
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
 from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate, logprobs, metric, spans, tokens

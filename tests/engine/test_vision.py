@@ -26,8 +26,8 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport.addresses import AddressBook
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking
 from tests.support.batches import batch_of

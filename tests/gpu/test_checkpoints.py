@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from primeslurm.trainer import tiny
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import finish, make_recipe, start_fresh_ranks
 
 torch = pytest.importorskip("torch")

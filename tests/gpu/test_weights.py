@@ -21,7 +21,7 @@ from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
-from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer.messages import OfferTransfer
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens

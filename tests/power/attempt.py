@@ -45,8 +45,10 @@ from primeslurm.trainer import tiny
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.wire import checkpoints, exits, secret
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire import exits
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport import secret
 
 Doing = Callable[[str], AbstractContextManager[None]]
 STEPS = 6

@@ -12,7 +12,8 @@ from primeslurm.orchestrator.progress import restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.reading import rows, whole_lines
-from primeslurm.wire import checkpoints, secret
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
 from tests.power.attempt import STEPS, Place, _digest, train
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.batching.packing import Common, Document, encode
-from primeslurm.wire.rollouts import Batch, BatchInfo, Frame, RankShard, Row, assembled
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Frame, RankShard, Row, assembled
 
 
 def received(frames: Sequence[Frame]) -> Batch:

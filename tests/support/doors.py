@@ -22,8 +22,8 @@ import msgspec
 import psutil
 
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.link import GetBatch
-from primeslurm.wire.rollouts import RankShard
+from primeslurm.wire.batches.rollouts import RankShard
+from primeslurm.wire.transport.link import GetBatch
 
 WRONG = "0" * 64
 """Looks like the secret of a run."""

@@ -24,7 +24,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import ProcessStatus, RlProgress, RunStatus, read_status
 from primeslurm.slurm.embedded.cluster import Cluster, up
 from primeslurm.slurm.embedded.config import ClusterSpec
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.unmeasured import unmeasured
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 def generate(

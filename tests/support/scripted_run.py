@@ -13,10 +13,10 @@ from typing import Any
 from benchmarks.support.ports import free_port
 from primeslurm.files import write_json
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints
-from primeslurm.wire.addresses import FILE
-from primeslurm.wire.link import TrainerLink
-from primeslurm.wire.rollouts import Batch, RankShard
+from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport.addresses import FILE
+from primeslurm.wire.transport.link import TrainerLink
 from tests.support.forks import ORCHESTRATOR, Forked, server
 
 STEPS = 5

@@ -22,8 +22,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import tiny
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.wire.rollouts import Batch, BatchInfo, Row
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 from tests.support.forks import TRAINER, Forked, server
 
 ROOT = Path(__file__).parents[2]

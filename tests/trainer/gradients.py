@@ -21,7 +21,7 @@ from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.models.layers.vision import VisionInput
-from primeslurm.wire.rollouts import Row
+from primeslurm.wire.batches.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.image_rows import DOCUMENTS, packed
 

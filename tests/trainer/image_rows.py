@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from primeslurm.trainer.data.image_positions import Images
 from primeslurm.trainer.tiny import tokenizer
-from primeslurm.wire.rollouts import Row
+from primeslurm.wire.batches.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
 from tests.trainer.families import CASES, IMAGES, SEEING_CASES, Case, write
 

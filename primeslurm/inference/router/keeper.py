@@ -22,7 +22,7 @@ from primeslurm.inference.router.workers import LARGEST_LIST, WorkerDifference, 
 from primeslurm.orphans import end_with_parent
 from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
 from primeslurm.records.journal import Journal
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 PERIOD_S = 1.0
 ANSWER_S = 5.0

@@ -35,7 +35,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import Attempt
 from primeslurm.silence import LATE_S, held_up_s
-from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.transport.addresses import Addresses
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from primeslurm.node.host import fabric
 from primeslurm.node.host.private_directory import WORD, PrivateDirectory, is_abandoned
 from primeslurm.plan.model import Node, Plan, Process
-from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.transport.addresses import Addresses
 
 RUN_ID_END = 38
 """Letters of a run's id in names of directories: its end is what no other run has, and socket paths are short."""

@@ -29,8 +29,8 @@ from primeslurm.records.fleet import BeatReport, FleetView, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire import exits
-from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.secret import VARIABLE, generate_token, handing_over, read
+from primeslurm.wire.transport.addresses import Addresses
+from primeslurm.wire.transport.secret import VARIABLE, generate_token, handing_over, read
 
 LOOK_S = 30.0
 """Between two looks at the shared memory of what runs."""

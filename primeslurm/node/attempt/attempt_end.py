@@ -22,8 +22,8 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.exclusion import Partitions, excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode, Ledger
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.wire import checkpoints
-from primeslurm.wire.retry import insisting_in_thread
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport.retry import insisting_in_thread
 
 EXCLUDE_S = 5.0
 

@@ -36,7 +36,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.silence import held_up_s
 from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
-from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.transport.addresses import Addresses
 
 SUSPECT_S = 10.0
 """Who has not been heard of for so long, or a third of `node_silent_s`, is not called healthy any more."""

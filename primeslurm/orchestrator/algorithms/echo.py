@@ -9,7 +9,7 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.rollouts import Float32, Rollout
+from primeslurm.wire.batches.rollouts import Float32, Rollout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from primeslurm.orchestrator.algorithms.grpo import centred
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
 from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.rollouts import Float32, Rollout
+from primeslurm.wire.batches.rollouts import Float32, Rollout
 
 
 @dataclass(frozen=True)

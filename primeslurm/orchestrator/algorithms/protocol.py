@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.rollouts import Bool, Float32, Rollout
+from primeslurm.wire.batches.rollouts import Bool, Float32, Rollout
 
 Memory = Mapping[str, float]
 """What an algorithm knows of the batches before: named numbers."""

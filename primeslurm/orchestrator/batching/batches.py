@@ -24,8 +24,8 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
+from primeslurm.wire.batches.rollouts import BatchInfo, Frame, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.rollouts import BatchInfo, Frame, RankShard, Rollout
 
 log = logging.getLogger(__name__)
 KEPT_STEPS = 2

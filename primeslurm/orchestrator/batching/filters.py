@@ -16,7 +16,7 @@ from primeslurm.model_files import model_directory
 from primeslurm.orchestrator.algorithms import Algorithm
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.filters import Filters, Gibberish, Length, Repetition, Truncated, ZeroAdvantage
-from primeslurm.wire.rollouts import Bool, Rollout
+from primeslurm.wire.batches.rollouts import Bool, Rollout
 
 log = logging.getLogger(__name__)
 

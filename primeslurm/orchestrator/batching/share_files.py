@@ -18,9 +18,9 @@ from typing import TypeVar
 from primeslurm import durable
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.records.reserve import GIVEN_UP, Reserve, may_pass
-from primeslurm.wire import batch_files
-from primeslurm.wire.link import Answer
-from primeslurm.wire.rollouts import Frame
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import Frame
+from primeslurm.wire.transport.link import Answer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

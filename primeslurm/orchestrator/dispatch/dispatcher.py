@@ -25,7 +25,7 @@ from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 
 PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""

@@ -17,7 +17,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
 from primeslurm.orchestrator.environments.chat import opening
-from primeslurm.wire.http import client_within_run
+from primeslurm.wire.transport.http import client_within_run
 
 __all__ = ["ShellHarness"]
 

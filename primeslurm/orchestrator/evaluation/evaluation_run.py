@@ -21,7 +21,7 @@ from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 
 MAX_LOSSES = 10
 """So many times a sample may lose the worker that runs it. Each time is no fault of the sample, but all may be."""

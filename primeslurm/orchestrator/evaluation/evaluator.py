@@ -26,7 +26,7 @@ from primeslurm.records.events.evaluation import (
 )
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from primeslurm.records.events.training import OrchestratorDone, OrchestratorUp,
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 
 TICK_S = 0.5
 VERSION = 0

@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import httpx
 import msgspec
 
-from primeslurm.wire import routed_experts
+from primeslurm.wire.batches import routed_experts
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, json_value
-from primeslurm.wire.http import Clients, client_within_run, words
-from primeslurm.wire.retry import insisting
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.transport.http import Clients, client_within_run, words
+from primeslurm.wire.transport.retry import insisting
 
 GENERATE = "/inference/v1/generate"
 MOVE_POLL_S = 2.0

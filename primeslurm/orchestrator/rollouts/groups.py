@@ -13,9 +13,9 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
+from primeslurm.wire.batches.rollouts import Frame, Rollout, whole
 from primeslurm.wire.decoding import Count, DamagedError, value
-from primeslurm.wire.digests import XXH3, hasher
-from primeslurm.wire.rollouts import Frame, Rollout, whole
+from primeslurm.wire.stored.digests import XXH3, hasher
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ import msgspec
 
 from primeslurm import durable
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire import data_uri
-from primeslurm.wire.rollouts import ImageSpan, Rollout
+from primeslurm.wire.batches import data_uri
+from primeslurm.wire.batches.rollouts import ImageSpan, Rollout
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:

@@ -31,9 +31,9 @@ import zmq.asyncio
 
 from primeslurm.orchestrator.rollouts.pieces import cut
 from primeslurm.records.beats import pulse
-from primeslurm.wire import secret
+from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import Count, DamagedError, value
-from primeslurm.wire.rollouts import Frame, Rollout
+from primeslurm.wire.transport import secret
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from primeslurm.wire.batches.rollouts import Frame
 from primeslurm.wire.decoding import DamagedError, Size, value
-from primeslurm.wire.rollouts import Frame
 
 PIECE = 60 << 10
 """Bytes; pyzmq copies what is shorter than 64 KiB, which costs less there than lending it."""

@@ -10,8 +10,8 @@ from primeslurm.families.shape import ModelShape
 from primeslurm.files import read_json
 from primeslurm.model_files import model_directory
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire.rollouts import Rollout
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 
 class Plausible:

@@ -18,9 +18,9 @@ import verifiers.v1 as vf
 
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
-from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.batches import routed_experts
+from primeslurm.wire.batches.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 LONGEST_NAME = 200
 """Characters of the name of a metric."""

@@ -21,8 +21,8 @@ from primeslurm.orchestrator.rollouts.groups import (
     head_size,
 )
 from primeslurm.records.reserve import Reserve, may_pass
+from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
 SUFFIX = ".group"

@@ -35,7 +35,7 @@ from primeslurm.orchestrator.rendering.choosing import Rendering, choose
 from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS, TrainedDialect
 from primeslurm.orchestrator.rendering.remembering import remember
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 MULTIPLEX = 1_000_000
 """Rollouts that share a renderer: all of a worker. It is asked for what is new of a turn, which takes milliseconds."""

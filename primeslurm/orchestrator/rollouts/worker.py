@@ -37,9 +37,9 @@ from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.recipe.sections.sandboxes import sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.wire import secret
-from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport import secret
+from primeslurm.wire.transport.addresses import AddressBook
 
 ENDING_S = 12
 """From SIGTERM to its end, in which rollouts are cancelled and their containers removed. Its agent waits for 15 s."""

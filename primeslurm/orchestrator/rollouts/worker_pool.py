@@ -35,9 +35,9 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 )
 from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, joined
 from primeslurm.silence import held_up_s
-from primeslurm.wire import secret
+from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError, value
-from primeslurm.wire.rollouts import Frame, Rollout
+from primeslurm.wire.transport import secret
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import (
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
 from primeslurm.wire import exits
+from primeslurm.wire.batches.rollouts import Float32
 from primeslurm.wire.decoding import json_value
-from primeslurm.wire.http import client_out_of_run, client_within_run, words
-from primeslurm.wire.retry import insisting
-from primeslurm.wire.rollouts import Float32
+from primeslurm.wire.transport.http import client_out_of_run, client_within_run, words
+from primeslurm.wire.transport.retry import insisting
 
 AVOID_S = 5.0
 """An engine that failed a request gets no other for this long, as long as there are others."""

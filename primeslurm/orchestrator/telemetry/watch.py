@@ -21,8 +21,8 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
 from primeslurm.records.state import Load, OrchestratorState
 from primeslurm.wire import exits
-from primeslurm.wire.http import client_within_run
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport.http import client_within_run
 
 STATE_INTERVAL_S = 1.0
 FAILED_BATCHES = 4

@@ -14,9 +14,9 @@ import msgspec
 
 from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
 from primeslurm.wire.decoding import json_value
-from primeslurm.wire.http import client_within_run, words
 from primeslurm.wire.names import STATUS_PATH
-from primeslurm.wire.retry import repeating
+from primeslurm.wire.transport.http import client_within_run, words
+from primeslurm.wire.transport.retry import repeating
 from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirectory, SessionPlace, UpdateInfo
 
 

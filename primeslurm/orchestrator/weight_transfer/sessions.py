@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primeslurm.wire.link import Answer
+from primeslurm.wire.transport.link import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace, TransferSession
 
 GATHER_S = 3.0

@@ -35,7 +35,7 @@ from primeslurm.run.status.signs_of_life import (
     state_by_agent,
     unheard_nodes,
 )
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 
 HISTORY = 60
 """Steps of history."""

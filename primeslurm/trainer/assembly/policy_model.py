@@ -90,7 +90,7 @@ class PolicyModel:
             tokens: [rows, seq_len].
             positions: [rows, seq_len], restarting at 0 with every document.
             beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
-            routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.routed_experts`.
+            routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.batches.routed_experts`.
             images: what is in the rows of them. All ranks give some, or none does.
 
         Returns:

@@ -42,9 +42,9 @@ from primeslurm.trainer.distributed.space import for_want_of_space, waiting_for_
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire import checkpoints, manifest
-from primeslurm.wire.link import LinkError, TrainerLink
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
+from primeslurm.wire.stored import checkpoints, manifest
+from primeslurm.wire.transport.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")

@@ -27,7 +27,7 @@ from primeslurm.trainer.checkpoints.local_files import CopyFile
 from primeslurm.trainer.checkpoints.shards import PIECE, Moved, wait_beating
 from primeslurm.trainer.distributed.collective_count import UNEQUAL
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 
 _WRITER = re.compile(r"__(\d+)_\d+" + re.escape(checkpoints.SHARD))
 Sizes = Mapping[str, int]

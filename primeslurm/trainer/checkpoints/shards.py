@@ -32,8 +32,8 @@ from torch.serialization import set_crc32_options
 from primeslurm.records.beats import pulse
 from primeslurm.trainer.checkpoints.local_files import CopyFile
 from primeslurm.trainer.distributed.cores import allowed
-from primeslurm.wire import digests, manifest
-from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.stored import digests, manifest
+from primeslurm.wire.stored.manifest import FileRecord
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

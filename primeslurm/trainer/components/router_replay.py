@@ -69,7 +69,7 @@ def assign(model: torch.nn.Module, routed: torch.Tensor | None) -> None:
 
     Args:
         model: whose routers these are.
-        routed: `narrow`ed [rows, len, layers, top_k], as described in `wire.routed_experts`. None: nothing.
+        routed: `narrow`ed [rows, len, layers, top_k], as described in `wire.batches.routed_experts`. None: nothing.
 
     Raises:
         ValueError: it is of another model.

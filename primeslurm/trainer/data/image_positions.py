@@ -11,7 +11,7 @@ import torch
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import to_device
 from primeslurm.trainer.models.layers.vision import VisionEncoder, VisionInput
-from primeslurm.wire.rollouts import Float32, Int32, Row
+from primeslurm.wire.batches.rollouts import Float32, Int32, Row
 
 
 @dataclass(frozen=True)

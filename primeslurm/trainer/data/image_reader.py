@@ -14,8 +14,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
-from primeslurm.wire import data_uri
-from primeslurm.wire.rollouts import Bool, Float32, ImageSpan, Int32
+from primeslurm.wire.batches import data_uri
+from primeslurm.wire.batches.rollouts import Bool, Float32, ImageSpan, Int32
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
 """Of images, in Pillow's words. Others it reads by programs that whoever made the image may have written for (EPS, by

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from primeslurm.trainer.data.image_reader import ImageReader, expand
-from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
 
 log = logging.getLogger(__name__)
 

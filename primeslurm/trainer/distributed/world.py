@@ -23,7 +23,7 @@ from primeslurm.records.beats import pulse
 from primeslurm.trainer import compat
 from primeslurm.trainer.distributed import collective_count, cores
 from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.wire import rendezvous
+from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.weight_transfer.collective import serve_store
 
 log = logging.getLogger(__name__)

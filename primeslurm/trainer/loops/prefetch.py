@@ -6,8 +6,8 @@ import logging
 import threading
 
 from primeslurm.records.beats import pulse
-from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
-from primeslurm.wire.rollouts import Batch, RankShard
+from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.transport.link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import exits
-from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
-from primeslurm.wire.rollouts import Batch, RankShard
+from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.transport.link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from primeslurm.trainer.loops.compilations import Compilations
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.models.layers.vision import VisionInput
 from primeslurm.trainer.optimizers import optimizers
-from primeslurm.wire.rollouts import Batch, Row, stack
+from primeslurm.wire.batches.rollouts import Batch, Row, stack
 
 
 class Learner:

@@ -23,9 +23,9 @@ from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft, tensor_files
 from primeslurm.trainer.weights.export import Encoding, parts
-from primeslurm.wire import checkpoints, manifest
-from primeslurm.wire.link import TrainerLink
-from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.stored import checkpoints, manifest
+from primeslurm.wire.stored.manifest import FileRecord
+from primeslurm.wire.transport.link import TrainerLink
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 
 FILE_BYTES = 2 * 2**30

@@ -24,8 +24,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from primeslurm.wire import rendezvous
 from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
@@ -45,7 +45,7 @@ class TransferError(RuntimeError):
 
 
 def serve_store(host: str, port: int) -> dist.TCPStore:
-    """Serve torch's store, in this process, to those who have the run's secret (`wire.rendezvous`).
+    """Serve torch's store, in this process, to those who have the run's secret (`wire.transport.rendezvous`).
 
     Returns:
         A client of it. The store is there as long as this is.

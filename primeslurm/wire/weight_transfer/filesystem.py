@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 
 from primeslurm import durable
-from primeslurm.wire import manifest
-from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.stored import manifest
+from primeslurm.wire.stored.manifest import FileRecord
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"^v(\d{6,})$")

@@ -1,4 +1,4 @@
-"""What trainer, orchestrator and engines say about weight transfer: over `wire.link`, and through an engine's gate."""
+"""What trainer, orchestrator and engines say about weight transfer: over the link, and through an engine's gate."""
 
 from __future__ import annotations
 

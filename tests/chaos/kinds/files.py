@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.chaos.kinds.injury import GOAL_S, Injury, Kind, NobodyThereError, goal_of, one_of
 from tests.chaos.scene import Scene
 

@@ -35,8 +35,8 @@ from primeslurm.trainer.checkpoints import checkpoint, local_copies, shards
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.wire import checkpoints
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
+from primeslurm.wire.stored import checkpoints
 
 RANKS, KEEP, STEPS = 3, 2, 5
 ROWS, WIDTH = 3 * 1024, 64

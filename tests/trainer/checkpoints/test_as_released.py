@@ -20,7 +20,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, export
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer

@@ -23,7 +23,7 @@ from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 

@@ -21,7 +21,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
@@ -210,7 +210,7 @@ import sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
 from primeslurm.trainer.checkpoints import shards
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 shards.FILE_BYTES = 1 << 20
 run, step = Path(sys.argv[1]), int(sys.argv[2])
 while True:

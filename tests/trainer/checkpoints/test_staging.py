@@ -10,7 +10,7 @@ import torch
 from primeslurm.trainer.checkpoints import checkpoint, staging
 from primeslurm.trainer.checkpoints.staging import Report, free_bytes, nodes_that_lack, tensor_bytes
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.trainer.checkpoints.test_shards import trained
 from tests.trainer.conftest import make_batch, make_timer
 

@@ -16,7 +16,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss, GspoLoss
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import Targets, from_recipe
-from primeslurm.wire.rollouts import Rollout, RolloutInfo, stack
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo, stack
 from tests.support.batches import pack
 from tests.trainer.conftest import finish, start_ranks
 

@@ -17,7 +17,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import make_batch, make_recipe
 from tests.trainer.families import CASES, write
 

@@ -27,7 +27,7 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
-from primeslurm.wire.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
 from tests.support.batches import batch_of
 from tests.trainer.conftest import SEQ_LEN, make_recipe, make_timer
 from tests.trainer.families import IMAGES, reference_of

@@ -21,7 +21,7 @@ from primeslurm.trainer.data import sft_data
 from primeslurm.trainer.data.image_positions import read
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.rollouts import Batch
+from primeslurm.wire.batches.rollouts import Batch
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import IMAGES
 from tests.trainer.image_rows import END, IMAGE, START, write_vision_model

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.support.ports import free_port
-from primeslurm.wire import rendezvous, secret
+from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.weight_transfer.collective import Store, TransferError, serve_store
 from tests.support.doors import MESSAGES
 

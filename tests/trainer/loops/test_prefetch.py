@@ -8,8 +8,8 @@ import time
 import pytest
 
 from primeslurm.trainer.loops.prefetch import Prefetch
-from primeslurm.wire.link import TransferWanted
-from primeslurm.wire.rollouts import Batch, RankShard
+from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.transport.link import TransferWanted
 from tests.trainer.conftest import make_batch
 
 

@@ -16,8 +16,9 @@ import pytest
 
 from benchmarks.support.ports import free_port
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints, link
-from primeslurm.wire.rollouts import Frame, RankShard
+from primeslurm.wire.batches.rollouts import Frame, RankShard
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport import link
 from primeslurm.wire.weight_transfer import filesystem, messages
 from tests.support.forks import Forked
 from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks, trainer_command

@@ -25,7 +25,7 @@ from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ranks, trainer_command
 

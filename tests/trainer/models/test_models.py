@@ -82,7 +82,7 @@ def test_bfloat16_is_published_as_such(moe_model: Path, world: World, tmp_path: 
 
 
 def test_pruning_keeps_the_newest_and_what_checkpoints_need(moe_model: Path, world: World, tmp_path: Path) -> None:
-    from primeslurm.wire import checkpoints
+    from primeslurm.wire.stored import checkpoints
 
     publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, Encoding(torch.float32), 2, world)
     needed = checkpoints.step_dir(tmp_path, 1)

@@ -16,7 +16,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire import link
+from primeslurm.wire.transport import link
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8

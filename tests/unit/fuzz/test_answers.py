@@ -33,8 +33,9 @@ from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow
 from primeslurm.orchestrator.telemetry.scrape import parse, scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
-from primeslurm.wire import http, routed_experts
+from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.transport import http
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.support.ports import free_port
 from primeslurm.inference.router.door import Door
-from primeslurm.wire import rendezvous, secret
+from primeslurm.wire.transport import rendezvous, secret
 from tests.unit.fuzz.mutations import fuzzed, texts
 
 HOST = "127.0.0.1"

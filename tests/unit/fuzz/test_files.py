@@ -23,9 +23,9 @@ from primeslurm.records.events.training import StepReported
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.ledger import Ledger
-from primeslurm.wire import checkpoints
-from primeslurm.wire.addresses import FILE, AddressBook
-from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.stored.manifest import FileRecord
+from primeslurm.wire.transport.addresses import FILE, AddressBook
 from primeslurm.wire.weight_transfer import filesystem
 from primeslurm.wire.weight_transfer.filesystem import WeightManifest
 from primeslurm.wire.weight_transfer.messages import NewPolicy

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
-from primeslurm.wire import batch_files, decoding, digests
+from primeslurm.wire import decoding
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import Answer, Request
-from primeslurm.wire.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
+from primeslurm.wire.stored import digests
+from primeslurm.wire.transport.link import Answer, Request
 from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
 

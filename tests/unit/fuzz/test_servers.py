@@ -22,7 +22,7 @@ from primeslurm.emulated.engine import EmulatedEngine, Hangable
 from primeslurm.inference.admission import App, Message, Receive, Scope, SecretGate, Send, answer
 from primeslurm.inference.core_gate import CoreGate
 from primeslurm.inference.gate import LARGEST_CONTROL, GateState, VersionGate
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
 GENERATE = "/inference/v1/generate"

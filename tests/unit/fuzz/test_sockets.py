@@ -25,10 +25,10 @@ from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, PIECE, cut, joined
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.wire import link, secret
+from primeslurm.wire.batches.rollouts import Frame, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Frame, RankShard, Rollout
+from primeslurm.wire.transport import link, secret
+from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
 from tests.support.doors import ASKED, MESSAGES
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout

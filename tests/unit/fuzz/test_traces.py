@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.rollouts.plausible import Plausible
 from primeslurm.orchestrator.rollouts.sequences import LONGEST_NAME, sequences
-from primeslurm.wire.rollouts import MOST_METRICS, Rollout
+from primeslurm.wire.batches.rollouts import MOST_METRICS, Rollout
 from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import SCALAR, fuzzed
 from tests.unit.fuzz.test_messages import is_a_rollout, rollout

@@ -18,7 +18,7 @@ from primeslurm.inference.core_watch import QUESTION, SILENT_S
 from primeslurm.inference.gate import VersionGate
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineSilentError
 from primeslurm.silence import LATE_S
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 class Engine:

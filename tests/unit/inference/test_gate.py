@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from primeslurm.inference.gate import VersionGate
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 
 class FakeEngineApp:

@@ -20,7 +20,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, ProcessesRestarted
 from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
 from primeslurm.wire import exits
-from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of
 
 E = TypeVar("E", bound=Event)

@@ -22,7 +22,7 @@ from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events as all_events
-from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import SERVER, plan_of, python
 from tests.support.strangers import needs_second_user, stranger
 

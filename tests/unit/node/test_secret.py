@@ -26,8 +26,8 @@ from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create, missing_variables
 from primeslurm.slurm.render import render
-from primeslurm.wire import secret
-from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.transport import secret
+from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of
 from tests.support.recipes import site, write_recipe
 
@@ -80,7 +80,7 @@ def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses
 READS = """
 import multiprocessing, subprocess, sys, time
 from pathlib import Path
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 def own(place):
     (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         child = multiprocessing.get_context(method).Process(target=own, args=(method,))
         child.start(); child.join()
-    code = "from primeslurm.wire import secret; print(secret.own())"
+    code = "from primeslurm.wire.transport import secret; print(secret.own())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (Path(sys.argv[1]) / "done").write_text(told.stderr)
     time.sleep(60)
@@ -189,7 +189,7 @@ def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_kept_secret_is_not_what_the_process_was_started_with() -> None:
     code = (
-        "from primeslurm.wire import secret; from pathlib import Path; secret.keep();"
+        "from primeslurm.wire.transport import secret; from pathlib import Path; secret.keep();"
         " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
     )
     env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}

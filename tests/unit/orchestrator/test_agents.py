@@ -25,9 +25,9 @@ from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
-from primeslurm.wire import checkpoints
-from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.batches import batch_of
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data

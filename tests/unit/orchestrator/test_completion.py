@@ -9,7 +9,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import Run, publish_addresses
 

@@ -23,7 +23,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.environments import reverse_text
-from primeslurm.wire.link import LinkError
-from primeslurm.wire.rollouts import RankShard, Row
+from primeslurm.wire.batches.rollouts import RankShard, Row
+from primeslurm.wire.transport.link import LinkError
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 

@@ -21,7 +21,7 @@ from primeslurm.orchestrator.rollouts import worker
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.recipe import Recipe
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.support.fake_engine import write_tokenizer
 from tests.support.verifiers_restored import restored
 

@@ -12,7 +12,7 @@ import pytest
 
 from primeslurm.records.evaluation import EvaluationRecord, evaluations, step_dir
 from primeslurm.records.reading import rows
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run
 

@@ -16,7 +16,7 @@ from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
 
 
 class Clock:

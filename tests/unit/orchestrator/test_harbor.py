@@ -21,8 +21,8 @@ from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.trainer import tiny
-from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 

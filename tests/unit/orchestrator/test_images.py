@@ -13,7 +13,7 @@ from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo
 from tests.support.batches import pack
 
 PAD = 7

@@ -25,8 +25,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
 )
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.wire import secret
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport import secret
 from tests.unit.orchestrator.test_packing import group
 
 

@@ -15,7 +15,7 @@ from primeslurm.orchestrator.batching.batches import Batches, StepShard, documen
 from primeslurm.orchestrator.batching.packing import Document, cost
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.rollouts import RankShard, Rollout, RolloutInfo, Row
+from primeslurm.wire.batches.rollouts import RankShard, Rollout, RolloutInfo, Row
 from tests.support.batches import pack, received
 
 SEQ_LEN = 32

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 from tests.support.verifiers_restored import restored
 
 SECRET = "5ec2e7" * 4

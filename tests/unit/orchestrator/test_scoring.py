@@ -26,7 +26,7 @@ from primeslurm.orchestrator.teacher.scoring import Scoring
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 from tests.support.batches import batch_of
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data

@@ -23,8 +23,8 @@ from primeslurm.orchestrator.teacher.client import teacher_of
 from primeslurm.orchestrator.teacher.scoring import Scoring
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
-from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.rollouts import Rollout, TeacherPrompt
+from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt
+from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses

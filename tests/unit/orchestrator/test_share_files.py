@@ -18,9 +18,9 @@ from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.loops.prefetch import Prefetch
-from primeslurm.wire import batch_files
-from primeslurm.wire.link import LARGEST_BATCH, Answer, LinkError
-from primeslurm.wire.rollouts import Frame, RankShard
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import Frame, RankShard
+from primeslurm.wire.transport.link import LARGEST_BATCH, Answer, LinkError
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
@@ -192,7 +192,7 @@ def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_pa
 
 
 def test_a_file_that_stays_unreadable_ends_the_wait_with_its_name(tmp_path: Path) -> None:
-    from primeslurm.wire import link
+    from primeslurm.wire.transport import link
     from tests.unit.wire.test_wire import Server
 
     class Naming(Server):

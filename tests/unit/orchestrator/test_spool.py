@@ -19,7 +19,7 @@ from primeslurm.orchestrator.rollouts.groups import GroupInfo, RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
 from primeslurm.records.reserve import Reserve
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all

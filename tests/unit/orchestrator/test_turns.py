@@ -16,7 +16,7 @@ from primeslurm.orchestrator.rendering.choosing import Rendering, named
 from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.sequences import sequences
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
 from tests.support.conversations import (
     START,
     TOOL,

@@ -31,8 +31,8 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.watch import StallError, Watch
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.wire import secret
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport import secret
 from tests.unit.orchestrator.test_packing import group
 
 RECIPE = Recipe.model_validate(

@@ -18,9 +18,9 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.recipe import Recipe
-from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 

@@ -18,8 +18,8 @@ from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Claims, Describe, Job, Result, Status, ToWorker
 from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
-from primeslurm.wire import secret
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport import secret
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.recipe import Recipe
-from primeslurm.wire import secret
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport import secret
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 PATIENCE_S = 280.0

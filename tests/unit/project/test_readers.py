@@ -52,7 +52,7 @@ OWN = {
 }
 ELSEWHERE = {
     "trainer/data/image_reader.py": "tests/trainer/data/test_damaged_images.py",
-    "wire/data_uri.py": "tests/unit/wire/test_data_uri.py",
+    "wire/batches/data_uri.py": "tests/unit/wire/test_data_uri.py",
     "rollouts/tool_servers.py": "tests/unit/orchestrator/test_tool_servers.py",
 }
 """Damaged beside tests of what they need."""

@@ -17,7 +17,6 @@ MANY = {
     "families": "one module for each family",
     "trainer/models": "one module for each family",
     "recipe/sections": "one module for each section",
-    "wire": "one module for each thing that processes say to one another",
     ".": "the rooms, and the modules below all of them",
 }
 """Packages that show more, and why."""

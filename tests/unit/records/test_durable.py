@@ -13,7 +13,8 @@ from submitit.helpers import DelayedSubmission
 
 from primeslurm import durable
 from primeslurm.node.entry import AgentTask, NextAttempt
-from primeslurm.wire import checkpoints, secret
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport import secret
 
 
 class Calls:

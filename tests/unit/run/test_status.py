@@ -38,7 +38,7 @@ from primeslurm.run.exclusion import record_excluded
 from primeslurm.run.ledger import BadNode
 from primeslurm.run.status.run_status import RlProgress, RunStatus, read_status
 from primeslurm.run.status.summary import summarise
-from primeslurm.wire import checkpoints
+from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of, python
 from tests.support.recipes import site, write_recipe
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.files import Watched, write_json
-from primeslurm.wire.addresses import FILE, AddressBook
+from primeslurm.wire.transport.addresses import FILE, AddressBook
 
 
 def publish(directory: Path, host: str, lost: list[str]) -> None:

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from primeslurm.wire import batch_files
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import ImageSpan
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.rollouts import ImageSpan
 from tests.unit.wire.test_wire import batch
 
 

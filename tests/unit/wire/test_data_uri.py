@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from primeslurm.wire.data_uri import decode, is_inline, shown
+from primeslurm.wire.batches.data_uri import decode, is_inline, shown
 
 DATA = bytes(range(256))
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 import httpx
 
-from primeslurm.wire.http import Clients
+from primeslurm.wire.transport.http import Clients
 
 
 def test_requests_are_spread_over_clients_that_come_and_go() -> None:

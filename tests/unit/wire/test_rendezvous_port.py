@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from primeslurm.wire import rendezvous
+from primeslurm.wire.transport import rendezvous
 
 
 def gate() -> rendezvous._Gate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from primeslurm.wire.retry import LONGEST_PAUSE_S, insisting, insisting_in_thread, repeating
+from primeslurm.wire.transport.retry import LONGEST_PAUSE_S, insisting, insisting_in_thread, repeating
 
 
 class Flaky:

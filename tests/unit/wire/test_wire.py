@@ -24,10 +24,8 @@ from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.trainer.loops.prefetch import Prefetch
-from primeslurm.wire import checkpoints, link, routed_experts
-from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import (
+from primeslurm.wire.batches import routed_experts
+from primeslurm.wire.batches.rollouts import (
     Batch,
     BatchInfo,
     Frame,
@@ -40,6 +38,10 @@ from primeslurm.wire.rollouts import (
     from_frames,
     to_frames,
 )
+from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport import link
+from primeslurm.wire.transport.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm import durable
+from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming
 from primeslurm.wire.decoding import DamagedError, Size, value
-from primeslurm.wire.digests import XXH3, hasher
-from primeslurm.wire.rollouts import Batch, Frame, Incoming
+from primeslurm.wire.stored.digests import XXH3, hasher
 
 MAGIC = b"primeslurm batch"
 _PREFIX = struct.Struct(f">{len(MAGIC)}sII")

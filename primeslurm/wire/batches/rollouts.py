@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, value
 from primeslurm.wire.received import LARGEST_AXIS, ArraySpec, array, mismatch
-from primeslurm.wire.routed_experts import RoutedExperts
 
 T = TypeVar("T")
 Frame = bytes | memoryview

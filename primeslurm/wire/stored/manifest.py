@@ -12,8 +12,8 @@ import msgspec
 
 from primeslurm import durable
 from primeslurm.files import digest
-from primeslurm.wire import digests
 from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.stored import digests
 
 T = TypeVar("T")
 LONGEST_NAME = 255

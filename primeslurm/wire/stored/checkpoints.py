@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from primeslurm import durable
-from primeslurm.wire import manifest
-from primeslurm.wire.digests import XXH3
-from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.stored import manifest
+from primeslurm.wire.stored.digests import XXH3
+from primeslurm.wire.stored.manifest import FileRecord
 
 COMMITTED = "COMMITTED"
 SHARD = ".distcp"

@@ -36,9 +36,11 @@ import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
 
-from primeslurm.wire import batch_files, decoding, secret
+from primeslurm.wire import decoding
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming, RankShard
 from primeslurm.wire.decoding import Size
-from primeslurm.wire.rollouts import Batch, Frame, Incoming, RankShard
+from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
 
 log = logging.getLogger(__name__)

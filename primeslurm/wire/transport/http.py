@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 CONNECT_S = 10.0
 """Within a cluster, who has not taken a connection for this long will not."""

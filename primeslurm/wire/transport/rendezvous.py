@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from primeslurm.wire import secret
+from primeslurm.wire.transport import secret
 
 NONCE_BYTES = 32
 HANDSHAKE_S = 10.0

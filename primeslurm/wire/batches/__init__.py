@@ -1,0 +1,1 @@
+"""Rollouts and batches: what a token has, as arrays, messages and files."""

@@ -1,0 +1,1 @@
+"""How processes reach one another: addresses, links, HTTP, where ranks meet, the secret, trying again."""
