@@ -41,6 +41,8 @@ RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"
 MEDIAN_S, TRAINER_S = 600.0, 240.0
 GROUP = 16
 WARM_UP, STEPS = 12, 40
+SETTLED = 24
+"""Steps after which an example should have been trained, though it was dropped once; at most half of all steps."""
 SIGMAS = (0.3, 0.6, 1.0, 1.3)
 SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "surplus", "steps")
 """What a row is of, beside what was measured."""
@@ -110,7 +112,7 @@ class World:
         heapq.heappush(self._events, (at, self._serial, job))
 
     def trained_shares(self) -> list[float]:
-        """Of the examples that were begun twelve steps before the end or earlier: which share of them was trained.
+        """Of the examples that were begun `SETTLED` steps before the end or earlier: which share of them was trained.
 
         Returns:
             Of the longest third, and of all.
@@ -130,7 +132,8 @@ class World:
         return [round(sum(trained[name] for name in names) / len(names), 2) for names in groups]
 
     def _begun_long_ago(self) -> list[str]:
-        return sorted((name for name, step in self.begun.items() if step <= len(self.steps) - 12), key=difficulty)
+        last = len(self.steps) - min(SETTLED, len(self.steps) // 2)
+        return sorted((name for name, step in self.begun.items() if step <= last), key=difficulty)
 
     def _finish(self, job: Job) -> None:
         group = self.dispatch.finished(job.id, rollout(job, self.dispatch.version))

@@ -52,6 +52,8 @@ class RunProgress(msgspec.Struct, frozen=True):
     """Bytes of the curricula's file that count."""
     memory: dict[int, dict[str, float]] = {}
     """Step to what the algorithm knew before its batch; kept until the step is committed. None: it knew nothing."""
+    returned: list[tuple[str, int]] = []
+    """Examples that were given up once, and are not again."""
 
     @property
     def newest_version(self) -> int:
@@ -121,6 +123,7 @@ class ProgressFile:
             cursors=dispatch.cursors,
             unfinished=dispatch.unfinished,
             drawn=dispatch.drawn,
+            returned=dispatch.returned,
             fresh=curricula.fresh,
             tasks=curricula.tasks,
             outcomes=curricula.flush(),

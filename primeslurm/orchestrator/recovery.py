@@ -46,6 +46,7 @@ def recover(
         taken={name for ids in progress.batches.values() for name in ids},
         draws=curricula,
         drawn=progress.drawn,
+        returned=progress.returned,
     )
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}

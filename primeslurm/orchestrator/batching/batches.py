@@ -181,9 +181,8 @@ class Batches:
     def _pack(self, step: int, groups: list[RolloutGroup], memory: Memory, ranks: int) -> _Packed:
         recipe = self._recipe
         algorithm = self._algorithm.recalling(memory)
-        if recipe.orchestrator.staleness.counts_tokens:
-            oldest = step - 1 - recipe.orchestrator.max_off_policy_steps
-            groups = [group.without_older(oldest) for group in groups]
+        oldest = step - 1 - recipe.orchestrator.max_off_policy_steps
+        groups = [group.without_older(oldest) for group in groups]
         docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
         smallest = quantum(recipe)
         info = BatchInfo(

@@ -79,6 +79,7 @@ class Dispatcher:
         taken: ids of groups that exist already (finished or trained) and must not be opened again.
         draws: of the tasks that groups are of; each environment's own order without it.
         drawn: tasks of the unfinished groups, by group id, as `drawn` was before a restart.
+        returned: examples that were given up once, and are not again, as `returned` was before a restart.
         clock: tells the time [s].
     """
 
@@ -94,6 +95,7 @@ class Dispatcher:
         taken: Collection[str] = (),
         draws: Draws | None = None,
         drawn: Mapping[str, int] | None = None,
+        returned: Iterable[tuple[str, int]] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -113,6 +115,8 @@ class Dispatcher:
         self._taken = set(taken)
         self._draws = draws
         self._drawn = dict(drawn or {})
+        self._returned = set(returned)
+        """Examples that came again. Those whose rollouts take longer than the bound would do so for ever."""
         self._jobs: dict[str, str] = {}
         """Group by job."""
         self._kept: set[str] = set()
@@ -147,6 +151,13 @@ class Dispatcher:
         """Return the tasks that were drawn for unfinished groups, by group id."""
         drawn = {group.id: group.task for group in self._unfinished_groups() if group.task is not None}
         return drawn | self._drawn
+
+    @property
+    def returned(self) -> list[tuple[str, int]]:
+        """Return the examples that were given up once and are not trained yet, or not with all of their rollouts."""
+        groups = (*self._unfinished_groups(), *self.ready, *self.unscored.values())
+        known = {*self._unfinished, *((group.environment, group.example) for group in groups)}
+        return sorted(self._returned & known)
 
     @property
     def ready_rollouts(self) -> int:
@@ -328,12 +339,12 @@ class Dispatcher:
             return Swept(stale, [], [])
         cancelled: list[str] = []
         for old in self.open.before(oldest):
-            if self.limits.staleness.rule == "carry":
+            if self._goes_on(old.environment, old.example, old.id):
                 self.open.reopen_at(old, max(old.version, self.version))
             else:
                 cancelled += self._drop(old, "stale")
                 self._come_again(old.id, old.environment, old.example, old.task)
-        early, more = self._last_chance(oldest) if self.limits.staleness.rule in ("partial", "carry") else ([], [])
+        early, more = self._last_chance(oldest)
         return Swept(stale, cancelled + more, early)
 
     def may_cut_ahead(self) -> bool:
@@ -423,18 +434,32 @@ class Dispatcher:
         """
         if self.ready_rollouts + self.open.at(oldest) < self.limits.batch_size:
             return [], []
-        last = [g for g in self.open.values() if g.version == oldest and len(g.done) >= self.limits.staleness.at_least]
+        last = [group for group in self.open.values() if group.version == oldest and self._may_end_early(group)]
         if self.ready_rollouts + _done(last) < self.limits.batch_size:
             return [], []
         completed: list[RolloutGroup] = []
         cancelled: list[str] = []
         for group in last:
-            if self.limits.staleness.rule == "carry" and group.jobs:
+            if group.jobs and self._goes_on(group.environment, group.example, group.id):
                 self._carry(group)
             cancelled += self._close(group)
             completed.append(self._complete(group))  # at once: the next one's rollouts may not go on under its name
             self.counts["groups_completed_early"] += 1
         return completed, cancelled
+
+    def _goes_on(self, label: str, example: int, name: str) -> bool:
+        """Whether what runs of a group goes on when it gets too old, as with `carry`.
+
+        Also where nothing of it would come again: its example came again already, or it is a part of one.
+        """
+        is_part = name != group_id(label, example)
+        return self.limits.staleness.rule == "carry" or is_part or (label, example) in self._returned
+
+    def _may_end_early(self, group: OpenGroup) -> bool:
+        """Whether a group is trained with the rollouts that are done, if the next batch is its last."""
+        rule = self.limits.staleness
+        goes_on = self._goes_on(group.environment, group.example, group.id)
+        return len(group.done) >= rule.at_least and (rule.rule != "drop" or goes_on)
 
     def _carry(self, group: OpenGroup) -> None:
         """Have the rollouts of a group that run go on in another one."""
@@ -450,7 +475,8 @@ class Dispatcher:
 
     def _group_to_claim(self, job: Job, runs: bool) -> OpenGroup | None:
         """The open group that a job of another orchestrator goes on in, opened if it is not."""
-        ages = not self.limits.staleness.counts_tokens
+        goes_on = self._goes_on(job.environment, job.example, job.group)
+        ages = not self.limits.staleness.counts_tokens and not goes_on
         if ages and job.opened_version < self.limits.oldest_version(self.step):
             return None
         first = group_id(job.environment, job.example)
@@ -460,7 +486,7 @@ class Dispatcher:
         if group is None and self._is_to_come(job):
             return self._reopen(job)
         if group is None:  # its example is trained without it
-            carries = "carry" in (self.limits.staleness.rule, self.limits.staleness.surplus)
+            carries = goes_on or self.limits.staleness.surplus == "carry"
             return self._part_to_claim(job) if runs and carries else None
         if ages and group.version != job.opened_version:
             return None  # it was opened anew, under another version
@@ -541,13 +567,15 @@ class Dispatcher:
             return  # another group of the same example is trained, or it is known already
         self._taken.discard(name)
         self._unfinished.append((label, example))
+        self._returned.add((label, example))
         if task is not None:
             self._drawn[name] = task
         self.counts["examples_returned"] += 1
 
     def _age_of(self, group: RolloutGroup) -> int:
         """The version that a group's staleness counts from."""
-        return group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
+        goes_on = self._goes_on(group.environment, group.example, group.id)
+        return group.newest_version if self.limits.staleness.counts_tokens or goes_on else group.opened_version
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         """Labels of the environments of which a group may open now."""

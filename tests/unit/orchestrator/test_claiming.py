@@ -20,6 +20,7 @@ from primeslurm.recipe.sections.staleness import Staleness
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import STEPS
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, rollout, run_all
+from tests.unit.orchestrator.test_dispatch_sizes import age
 from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run
 
 LAST = 12
@@ -139,7 +140,8 @@ class Campaign:
 
     def record(self) -> None:
         """What a batch's record says of positions."""
-        self.known = {"cursors": self.made.cursors, "unfinished": self.made.unfinished}
+        made = self.made
+        self.known = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
 
     def end(self, job: Job) -> None:
         group = self.made.finished(job.id, rollout(job, max(0, self.made.version)))
@@ -212,13 +214,13 @@ class Campaign:
             self.running.pop(name, None)
         for group in swept.early:
             self.writing.append(group)
+        returned = self.made.returned
         batch = self.made.cut() or []
         if batch:
             self.uncommitted = [*self.uncommitted[-1:], [group.id for group in batch]]
         for group in batch:
             oldest = step - 1 - self.limits.max_off_policy_steps
-            age = group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
-            assert age >= oldest
+            assert age(group, self.limits.staleness, returned) >= oldest
             self.used.append(group)
         self.record()
         self.made.version = self.made.step - 1

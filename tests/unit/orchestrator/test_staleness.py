@@ -62,6 +62,48 @@ def test_a_dropped_example_comes_again_and_is_counted() -> None:
     assert [group.id for group in made.cut() or []] == [jobs[0].group], "an id that was given up is not taken"
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("done", [1, 3])
+def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
+    made = dispatcher(batch=2)
+    run_all(made)
+    assert len(made.sweep(3).cancelled) == 4 and made.returned == [("a", 0)]
+    if restarted:
+        state = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
+        made = Dispatcher(made.limits, ["r0"], "run", "later", **state)
+    made.version = 2
+    jobs = run_all(made)
+    finish(made, jobs[:done], 2)
+    early = made.sweep(4).early
+    made.version = 5
+    swept = made.sweep(6)
+    assert not swept.cancelled and made.inflight == 4 - done and made.returned == [("a", 0)]
+    if done == 1:
+        assert not early and [group.version for group in made.open.values()] == [5], "it goes on"
+    else:
+        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1"], "and in a part"
+
+
+@pytest.mark.parametrize("rule", ["drop", "partial"])
+def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> None:
+    """Its rollouts take 4 steps, those of the others one, and groups are fresh for two."""
+    made = dispatcher(inflight=8, rule=rule)
+    jobs: list[Job] = []
+    trained: list[str] = []
+    while made.step <= 16:
+        jobs = [job for job in jobs if made.runs(job.id)] + run_all(made)
+        for job in jobs:
+            if job.example or made.version >= job.opened_version + 4:
+                done = made.finished(job.id, rollout(job, made.version))
+                assert done is None or made.add_ready(done)
+        for early in made.sweep(made.step).early:
+            made.add_ready(early)
+        trained += [group.id for group in made.cut() or []]
+        made.version += 1
+    assert trained.count("a-00000000") == 1 and made.counts["examples_returned"] == 1
+    assert {f"a-{example:08d}" for example in range(10)} <= set(trained)
+
+
 def test_a_complete_group_that_got_too_old_comes_again() -> None:
     made = dispatcher()
     group = finish(made, run_all(made))
@@ -221,8 +263,8 @@ def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> No
     assert made.ready_rollouts == 16 and not made.open, "what was begun before anything was known, and no more"
 
 
-@pytest.mark.parametrize(("rule", "trained"), [("mask", 1), ("carry", 1), ("drop", 4)])
-def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> None:
+@pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])
+def test_a_batch_trains_no_token_that_is_too_old(rule: str) -> None:
     fields = {"batch_size": 4, "group_size": 4, "max_off_policy_steps": 1, "staleness": {"rule": rule}}
     recipe = Recipe.model_validate(
         {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
@@ -232,7 +274,7 @@ def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> Non
     batches = Batches(recipe, Grpo())
     batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
     batch = batch_of(batches, 6)
-    assert batch is not None and batch.info.loss_tokens == trained, "of two tokens each, of which the first has no loss"
+    assert batch is not None and batch.info.loss_tokens == 1, "of two tokens each, of which the first has no loss"
 
 
 def test_more_rollouts_than_a_group_has_are_refused() -> None:
