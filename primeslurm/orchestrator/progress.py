@@ -6,7 +6,9 @@ for a restart within an attempt. Steps name their groups only; the groups themse
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT_PART = "orchestrator.bin"
 PROGRESS = "rollouts/progress.bin"
+Change = Callable[["RunProgress"], Mapping[str, Any]]
+"""Says what changes in the record, of what it is once those before are on disk."""
 
 
 class RunProgress(msgspec.Struct, frozen=True):
@@ -103,6 +107,8 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
 class ProgressFile:
     """The record of a running orchestrator: on disk before anybody is told what follows from it.
 
+    It is written in a thread, as a flush takes 10 ms and more, and one after another: what is on disk is the newest.
+
     Args:
         path: of the file.
         progress: where it continues.
@@ -114,6 +120,7 @@ class ProgressFile:
         self.now = progress
         self._path, self._dispatch, self._curricula = path, dispatch, curricula
         self._reserve = Reserve(path.parent.parent)
+        self._turn = asyncio.Lock()
 
     def snapshot(self) -> RunProgress:
         """Return the record with the dispatcher's present positions."""
@@ -129,16 +136,26 @@ class ProgressFile:
             outcomes=curricula.flush(),
         )
 
-    def record(self, **changes: Any) -> None:
-        """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""
-        progress = msgspec.structs.replace(self.snapshot(), **changes)
-        self._reserve.spend_on(lambda: progress.save(self._path))
-        self.now = progress
+    async def record(self, change: Change) -> None:
+        """Put a change on disk, and only then make it. Raises OSError, and nothing has changed then."""
+        async with self._turn:
+            progress = self._changed(change(self.now))
+            await asyncio.to_thread(self._write, progress)
+            self.now = progress
 
-    def note(self, **changes: Any) -> None:
-        """Make changes even if the disk is full: a restart that does not know them repeats work, and loses nothing."""
-        try:
-            self.record(**changes)
-        except OSError as error:
-            log.warning("%s is not on disk: %s", ", ".join(changes), error)
-            self.now = msgspec.structs.replace(self.snapshot(), **changes)
+    async def note(self, change: Change) -> None:
+        """Make a change even if the disk is full: a restart that does not know it repeats work, and loses nothing."""
+        async with self._turn:
+            changes = change(self.now)
+            progress = self._changed(changes)
+            try:
+                await asyncio.to_thread(self._write, progress)
+            except OSError as error:
+                log.warning("%s is not on disk: %s", ", ".join(changes), error)
+            self.now = progress
+
+    def _changed(self, changes: Mapping[str, Any]) -> RunProgress:
+        return msgspec.structs.replace(self.snapshot(), **changes)
+
+    def _write(self, progress: RunProgress) -> None:
+        self._reserve.spend_on(lambda: progress.save(self._path))

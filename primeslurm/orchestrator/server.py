@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -27,7 +28,7 @@ from primeslurm.orchestrator.batching.share_files import ShareFiles
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -146,6 +147,9 @@ class OrchestratorServer:
         unscored = self._dispatch.unscored.values()
         self._scoring = scoring_of(recipe, arguments, unscored, self._finishing.scored, self._damaged)
         self._batch_formed = asyncio.Condition()
+        self._reporting = asyncio.Lock()
+        """What the trainer reports counts once: a repeat waits until the first is on disk."""
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
         self._gone = gone
@@ -181,7 +185,7 @@ class OrchestratorServer:
                 await asyncio.sleep(self._linger_s)
                 if self._files is not None:
                     await self._files.tidy()
-                for task in background:
+                for task in (*background, *self._forgetting):
                     task.cancel()
         finally:
             self._batches.close()
@@ -357,7 +361,7 @@ class OrchestratorServer:
                     if time.monotonic() > deadline:
                         return Answer("wait")
                     continue
-                if self._form_batch(request.ahead):
+                if await self._form_batch(request.ahead):
                     break
                 if not request.ahead and self._policy.wants_transfer():
                     return Answer("transfer")
@@ -392,8 +396,10 @@ class OrchestratorServer:
         self._forget([group.id])
         self._wake.set()
 
-    def _form_batch(self, ahead: bool) -> bool:
+    async def _form_batch(self, ahead: bool) -> bool:
         """Form the next step's batch if there are enough groups; it is on record before it is given out.
+
+        Whoever asks for it meanwhile waits for the lock of `_batch_formed`.
 
         Args:
             ahead: the trainer does not need it yet.
@@ -405,13 +411,16 @@ class OrchestratorServer:
         groups = self._dispatch.cut(ahead)
         if groups is None:
             return False
-        now = self._progress.now
-        batches = {**now.batches, step: [group.id for group in groups]}
-        known = now.memory.get(step, {})
+        known = self._progress.now.memory.get(step, {})
         after = dict(self._algorithm.remember(known, groups))
-        memory = now.memory | ({step + 1: after} if after else {})
+
+        def formed(now: RunProgress) -> dict[str, Any]:
+            batches = {**now.batches, step: [group.id for group in groups]}
+            memory = now.memory | ({step + 1: after} if after else {})
+            return {"next_step": step + 1, "batches": batches, "memory": memory}
+
         try:
-            self._progress.record(next_step=step + 1, batches=batches, memory=memory)
+            await self._progress.record(formed)
         except OSError as error:
             log.warning("the batch of step %d is held back, it cannot be recorded: %s", step, error)
             self._dispatch.uncut(groups)
@@ -428,20 +437,25 @@ class OrchestratorServer:
 
     async def _new_policy(self, request: NewPolicy) -> int:
         """Make engines want the policy; returns the newest one."""
-        known = self._progress.now.published
-        if known is not None and request.version <= known.version:
-            return known.version
-        self._progress.record(published=request)
-        if not request.path:
-            self._sessions.expect(request.version)
-        self._watch.policy_wanted(request.version)
-        await self._policy.want(_policy(request))
-        return request.version
+        async with self._reporting:
+            known = self._progress.now.published
+            if known is not None and request.version <= known.version:
+                return known.version
+            await self._progress.record(lambda now: {"published": request})
+            if not request.path:
+                self._sessions.expect(request.version)
+            self._watch.policy_wanted(request.version)
+            await self._policy.want(_policy(request))
+            return request.version
 
     async def _step_done(self, request: StepDone) -> None:
         row: Row = {}
         if request.step > self._progress.now.done_step and (groups := await self._batches.read(request.step)):
             row = await asyncio.to_thread(batch_metrics, groups, request.step, self._recipe.seq_len)
+        async with self._reporting:
+            await self._count_step(request, row)
+
+    async def _count_step(self, request: StepDone, row: Row) -> None:
         if request.step <= self._progress.now.done_step:  # a repeat, perhaps of one that was dealt with meanwhile
             return
         row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
@@ -453,7 +467,7 @@ class OrchestratorServer:
             self._metrics.write(request.step, row)
         except OSError as error:
             log.warning("metrics of step %d are lost: %s", request.step, error)
-        self._progress.note(done_step=request.step)
+        await self._progress.note(lambda now: {"done_step": request.step})
         self._dispatch.step_done()
         self._watch.step_done(request.step, row)
 
@@ -469,9 +483,13 @@ class OrchestratorServer:
         if self._files is not None:
             self._files.committed(step)
         await self._finishing.delete(name for ids in gone.values() for name in ids)  # before the record forgets them
-        kept = {s: ids for s, ids in self._progress.now.batches.items() if s > step}
-        memory = {s: known for s, known in self._progress.now.memory.items() if s > step}
-        self._progress.note(batches=kept, memory=memory, committed=max(step, self._progress.now.committed))
+
+        def forgotten(now: RunProgress) -> dict[str, Any]:
+            kept = {s: ids for s, ids in now.batches.items() if s > step}
+            memory = {s: known for s, known in now.memory.items() if s > step}
+            return {"batches": kept, "memory": memory, "committed": max(step, now.committed)}
+
+        await self._progress.note(forgotten)
 
     # rollouts
 
@@ -522,15 +540,18 @@ class OrchestratorServer:
 
     def _forget(self, groups: Iterable[str]) -> None:
         """Delete groups that were given up, once it is on record that their examples come again."""
-        names = list(groups)
-        if not names:
-            return
+        if names := list(groups):
+            task = asyncio.create_task(self._delete_once_recorded(names))
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
+
+    async def _delete_once_recorded(self, names: Sequence[str]) -> None:
         try:
-            self._progress.record()
+            await self._progress.record(lambda now: {})
         except OSError as error:  # whoever comes again is written over them
             log.warning("%d groups that are too old stay on disk: %s", len(names), error)
-        else:
-            self._finishing.delete(names)
+        else:  # but for those that are there again already
+            await self._finishing.delete([name for name in names if not self._dispatch.holds(name)])
 
     def _on_unusable(self, environment: str, worker: int, error: str) -> None:
         log.warning("worker %d cannot serve %s: %s", worker, environment, error)

@@ -32,7 +32,7 @@ from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.node.attempt.attempts import enter
 from primeslurm.node.entry import AgentTask
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.progress import ProgressFile
+from primeslurm.orchestrator.progress import Change, ProgressFile
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.spool import Spool
@@ -237,9 +237,9 @@ def _observe(place: Place, number: int) -> None:
             place.tell("group", id=group.id, digest=_digest(group.to_bytes()), version=group.newest_version)
         return done
 
-    def record(file: ProgressFile, original: Any = ProgressFile.record, **changes: Any) -> None:
-        place.tell("batches", batches=changes.get("batches", {}))
-        original(file, **changes)
+    async def record(file: ProgressFile, change: Change, original: Any = ProgressFile.record) -> None:
+        place.tell("batches", batches=change(file.now).get("batches", {}))
+        await original(file, change)
         place.tell("progress", attempt=number, next_step=file.now.next_step, done_step=file.now.done_step)
 
     def commit(

@@ -185,6 +185,11 @@ class Dispatcher:
         group = at_home or self._open(available) or self.open.next(available)
         return self._dispatch(group) if group else None
 
+    def holds(self, name: str) -> bool:
+        """Tell whether a group that was given up has come again, and is complete. No part comes again."""
+        is_part = "." in name.rpartition("-")[2]
+        return name in self._finishing or (name in self._taken and not is_part)
+
     def keeps(self, job: str) -> bool:
         """Tell whether what a finished job made is in memory only."""
         return job in self._kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -179,7 +180,7 @@ class Life:
     def forget(self, names: list[str]) -> None:
         """Delete groups that are too old, once it is on record that their examples come again."""
         if names:
-            self.progress.record()
+            asyncio.run(self.progress.record(lambda now: {}))
             self.finished = [group for group in self.finished if group.id not in names]
 
     def finish_one(self) -> None:
@@ -201,7 +202,8 @@ class Life:
         groups = self.dispatch.cut() or []
         if groups:
             ids = [group.id for group in groups]
-            self.progress.record(next_step=step + 1, batches={**self.progress.now.batches, step: ids})
+            formed = {"next_step": step + 1, "batches": {**self.progress.now.batches, step: ids}}
+            asyncio.run(self.progress.record(lambda now: formed))
             self.finished = [group for group in self.finished if group.id not in ids]
             self.dispatch.version = step
         return [group.id for group in groups]

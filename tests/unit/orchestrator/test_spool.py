@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -163,7 +165,7 @@ def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
     dispatch = dispatcher(limits())
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
-    file.record(next_step=2, batches={1: ["x"]})
+    asyncio.run(file.record(lambda now: {"next_step": 2, "batches": {1: ["x"]}}))
     assert file.now == restore(tmp_path, 1) == RunProgress(1, 2, cursors={"a": 0, "b": 0}, batches={1: ["x"]})
     run_all(dispatch)
     moved = file.snapshot()
@@ -173,7 +175,35 @@ def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
     (tmp_path / PROGRESS).parent.write_text("in the way")
     before = file.now
     with pytest.raises(FileExistsError):
-        file.record(next_step=3)
+        asyncio.run(file.record(lambda now: {"next_step": 3}))
     assert file.now is before
-    file.note(done_step=1)
+    asyncio.run(file.note(lambda now: {"done_step": 1}))
     assert (file.now.done_step, file.now.next_step, file.now.unfinished) == (1, 2, moved.unfinished)
+
+
+def test_records_are_written_in_order_while_the_event_loop_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch, may_write = dispatcher(limits()), threading.Event()
+    curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
+    file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
+    save = RunProgress.save
+    monkeypatch.setattr(RunProgress, "save", lambda record, path: may_write.wait(60) and save(record, path))
+
+    async def both() -> None:
+        first = asyncio.create_task(file.record(lambda now: {"batches": {**now.batches, 1: ["x"]}}))
+        second = asyncio.create_task(file.note(lambda now: {"batches": {**now.batches, 2: ["y"]}}))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not file.now.batches and not first.done(), "nothing counts that is not on disk"
+        run_all(dispatch)
+        dispatch.sweep(3)
+        may_write.set()
+        await first
+        assert restore(tmp_path, 1).batches.keys() >= {1}
+        await second
+
+    asyncio.run(both())
+    found = restore(tmp_path, 1)
+    assert found == file.now and found.batches == {1: ["x"], 2: ["y"]}, "the second is made of the first"
+    assert found.returned and set(found.returned) == set(dispatch.returned)
