@@ -107,7 +107,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
 class ProgressFile:
     """The record of a running orchestrator: on disk before anybody is told what follows from it.
 
-    It is written in a thread, as a flush takes 10 ms and more, and one after another: what is on disk is the newest.
+    It is written in a thread, as flushes take milliseconds and more. One is written after another: the newest stays.
 
     Args:
         path: of the file.

@@ -55,9 +55,10 @@ def test_a_dropped_example_comes_again_and_is_counted() -> None:
     assert made.unfinished == [("a", 0)] and made.counts["examples_returned"] == 1
     made.version = 2
     again = run_all(made)
-    assert {job.group for job in again} == {jobs[0].group}
+    assert {job.group for job in again} == {jobs[0].group} and not made.holds(jobs[0].group)
     group = finish(made, again, 2)
-    assert group is not None and made.add_ready(group)
+    assert group is not None and made.holds(group.id), "its file is not deleted any more"
+    assert made.add_ready(group) and made.holds(group.id)
     made.step = 3
     assert [group.id for group in made.cut() or []] == [jobs[0].group], "an id that was given up is not taken"
 
