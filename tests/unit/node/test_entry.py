@@ -181,7 +181,7 @@ def test_agents_leave_as_soon_as_one_has_seen_to_the_job_of_a_dead_head(
 
 
 def test_an_agent_keeps_neither_arrays_nor_recipes_nor_the_head_in_memory() -> None:
-    """submitit would import numpy; what needs it later finds it. There are hundreds of agents on an emulated cluster."""
+    """submitit would import numpy; what needs it later finds it. Emulated clusters have hundreds of agents."""
     code = (
         "import sys\n"
         "from primeslurm.node import load\n"
