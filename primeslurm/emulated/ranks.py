@@ -1,7 +1,13 @@
 """How the emulated trainer's ranks hold together: one TCP connection of each to rank 0, at the rendezvous address.
 
 Rank 0 notices a rank that dies and fails; a rank whose rank 0 dies fails; whoever is signalled tells rank 0; and rank
-0's exit code becomes everybody's. Standard library only: there are hundreds of ranks, and they do nothing else.
+0's exit code becomes everybody's. Who connects is a rank when it has shown the run's secret, and rank 0 shows it, too:
+
+    rank 0 -> rank: random bytes
+    rank -> rank 0: its own random bytes, and its proof of both
+    rank 0 -> rank: its proof of both
+
+Little but the standard library: there are hundreds of ranks, and they do nothing else.
 """
 
 from __future__ import annotations
@@ -17,6 +23,7 @@ import time
 from types import FrameType
 
 from primeslurm.records.beats import pulse
+from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, check, key_for, proof
 
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for all ranks to be there, as torch's rendezvous has it."""
@@ -26,6 +33,8 @@ ARRIVED = b"a"
 GO = bytes([200])
 """What rank 0 says when all have; lower bytes are exit codes."""
 RETRY_S = 0.5
+USE = b"emulated ranks"
+"""What the secret is shown for."""
 
 
 class LostRankError(Exception):
@@ -57,15 +66,12 @@ class Ranks:
         Raises:
             LostRankError: some did not come in time.
         """
-        deadline = time.monotonic() + timeout_s
-        while len(self._connections) < self._others:
-            self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                raise LostRankError(f"only {len(self._connections)} of {self._others} ranks came") from None
-            self._connections.append(connection)
-        self._listener.close()  # nobody else is to come
+        with self._listener, _Doorkeeper(self._listener) as doorkeeper:
+            deadline = time.monotonic() + timeout_s
+            while len(self._connections) < self._others:
+                if (left := deadline - time.monotonic()) <= 0:
+                    raise LostRankError(f"only {len(self._connections)} of {self._others} ranks came")
+                self._connections += doorkeeper.admitted(left)
         threading.Thread(target=self._watch, daemon=True).start()
 
     def meet(self) -> None:
@@ -116,6 +122,77 @@ class Ranks:
             os._exit(1)
 
 
+class _Doorkeeper:
+    """Lets those in who show the run's secret, whatever others do meanwhile.
+
+    Args:
+        listener: where they come.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._key = key_for(USE)
+        self._waiting: dict[socket.socket, tuple[float, bytes]] = {}
+        """Since when, and the random bytes that were sent."""
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Doorkeeper:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._selector.close()
+        for connection in self._waiting:
+            connection.close()
+
+    def admitted(self, timeout_s: float) -> list[socket.socket]:
+        """Wait for somebody to say something; returns those who have shown the secret then."""
+        found = []
+        for key, _ in self._selector.select(min(timeout_s, RETRY_S)):
+            connection: socket.socket = key.fileobj  # type: ignore[assignment]
+            if connection is self._listener:
+                self._greet()
+            elif self._shows(connection):
+                found.append(connection)
+        late = time.monotonic() - TIMEOUT_S
+        for connection in [each for each, (since, _) in self._waiting.items() if since < late]:
+            self._part(connection)
+            connection.close()
+        return found
+
+    def _greet(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # gone again; or too many files are open, until those who say nothing are turned away
+            time.sleep(0.01)
+            return
+        connection.setblocking(False)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, NONCE_BYTES + PROOF_BYTES)
+        self._waiting[connection] = time.monotonic(), (nonce := os.urandom(NONCE_BYTES))
+        self._selector.register(connection, selectors.EVENT_READ)
+        with contextlib.suppress(OSError):
+            connection.sendall(nonce)
+
+    def _shows(self, connection: socket.socket) -> bool:
+        mine = self._part(connection)
+        try:
+            said = connection.recv(NONCE_BYTES + PROOF_BYTES)
+            theirs = said[:NONCE_BYTES]
+            check(said[NONCE_BYTES:], proof(self._key, b"rank", mine, theirs))
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            connection.setblocking(True)
+            connection.sendall(proof(self._key, b"rank 0", theirs, mine))
+        except OSError:  # a PermissionError is one, too
+            connection.close()
+            return False
+        return True
+
+    def _part(self, connection: socket.socket) -> bytes:
+        self._selector.unregister(connection)
+        return self._waiting.pop(connection)[1]
+
+
 def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
     """Do what a rank other than 0 does: be there until rank 0 ends.
 
@@ -163,13 +240,31 @@ def _follow(connection: socket.socket) -> bytes:
 
 
 def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
-    deadline = time.monotonic() + timeout_s
+    key, deadline = key_for(USE), time.monotonic() + timeout_s
     while True:  # and not `wire.transport.retry`, whose tenacity would be a fifth of a rank's memory
         try:
-            connection = socket.create_connection((address, port), timeout=5)
-            connection.settimeout(None)
-            return connection
+            return _entered(socket.create_connection((address, port), timeout=5), key, timeout_s)
         except OSError as error:
             if time.monotonic() > deadline:
                 raise LostRankError(f"rank 0 is not at {address}:{port}: {error}") from error
             time.sleep(RETRY_S)
+
+
+def _entered(connection: socket.socket, key: bytes, timeout_s: float) -> socket.socket:
+    try:
+        connection.settimeout(timeout_s)  # rank 0 listens before it lets anybody in
+        theirs, mine = _exactly(connection, NONCE_BYTES), os.urandom(NONCE_BYTES)
+        connection.sendall(mine + proof(key, b"rank", theirs, mine))
+        check(_exactly(connection, PROOF_BYTES), proof(key, b"rank 0", mine, theirs))
+        connection.settimeout(None)
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    said = b""
+    while len(said) < size and (part := connection.recv(size - len(said))):
+        said += part
+    return said

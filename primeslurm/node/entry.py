@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import submitit
 from submitit.helpers import DelayedSubmission
@@ -18,12 +19,14 @@ from primeslurm import durable
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
-from primeslurm.node.head.head import Head
 from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import node_names, restarts
+
+if TYPE_CHECKING:
+    from primeslurm.node.head.head import Head
 
 DEPUTY_S = 3.0
 """Between two agents that look after a job whose head is gone."""
@@ -82,6 +85,8 @@ class AgentTask:
         self._agent = NodeAgent(plan, rank, attempt, run.run_id, plan.python)
         self._threads = [threading.Thread(target=self._agent.run, name="agent", daemon=True)]
         if rank == 0:
+            from primeslurm.node.head.head import Head  # which the other agents need not keep in memory
+
             self._head = Head(self._agent, run)
             self._threads.append(self._head)
         for thread in self._threads:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from primeslurm.plan.model import Plan, Process, Role
 
 STAND_INS: dict[Role, str] = {
@@ -15,9 +17,11 @@ STAND_INS: dict[Role, str] = {
 }
 """Module that is started in place of a role's own, with the same arguments."""
 
-NODE_MIB = 35
-"""Memory of a node of an embedded cluster: its agent (32), slurmd, the job's steps."""
-PROCESS_MIB: dict[Role, int] = {"trainer": 6, "router": 50, "orchestrator": 70, "environment": 45}
+NODE_MIB = 30
+"""Memory of a node of an embedded cluster: its agent (28, without its plan), slurmd, the job's steps."""
+PLANNED_KIB = 5
+"""Memory that a process takes in the plan of each agent."""
+PROCESS_MIB: dict[Role, int] = {"trainer": 7, "router": 50, "orchestrator": 70, "environment": 45}
 """Memory of a stand-in, or of what runs as it is; Python's share that none of them has for itself is not in it."""
 USUAL_MIB = 16
 """Of an engine, a teacher, a store."""
@@ -25,8 +29,9 @@ USUAL_MIB = 16
 
 def memory_mib(plan: Plan) -> int:
     """Estimate what all of an emulated run takes on the one machine that it runs on, in MiB."""
-    processes = sum(PROCESS_MIB.get(process.role, USUAL_MIB) for process in plan.processes())
-    return NODE_MIB * plan.allocated + processes
+    processes = [PROCESS_MIB.get(process.role, USUAL_MIB) for process in plan.processes()]
+    agent = NODE_MIB + PLANNED_KIB * len(processes) / 1024
+    return math.ceil(plan.allocated * agent) + sum(processes)
 
 
 def emulate(plan: Plan) -> Plan:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
@@ -23,7 +23,6 @@ from primeslurm.files import write_atomic
 from primeslurm.paths import is_dir, is_file
 from primeslurm.plan import plan_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
-from primeslurm.recipe import Recipe
 from primeslurm.records import recipe as recipe_record
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
 from primeslurm.records.base import Record
@@ -33,6 +32,9 @@ from primeslurm.records.recipe import RunRecipe
 from primeslurm.run.ownership import unsafe
 from primeslurm.run.versions import installed_packages
 from primeslurm.wire.transport import addresses, secret
+
+if TYPE_CHECKING:  # agents have no use for it
+    from primeslurm.recipe import Recipe
 
 R = TypeVar("R", bound=Record)
 

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from benchmarks.support.ports import free_port
+from primeslurm.emulated import ranks as emulated
+from tests.support.doors import MESSAGES
 
 LEADER = """
 import os, signal, sys, time
@@ -28,13 +33,19 @@ Start = Callable[[int], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def port() -> int:
+    """Where the ranks meet."""
+    return free_port()
+
+
+@pytest.fixture
+def start(port: int) -> Iterator[Start]:
     """Start a rank of a world of three; rank 0 trains until it is interrupted."""
-    port = str(free_port())
     processes: list[subprocess.Popen[str]] = []
 
     def begin(rank: int, patience_s: float = 30) -> subprocess.Popen[str]:
-        env = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "3"}
         argv = ["-c", LEADER, str(patience_s)] if rank == 0 else ["-m", "primeslurm.emulated.trainer"]
         processes.append(subprocess.Popen([sys.executable, *argv], env=env, stdout=subprocess.PIPE, text=True))
         return processes[-1]
@@ -69,3 +80,44 @@ def test_a_killed_rank_takes_the_others_along(start: Start, victim: int) -> None
 def test_a_rank_that_never_comes_is_noticed(start: Start) -> None:
     leader = start(0, 0.1)  # type: ignore[call-arg]
     assert leader.wait(60) == 1
+
+
+def stranger(port: int, says: bytes) -> socket.socket:
+    """Who connects as soon as rank 0 listens, and says something."""
+    while True:
+        try:
+            found = socket.create_connection(("127.0.0.1", port), timeout=60)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+            continue
+        found.sendall(says)
+        return found
+
+
+def test_who_does_not_show_the_secret_is_no_rank(start: Start, port: int) -> None:
+    leader = start(0)
+    said = (b"", emulated.ARRIVED, bytes(64), MESSAGES["garbage"], b"")
+    strangers = [stranger(port, says) for says in said]
+    strangers[-1].close()
+    others = [start(1), start(2)]
+    assert leader.stdout is not None and leader.stdout.readline() == "joined\n"
+    leader.send_signal(signal.SIGUSR1)
+    assert [rank.wait(60) for rank in (leader, *others)] == [75, 75, 75]
+
+
+def test_a_rank_heeds_nobody_in_the_place_of_rank_0() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        port = impostor.getsockname()[1]
+
+        def lie() -> None:
+            with impostor.accept()[0] as rank:
+                rank.sendall(bytes(32))
+                rank.recv(64)
+                rank.sendall(bytes(32) + bytes([0]))
+            impostor.close()
+
+        liar = threading.Thread(target=lie)
+        liar.start()
+        with pytest.raises(emulated.LostRankError):
+            emulated._connect("127.0.0.1", port, 0.0001)
+        liar.join()

@@ -22,7 +22,6 @@ from primeslurm.node.agent.health_probe import TIMEOUT_S
 from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.agent.vitals import STOPPED_S
-from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
 from primeslurm.node.host.private_directory import PrivateDirectory, random_word
 from primeslurm.node.host.record_writer import RecordWriter
@@ -30,7 +29,15 @@ from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
-from primeslurm.records.fleet import AgentReport, AssignmentRecord, Ending, Fitness, FleetView, Outcome
+from primeslurm.records.fleet import (
+    NODE_START_S,
+    AgentReport,
+    AssignmentRecord,
+    Ending,
+    Fitness,
+    FleetView,
+    Outcome,
+)
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import Attempt

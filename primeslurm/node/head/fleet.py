@@ -30,12 +30,19 @@ from primeslurm.records.events.nodes import (
     ProcessesMoved,
     ProcessesRestarted,
 )
-from primeslurm.records.fleet import AgentReport, BeatReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
+from primeslurm.records.fleet import (
+    NODE_START_S,
+    AgentReport,
+    BeatReport,
+    Ending,
+    Fitness,
+    Outcome,
+    ProcessReport,
+    RestartOrder,
+)
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exits
 
-NODE_START_S = 300.0
-"""Longest time between the first agent's start and another's, the head's included: a node may first pull an image."""
 AGENT_ENDED = "its agent ended"
 """Why a node is lost whose agent has ended by itself, without an error."""
 SPARE_WAIT_S = 30.0

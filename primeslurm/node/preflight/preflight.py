@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,23 +12,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-from pydantic import BaseModel
 
-from primeslurm.files import Watched, digest, read_json, write_json
+from primeslurm.files import Watched, digest, write_json
 from primeslurm.model_files import model_directory
-from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
-from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.model import Node, Plan
-from primeslurm.recipe.sections.evaluation import Evaluation
-from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.recipe.sections.teacher import Teacher, TeacherEngines
-from primeslurm.recipe.sections.trainer import Model
-from primeslurm.records import recipe as recipe_record
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
-from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
+from primeslurm.records.fleet import NODE_START_S, Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import may_pass
@@ -52,15 +43,6 @@ class PreflightTimings:
     full_poll_s: float = 5.0
     """Between two looks at a file system that is full."""
     gpu_free_wait_s: float = 15.0
-
-
-class LoadedOnNodes(BaseModel):
-    """What processes on nodes load of a recipe (`recipe.resolved.json`); its other sections are passed over."""
-
-    model: Model
-    teacher: Teacher | None = None
-    environments: tuple[Environment, ...] = ()
-    evaluation: Evaluation | None = None
 
 
 class Preflight:
@@ -220,16 +202,10 @@ class Preflight:
     def _models(self) -> list[PreflightCheck]:
         if self._plan.emulated:
             return [PreflightCheck("model", "ok", "skipped: stand-ins load none")]
-        recipe = self._recipe()
-        if recipe is None:
-            return []
-        teachers = [recipe.teacher.path] if isinstance(recipe.teacher, TeacherEngines) else []
-        paths = [recipe.model.path, *teachers]
-        return [self._model(path) for path in paths]
+        from primeslurm.node.preflight import loaded  # recipes, which agents of stand-ins need not keep in memory
 
-    def _recipe(self) -> LoadedOnNodes | None:
-        found = read_json(Path(self._plan.run_dir) / recipe_record.FILE)
-        return None if found is None else LoadedOnNodes.model_validate(found)
+        recipe = loaded.read(Path(self._plan.run_dir))
+        return [] if recipe is None else [self._model(path) for path in recipe.models]
 
     def _model(self, path: str) -> PreflightCheck:
         directory = model_directory(path)
@@ -239,20 +215,19 @@ class Preflight:
 
     def _environments(self) -> list[PreflightCheck]:
         """Whether the environments load whose workers may run here."""
-        workers = [p for node in self._parts for p in node.processes if p.role == "environment"]
-        recipe = self._recipe() if workers else None
-        if self._plan.emulated or recipe is None:
+        workers = any(p.role == "environment" for node in self._parts for p in node.processes)
+        if self._plan.emulated or not workers:
             return []
-        trained = recipe.environments if self._plan.task == "rl" else ()
-        evaluated = recipe.evaluation.environments if recipe.evaluation else ()
-        tried = try_all(places(trained, evaluated), recipe.model, Interpreter(sys.executable, {}))
-        problems = [*map(str, tried.violations), *map(str, tried.missing)]
-        if tried.unprepared:
-            problems = [f"{sys.executable} has no {tried.unprepared}"]
+        from primeslurm.node.preflight import loaded
+
+        recipe = loaded.read(Path(self._plan.run_dir))
+        if recipe is None:
+            return []
+        named, problems = recipe.tried(self._plan.task)
         self.environments_fail = "; ".join(problems)
         fix = "`primeslurm check` says the same where the nodes' Python is"
         return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [
-            PreflightCheck("environments", "ok", f"loaded: {', '.join(each.label for each in (*trained, *evaluated))}")
+            PreflightCheck("environments", "ok", f"loaded: {', '.join(named)}")
         ]
 
     def _tell_reference(self) -> list[PreflightCheck]:

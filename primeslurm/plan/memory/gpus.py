@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from primeslurm.recipe.site import NodeKind
+if TYPE_CHECKING:
+    from primeslurm.recipe.site import NodeKind
 
 GIB = 2**30
 ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -17,6 +17,8 @@ class Parameters:
     """Output projection; 0 if it is the embedding."""
     attention: int
     """Attention, Mamba and delta nets of all layers."""
+    recurrent: int
+    """Mamba and delta nets of them."""
     dense: int
     """Dense feed-forward networks and shared experts of all layers."""
     routers: int
@@ -68,6 +70,7 @@ def count(shape: ModelShape) -> Parameters:
         embedding=ends,
         head=0 if shape.tied else ends,
         attention=shape.attention_layers * _attention(shape) + mamba + nets,
+        recurrent=mamba + nets,
         dense=shape.dense_layers * matrices * shape.hidden * shape.dense_width + shared,
         routers=routers,
         experts=experts,

@@ -109,11 +109,10 @@ def step_time(
     peak = gpu.bf16_tflops * 1e12
     width = shape.experts.width if shape.experts else PRODUCTS[-1][0]
     rate = _between(PRODUCTS, width) * (_between(IN_FP8, width) if trainer.fp8 else 1.0)
-    rate *= _between(COMPILED, width) if trainer.compile else 1.0
     operations = OPERATIONS[trainer.parallelism.activation_checkpointing] - (2 if trainer.lora else 0)
     passes = math.ceil(tokens / trainer.micro_batch_tokens)
     return StepTime(
-        products=operations * count(shape).active * tokens / (rate * peak),
+        products=operations * _multiplied(shape, width, bool(trainer.compile)) * tokens / (rate * peak),
         attention=_attention(shape, length, full) * tokens / peak,
         selection=_selection(shape, length)
         * (1 if trainer.memory.keep_selected_keys or not full else 2)
@@ -123,6 +122,13 @@ def step_time(
         optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * gbps * 1e9 / 8 * NETWORK_SHARE),
     )
+
+
+def _multiplied(shape: ModelShape, width: int, compiled: bool) -> float:
+    """Weights that a token meets, those in compiled layers as what they are worth in others: recurrences are not."""
+    parameters = count(shape)
+    others = parameters.active - parameters.recurrent
+    return parameters.recurrent + others / (_between(COMPILED, width) if compiled else 1.0)
 
 
 def _between(points: tuple[tuple[float, float], tuple[float, float]], x: float) -> float:

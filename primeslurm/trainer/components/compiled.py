@@ -9,6 +9,9 @@ from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.compile import apply_compile
 
+from primeslurm.trainer.components.sparse_attention import SparseAttention
+from primeslurm.trainer.models.layers.scan import HeadScan
+
 _VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
 """Where compiled code finds what differs between micro batches, as the compiler calls it: how many documents there are,
 how long the longest is, and which keys a piece of a row sees."""
@@ -24,13 +27,19 @@ def prepare() -> None:
     torch._dynamo.config.recompile_limit = KINDS
 
 
-def feed_forwards(model: Any, config: CompileConfig, dims: ParallelDims) -> None:
-    """Compile of each layer what follows attention, experts or not: sparse attention cannot be traced.
+def layers(model: Any, config: CompileConfig, dims: ParallelDims) -> None:
+    """Compile each layer. Of one that mixes tokens by what cannot be traced, what follows that, experts or not.
 
-    Checkpointing is around it, and computes both times by the same code: it need not keep which experts were chosen.
+    Those are sparse attention and recurrences: without tracing, their kernels run. Checkpointing is around what is
+    compiled, and computes both times by the same code.
     """
-    halves = torch.nn.Module()
-    halves.layers = torch.nn.ModuleDict(
-        {name: layer.moe if layer.moe_enabled else layer.feed_forward for name, layer in model.layers.items()}
-    )
-    apply_compile(halves, compile_config=config, parallel_dims=dims)
+    parts = {name: part for name, layer in model.layers.items() if (part := _traceable(layer)) is not None}
+    held = torch.nn.Module()
+    held.layers = torch.nn.ModuleDict(parts)
+    apply_compile(held, compile_config=config, parallel_dims=dims)
+
+
+def _traceable(layer: Any) -> torch.nn.Module | None:
+    if not any(isinstance(module, SparseAttention | HeadScan) for module in layer.modules()):
+        return layer
+    return layer.moe if layer.moe_enabled else layer.feed_forward

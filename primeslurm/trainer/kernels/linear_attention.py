@@ -24,11 +24,9 @@ log = logging.getLogger(__name__)
 def fits(mixed: Sequence[torch.Tensor]) -> bool:
     """Whether the kernels take these queries, keys and values, [rows, length, heads, size], and are installed.
 
-    Compiled layers have the plain recurrence: the compiler does not see into these kernels.
+    The compiler does not see into them, so recurrent layers are not compiled (`components.compiled`).
     """
-    return (
-        not torch.compiler.is_compiling() and mixed[0].is_cuda and _fits(tuple((x.dtype, x.shape[-1]) for x in mixed))
-    )
+    return mixed[0].is_cuda and _fits(tuple((x.dtype, x.shape[-1]) for x in mixed))
 
 
 @functools.cache

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
-from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import Linear
 from torchtitan.models.common.nn_modules import LayerNorm
@@ -17,10 +13,10 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.components import compiled
 from primeslurm.trainer.components.sparse_attention import Context, Indexer, sparse
 from primeslurm.trainer.models.deepseek_v3 import LATENT_EPS, layers
 from primeslurm.trainer.models.layers.common import MATRIX, ends, refuse
+from primeslurm.trainer.models.layers.parallelize import parallelize
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
@@ -97,38 +93,3 @@ class GlmStateDictAdapter(DeepSeekV3StateDictAdapter):
         for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
             hf_name = f"model.layers.{{}}.self_attn.indexer.{name}"
             self.from_hf_map[hf_name] = f"layers.{{}}.attention.indexer.{name}"
-
-
-def parallelize(
-    model: GlmModel,
-    *,
-    parallel_dims: ParallelDims,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    compile_config: CompileConfig,
-    ac_config: ActivationCheckpointing.Config | None,
-    dump_folder: str,
-) -> GlmModel:
-    """Spread experts, checkpoint activations and shard, as torchtitan does for DeepSeek-V3.
-
-    Context parallelism needs nothing here: attention gathers through the context that it is given.
-    """
-    if parallel_dims.ep_enabled:
-        model.parallelize(parallel_dims)
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
-    if compile_config.enable:
-        compiled.feed_forwards(model, compile_config, parallel_dims)
-    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
-    apply_fsdp_to_decoder(
-        model,
-        parallel_dims.get_mesh([*replicate, "fsdp"]),
-        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        pp_enabled=False,
-        cpu_offload=training.enable_cpu_offload,
-        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
-        ep_degree=parallel_dims.ep,
-        edp_mesh=parallel_dims.get_optional_mesh([*replicate, "efsdp"]) if parallel_dims.ep_enabled else None,
-    )
-    return model

@@ -17,7 +17,6 @@ from torchtitan.models.common.config_utils import (
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
@@ -26,6 +25,7 @@ from primeslurm.trainer.models.layers import relu2
 from primeslurm.trainer.models.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
 from primeslurm.trainer.models.layers.mamba import Mamba2
 from primeslurm.trainer.models.layers.moe import routed, spread
+from primeslurm.trainer.models.layers.parallelize import parallelize
 
 
 class NoPositions(Module):
@@ -146,7 +146,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         name="nemotron_h",
         flavor=hf.model_type,
         model=NemotronHDecoder.Config(**ends(hf), layers=layers),
-        parallelize_fn=parallelize_qwen3,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
         state_dict_adapter=NemotronHAdapter,

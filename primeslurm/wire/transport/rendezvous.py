@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import hashlib
-import hmac
 import logging
 import os
 import socket
@@ -26,11 +24,8 @@ from pathlib import Path
 
 import psutil
 
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, check, key_for, proof
 
-NONCE_BYTES = 32
-HANDSHAKE_S = 10.0
-"""Who has not shown the secret after so long is not listened to any more."""
 KNOCK_S = 0.2
 """Between two tries to reach a gate: ranks come before rank 0 does."""
 TAKEN_S = 30.0
@@ -100,7 +95,7 @@ def open_gate(host: str, port: int, store: socket.socket) -> None:
 
 
 def _key() -> bytes:
-    return hmac.new(secret.own().encode(), b"rendezvous", hashlib.sha256).digest()
+    return key_for(b"rendezvous")
 
 
 def _run(made: Awaitable[int]) -> int:
@@ -134,7 +129,7 @@ class _Passage:
         async with asyncio.timeout(self._patience_s):
             far_reader, far_writer = await self._reach()
         with contextlib.closing(far_writer):
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with asyncio.timeout(TIMEOUT_S):
                 await self._show(far_reader, far_writer)
             await _join(reader, writer, far_reader, far_writer)
 
@@ -149,8 +144,8 @@ class _Passage:
         mine = os.urandom(NONCE_BYTES)
         writer.write(mine)
         theirs = await reader.readexactly(NONCE_BYTES)
-        _check(await reader.readexactly(NONCE_BYTES), _proof(self._key, b"gate", mine, theirs))
-        writer.write(_proof(self._key, b"passage", theirs, mine))
+        check(await reader.readexactly(PROOF_BYTES), proof(self._key, b"gate", mine, theirs))
+        writer.write(proof(self._key, b"passage", theirs, mine))
 
 
 class _Gate:
@@ -176,11 +171,11 @@ class _Gate:
         return port
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(HANDSHAKE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             theirs = await reader.readexactly(NONCE_BYTES)
             mine = os.urandom(NONCE_BYTES)
-            writer.write(mine + _proof(self._key, b"gate", theirs, mine))
-            _check(await reader.readexactly(NONCE_BYTES), _proof(self._key, b"passage", mine, theirs))
+            writer.write(mine + proof(self._key, b"gate", theirs, mine))
+            check(await reader.readexactly(PROOF_BYTES), proof(self._key, b"passage", mine, theirs))
         inner = socket.socket()
         inner.setblocking(False)
         if self._signature:
@@ -225,15 +220,6 @@ async def _hand_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     while data := await reader.read(_CHUNK):
         writer.write(data)
         await writer.drain()
-
-
-def _proof(key: bytes, who: bytes, *nonces: bytes) -> bytes:
-    return hmac.new(key, who + b"".join(nonces), hashlib.sha256).digest()
-
-
-def _check(shown: bytes, expected: bytes) -> None:
-    if not hmac.compare_digest(shown, expected):
-        raise PermissionError("the other end does not have the run's secret")
 
 
 def _sign(at: socket.socket, key: bytes) -> bool:

@@ -10,23 +10,18 @@ cluster's network.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import hmac
-import logging
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primeslurm import durable
-
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what most processes of a run do without is imported where it is used: some are hundreds
     from multiprocessing.process import BaseProcess
+    from pathlib import Path
 
     import zmq
     import zmq.asyncio
@@ -50,11 +45,13 @@ class SecretError(RuntimeError):
 
 def create(run_dir: Path) -> None:
     """Make the secret of a run, on disk when this returns; one that is there, and not empty, stays. Raises OSError."""
+    from primeslurm import durable
+
     path = run_dir / FILE
     if path.exists() and path.stat().st_size:
         return
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(os.urandom(32).hex())
     durable.sync(path)
     durable.sync(run_dir)
 
@@ -130,6 +127,8 @@ def keep() -> None:
 
     Nor find it in `/proc/PID/environ`, which shows what a process was started with: it is overwritten there.
     """
+    import ctypes
+
     global _kept
     _kept = own()
     getenv = ctypes.CDLL(None).getenv
@@ -184,7 +183,8 @@ def demand(socket: zmq.Socket[Any]) -> None:
 
 
 def _authenticator(context: int) -> Any:
-    # Here and not above: whoever submits a run needs no ZMQ.
+    import logging
+
     import zmq
     from zmq.auth.thread import ThreadAuthenticator
 

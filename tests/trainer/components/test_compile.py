@@ -12,6 +12,7 @@ import torch
 from primeslurm.families.registry import bundled, model_types
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.distributed.world import World
+from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, write
 from tests.trainer.gradients import Layout, gradients
 
@@ -43,6 +44,20 @@ def check(case: str, directory: Path, world: World, checkpointing: str) -> None:
     for name, gradient in exact.items():
         allowed = 1.5 * (rounded[name] - gradient).norm() + 1e-3 * gradient.norm()
         assert (compiled[name] - gradient).norm() <= allowed, name
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_layers_whose_recurrences_have_kernels_are_left_to_them(
+    checkpointing: str, tmp_path: Path, world: World
+) -> None:
+    case = tmp_path / "nemotron_h"
+    write(BY_NAME["nemotron_h"], case)
+    trainer = {"parallelism": {"activation_checkpointing": checkpointing}, "compile": True}
+    recipe = make_recipe(case, model={"path": str(case), "dtype": "bfloat16"}, trainer=trainer)
+    layers = build.build(recipe, world, "varlen").model.layers.values()
+    recurrent = [layer.mamba is not None for layer in layers]
+    assert any(recurrent) and not all(recurrent)
+    assert [layer._compiled_call_impl is None for layer in layers] == recurrent
 
 
 @pytest.mark.slow

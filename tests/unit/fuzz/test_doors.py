@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from benchmarks.support.ports import free_port
 from primeslurm.inference.router.door import Door
 from primeslurm.wire.transport import rendezvous, secret
+from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
+from primeslurm.wire.transport.handshake import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
 
 HOST = "127.0.0.1"
-NONCE = rendezvous.NONCE_BYTES
 ASKED = b"for the store"
 LOOK = b"GET /liveness HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n\r\n"
 
@@ -131,11 +132,11 @@ def enter(port: int, first: bytes, flipped: int | None = None) -> bytes:
             return exactly(peer, 1)
         said = exactly(peer, 2 * NONCE)
         mine, theirs = first[:NONCE], said[:NONCE]
-        assert said[NONCE:] == rendezvous._proof(rendezvous._key(), b"gate", mine, theirs)
-        proof = bytearray(rendezvous._proof(rendezvous._key(), b"passage", theirs, mine))
+        assert said[NONCE:] == proof(rendezvous._key(), b"gate", mine, theirs)
+        shown = bytearray(proof(rendezvous._key(), b"passage", theirs, mine))
         if flipped is not None:
-            proof[flipped // 8] ^= 1 << flipped % 8
-        peer.sendall(bytes(proof) + ASKED)
+            shown[flipped // 8] ^= 1 << flipped % 8
+        peer.sendall(bytes(shown) + ASKED)
         if flipped is not None:
             peer.shutdown(socket.SHUT_WR)
         return exactly(peer, len(ASKED))
@@ -174,17 +175,17 @@ class Impostor:
 
     def __call__(self, peer: socket.socket) -> None:
         theirs, mine = exactly(peer, NONCE), os.urandom(NONCE)
-        said = bytearray(mine + rendezvous._proof(rendezvous._key(), b"gate", theirs, mine))
+        said = bytearray(mine + proof(rendezvous._key(), b"gate", theirs, mine))
         if self.flipped is not None:
             said[self.flipped // 8] ^= 1 << self.flipped % 8
         peer.sendall(bytes(said) if self.says is None else self.says)
         if self.says is not None:
             peer.shutdown(socket.SHUT_WR)
-        proof = exactly(peer, NONCE)
+        shown = exactly(peer, NONCE)
         if self.says is None and self.flipped is None:
             echo(peer)
         else:
-            self.told = proof + exactly(peer, len(ASKED))
+            self.told = shown + exactly(peer, len(ASKED))
 
 
 @pytest.fixture(scope="module")

@@ -15,14 +15,13 @@ import pytest
 
 from primeslurm.files import read_json
 from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
-from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.head.head import Head, HeadTimings
 from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
-from primeslurm.records.fleet import Ending, Outcome, ProcessReport
+from primeslurm.records.fleet import NODE_START_S, Ending, Outcome, ProcessReport
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
 from primeslurm.wire import exits

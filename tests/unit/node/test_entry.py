@@ -180,8 +180,8 @@ def test_agents_leave_as_soon_as_one_has_seen_to_the_job_of_a_dead_head(
     assert clock.now == left_at
 
 
-def test_an_agent_has_no_arrays() -> None:
-    """submitit would import numpy; what needs it later finds it."""
+def test_an_agent_keeps_neither_arrays_nor_recipes_nor_the_head_in_memory() -> None:
+    """submitit would import numpy; what needs it later finds it. Emulated clusters have hundreds of agents."""
     code = (
         "import sys\n"
         "from primeslurm.node import load\n"
@@ -189,6 +189,9 @@ def test_an_agent_has_no_arrays() -> None:
         "    import submitit.core.submission\n"
         "import primeslurm.node.entry\n"
         "assert 'numpy' not in sys.modules, [name for name in sys.modules if 'numpy' in name][:3]\n"
+        "unused = 'recipe.recipe', 'recipe.sections', 'plan.checks', 'node.head'\n"
+        "found = [name for name in unused if f'primeslurm.{name}' in sys.modules]\n"
+        "assert not found, found\n"
         "import numpy\n"
         "with load.absent('numpy'):\n"
         "    assert sys.modules['numpy'] is numpy\n"

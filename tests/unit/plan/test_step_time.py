@@ -13,7 +13,7 @@ from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.memory.gpus import GPUS
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.step_time import SPREAD, StepTime, step_time
+from primeslurm.plan.memory.step_time import COMPILED, SPREAD, StepTime, step_time
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
@@ -61,6 +61,18 @@ def test_it_is_what_was_measured(shape: str, options: dict[str, Any], layout: di
     found = step_time(asked, 1, gpus, shape_of(LAYERS[shape]), GPUS["h200"], 400, gpus, length)
     assert found.network == 0
     assert found.shortest == pytest.approx(alike[-1]["ours"]["seconds"], rel=SPREAD)  # the newest
+
+
+def test_recurrent_layers_are_as_fast_compiled_as_not() -> None:
+    nemotron = CATALOG["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"]["config"]
+    shape = shape_of(nemotron | {"moe_intermediate_size": COMPILED[0][0]})
+    eager, compiled = (predicted(recipe(compile=value), shape) for value in (False, True))
+    faster, parameters = COMPILED[0][1], count(shape)
+    others = parameters.active - parameters.recurrent
+    assert 0 < parameters.recurrent < parameters.attention
+    saved = eager.products - compiled.products
+    assert saved == pytest.approx(eager.products * others * (1 - 1 / faster) / parameters.active)
+    assert eager.recurrences == compiled.recurrences
 
 
 def test_parts_of_the_flagship() -> None:

@@ -33,7 +33,7 @@ OWN = {
     "what this package, its parent process or this process itself has written": (
         "families/catalog.py",
         "inference/router/serve.py",
-        "node/preflight/preflight.py",
+        "node/preflight/loaded.py",
         "orchestrator/environments/sandbox/inside.py",
         "orchestrator/environments/sandbox/scripts.py",
         "orchestrator/rendering/probing.py",
