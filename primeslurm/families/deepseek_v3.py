@@ -18,6 +18,9 @@ FAMILY = Family(
         r"deepseek-?r1": Parsers("deepseek_v3", "deepseek_r1"),
     },
     renderer="deepseek-v3",
-    renderers={r"deepseek-?r1": "deepseek-r1"},
+    renderers={
+        r"deepseek-?r1": "deepseek-r1",
+        r"deepseek-?v3\.1": "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer",
+    },
     lora_targets=LATENT | SWIGLU | EXPERTS | {"q_proj"},
 )

@@ -56,6 +56,7 @@ TYPES = {
     r"kimi": "kimi_k2",
     r"minimax": "minimax_m2",
     r"nemotron": "nemotron_h",
+    r"deepseek-v3\.2": "deepseek_v32",
     r"deepseek-v4": "deepseek_v4",
     r"deepseek-r1-distill": "llama",
     r"deepseek": "deepseek_v3",

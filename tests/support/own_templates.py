@@ -1,11 +1,12 @@
-"""Chat templates with the structure of some that are not kept here: of Kimi-K2 to K2.7, GLM-5.1 and INTELLECT-3."""
+"""Chat templates with the structure of some that are not kept here: of Kimi-K2 to K2.7, GLM-5.1, INTELLECT-3 and
+DeepSeek-V3.1."""
 
 import json
 from pathlib import Path
 
 from renderers import prime_qwen3
 
-from primeslurm.orchestrator.rendering import intellect3
+from primeslurm.orchestrator.rendering import deepseek_v31, intellect3
 
 KIMI_K2 = """
 {%- set last = namespace(answer=-1) %}
@@ -107,13 +108,43 @@ GLM_5_1 = (
     .replace("and reasoning_content -%}", "and (reasoning_content or loop.index0 > ns.last_user_index) -%}")
 )
 """As `renderers` says of it: GLM-5's, but tools have no envelope, and thoughts since the last question may be empty."""
-WORDS = {"SYSTEM": intellect3.SYSTEM, "HEADER": prime_qwen3._TOOLS_HEADER, "FOOTER": prime_qwen3._TOOLS_FOOTER}
-"""What INTELLECT-3 is told of its tools, which is not compared."""
+DEEPSEEK_V3_1 = """
+{{- bos_token + messages | selectattr("role", "equalto", "system") | map(attribute="content") | join("\\n\\n") }}
+{%- if tools %}
+    {{- "\\n\\n" + HEADER }}
+    {%- for tool in tools | map(attribute="function") %}
+        {{- "\\n### " + tool.name + "\\nDescription: " + tool.description }}
+        {{- "\\n\\nParameters: " + tool.parameters | tojson + "\\n" }}
+    {%- endfor %}
+    {{- FOOTER }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {{- "<\uff5cUser\uff5c>" + message.content + "<\uff5cAssistant\uff5c>" }}
+        {{- "<think>" if loop.last and thinking else "</think>" }}
+    {%- elif message.role == "tool" %}
+        {{- "<\uff5ctool▁output▁begin\uff5c>" + message.content + "<\uff5ctool▁output▁end\uff5c>" }}
+    {%- elif message.role == "assistant" %}
+        {{- message.content }}
+        {%- for call in message.tool_calls %}
+            {{- "<\uff5ctool▁calls▁begin\uff5c>" if loop.first }}
+            {{- "<\uff5ctool▁call▁begin\uff5c>" + call.function.name }}
+            {{- "<\uff5ctool▁sep\uff5c>" + call.function.arguments | tojson }}
+            {{- "<\uff5ctool▁call▁end\uff5c>" + ("<\uff5ctool▁calls▁end\uff5c>" if loop.last else "") }}
+        {%- endfor %}
+        {{- "<\uff5cend▁of▁sentence\uff5c>" }}
+    {%- endif %}
+{%- endfor %}
+"""
+TOOLS_SHOWN = DEEPSEEK_V3_1[DEEPSEEK_V3_1.index("{%- if tools") : DEEPSEEK_V3_1.index("{%- for message")]
+DEEPSEEK_V3_1_RELEASED = DEEPSEEK_V3_1.replace(TOOLS_SHOWN, "")
+"""It shows no tools, which its makers describe elsewhere."""
 
 
-def _told(template: str) -> str:
-    for name, words in WORDS.items():
-        template = template.replace(name, json.dumps(words))
+def _told(template: str, **words: str) -> str:
+    """With what a model is told of its tools, which is not compared."""
+    for name, told in words.items():
+        template = template.replace(name, json.dumps(told))
     return template
 
 
@@ -123,6 +154,9 @@ OWN = {
     "Kimi-K2-Thinking": _made(KIMI_K2, DROPPED),
     "Kimi-K2.5": _made(TYPESCRIPT, DROPPED, opened='"<think>"'),
     "Kimi-K2.7-Code": _made(TYPESCRIPT, KEPT, opened='"<think>"'),
-    "INTELLECT-3": _told(INTELLECT_3),
+    "INTELLECT-3": _told(
+        INTELLECT_3, SYSTEM=intellect3.SYSTEM, HEADER=prime_qwen3._TOOLS_HEADER, FOOTER=prime_qwen3._TOOLS_FOOTER
+    ),
+    "DeepSeek-V3.1": _told(DEEPSEEK_V3_1, HEADER=deepseek_v31.HEADER, FOOTER=deepseek_v31.FOOTER),
 }
 """By a name that says which it is like."""

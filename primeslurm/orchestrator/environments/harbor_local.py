@@ -24,6 +24,7 @@ from verifiers.v1.runtimes import Runtime
 from verifiers.v1.task import TaskResources, TaskTimeout
 from verifiers.v1.tasksets.harbor.taskset import HarborData, HarborTask, HarborTaskConfig
 
+from primeslurm.orchestrator.environments.sandbox import containers
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 
 __all__ = ["HarborLocalTaskset"]
@@ -80,6 +81,7 @@ class HarborLocalTaskset(vf.Taskset[HarborLocalTask, HarborLocalConfig]):  # typ
 
     def load(self) -> Iterator[HarborLocalTask]:
         """Yield them. Raises ValueError with all that is wrong with any of them."""
+        containers.hide(self.config.variables)
         wanted = self.config.tasks
         found = sorted(path.parent for path in self.config.path.resolve().rglob("task.toml"))
         chosen = [path for path in found if wanted is None or path.name in wanted]

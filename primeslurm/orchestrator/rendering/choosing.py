@@ -27,6 +27,9 @@ from primeslurm.orchestrator.rendering.extending import extending
 
 log = logging.getLogger(__name__)
 
+DESCRIBED = frozenset({"primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer"})
+"""Renderers that show tools as the model's makers describe it, beside a chat template that shows none."""
+
 
 class RenderingError(ValueError):
     """A model's messages cannot be rendered as the recipe says."""
@@ -71,13 +74,14 @@ def _choose(model: str, asked: str, options_json: str, images: bool) -> Renderin
 def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any], images: bool) -> Rendering:
     """The first that does what the model's chat template does with text. Messages with images need one."""
     tokenizer = load_tokenizer(model)
-    tools = probing.shows_tools(tokenizer, options)
+    shown = probing.shows_tools(tokenizer, options)
     differences = []
     for name in candidates:
+        described = name in DESCRIBED
         for config in _variants(tokenizer, name, options):
-            difference = probing.unlike_template(tokenizer, config, options, tools)
+            difference = probing.unlike_template(tokenizer, config, options, probing.probes(shown, described))
             if not difference:
-                return Rendering(config, "" if tools else _not_shown(model))
+                return Rendering(config, "" if shown or described else _not_shown(model))
             differences.append(f"{name}: {difference}")
     why = "; ".join(dict.fromkeys(differences))
     if images:

@@ -81,7 +81,7 @@ class Extending:
         if system is None or (said and said[0].get("role") == "system"):
             return self._apart(super().render(said, **kwargs))  # type: ignore[misc]
         own = {"role": "system", "content": system}
-        return self._apart(_without_first(super().render([own, *said], **kwargs)))  # type: ignore[misc]
+        return self._apart(without_first(super().render([own, *said], **kwargs)))  # type: ignore[misc]
 
     def _default_system(self, tools: Any) -> str | None:
         """The system prompt of a conversation without one, if it is not the renderer's own."""
@@ -146,7 +146,7 @@ def _inserted(
     )
 
 
-def _without_first(rendered: RenderedTokens) -> RenderedTokens:
+def without_first(rendered: RenderedTokens) -> RenderedTokens:
     """Take the first message for one that the template adds."""
     return replace(
         rendered,

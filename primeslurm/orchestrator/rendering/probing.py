@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -82,8 +82,23 @@ CLOSED = Probe([*START, {**ANSWER[0], "reasoning_content": THOUGHT}, ANSWER[1]],
 """Here a template keeps thoughts of old answers, or drops them."""
 
 
+def probes(shown: bool, described: bool = False) -> Sequence[Probe]:
+    """List what a renderer and a template must render alike.
+
+    Args:
+        shown: the template shows tools to the model.
+        described: the renderer shows them where the template does not. Calls are compared, then, without any tool.
+    """
+    if shown:
+        return (*CHATS, *CALLS)
+    return (*CHATS, *(replace(probe, tools=()) for probe in CALLS)) if described else CHATS
+
+
 def unlike_template(
-    tokenizer: Any, config: RendererConfig, options: Mapping[str, Any] | None = None, calls: bool = True
+    tokenizer: Any,
+    config: RendererConfig,
+    options: Mapping[str, Any] | None = None,
+    compared: Sequence[Probe] = (*CHATS, *CALLS),
 ) -> str:
     """Say how a renderer differs from a tokenizer's own chat template; empty if it does not, or if there is none.
 
@@ -91,7 +106,7 @@ def unlike_template(
         tokenizer: of the model.
         config: of the renderer.
         options: arguments of the chat template.
-        calls: with tools, too.
+        compared: conversations.
     """
     try:
         renderer = create_renderer(tokenizer, config)
@@ -99,7 +114,7 @@ def unlike_template(
         return str(error) or type(error).__name__
     if not tokenizer.chat_template or (config.model_extra or {}).get("renderer") in BY_REFERENCE:
         return ""
-    found = (_unlike(tokenizer, renderer, probe, options or {}) for probe in ((*CHATS, *CALLS) if calls else CHATS))
+    found = (_unlike(tokenizer, renderer, probe, options or {}) for probe in compared)
     return next(filter(None, found), "")
 
 

@@ -202,6 +202,7 @@ def main(argv: list[str] | None = None) -> None:
     install(environment.runtime, files, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
     containers.mark(name, scripts.directories() if sees_packages(environment.runtime) else ())
+    containers.hide(environment.runtime.secrets if environment.runtime else ())
     tool_servers.watch()
     worker = None
     try:

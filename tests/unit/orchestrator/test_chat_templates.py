@@ -20,7 +20,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sandbox_rules import offers_tools
 from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, table, tried, write_model
-from tests.support.own_templates import OWN
+from tests.support.own_templates import DEEPSEEK_V3_1_RELEASED, OWN
 
 THEIRS = {path.stem: path.read_text() for path in sorted(BUNDLED.glob("*.jinja"))}
 MORE = os.environ.get("PRIMESLURM_CHAT_TEMPLATES")
@@ -36,6 +36,7 @@ DIFFERENCES = {
 }
 """Why some prompts are not those of the template: what ours has more."""
 RENDERERS_OF_OWN = {
+    "DeepSeek-V3.1": "own",
     "GLM-5.1": "glm-5.1",
     "INTELLECT-3": "own",
     "Kimi-K2-Instruct": "kimi-k2",
@@ -107,6 +108,20 @@ def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_pa
     chosen = choosing.choose(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
     assert chosen.config.model_extra is not None and chosen.config.model_extra["renderer"] == "deepseek-r1"
     assert chosen.no_tools.endswith("its chat template does not show them to the model")
+
+
+def test_tools_that_a_models_makers_describe_are_shown_beside_a_template_that_does_not(tmp_path: Path) -> None:
+    """A template that writes calls otherwise is another model's."""
+    released = write_model(tmp_path, "DeepSeek-V3.1", DEEPSEEK_V3_1_RELEASED)
+    chosen = choosing.choose(str(released))
+    assert not chosen.no_tools
+    tokenizer = load_tokenizer(str(released))
+    renderer = create_renderer(tokenizer, chosen.config)
+    told = renderer.render_ids(list(probing.START), tools=list(probing.TOOLS), add_generation_prompt=True)
+    assert "### look_up" in tokenizer.decode(told)
+    taught = DEEPSEEK_V3_1_RELEASED.replace("call.function.name", "'function ' + call.function.name")
+    other = choosing.choose(str(write_model(tmp_path, "DeepSeek-V3.1-taught", taught)))
+    assert "it renders" in other.no_tools and "function look_up" in other.no_tools
 
 
 def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, DockerConfig, PodmanConfig, Runtime, make_runtime
 
+from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.sandbox import containers, scripts
 from tests.support.verifiers_restored import restored
 
@@ -57,6 +59,7 @@ def _stand_in(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TOKEN", SECRET)
     monkeypatch.setenv("LEVEL", "the worker's")
     monkeypatch.delenv("APPTAINER_BIND", raising=False)
+    monkeypatch.setattr(containers, "_hidden", {"TOKEN"})
     with restored(monkeypatch):
         yield
 
@@ -87,6 +90,37 @@ async def test_a_secret_is_in_no_command_line(config: Config, tmp_path: Path) ->
     for file in tmp_path.glob("*.env"):
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert len(list(tmp_path.glob("*.env"))) == (config.type == "apptainer"), "one for each set of variables"
+
+
+@each_engine
+@pytest.mark.usefixtures("_stand_in")
+async def test_a_secret_that_a_task_calls_otherwise_is_in_no_command_line(config: Config, tmp_path: Path) -> None:
+    runtime = await started(config, tmp_path, {"KEY": SECRET, "HEADER": f"it's {SECRET}, {SECRET}", "OTHER": "'s"})
+    result = await runtime.run([sys.executable, "-c", "import os; print(dict(os.environ))"], {})
+    assert result.exit_code == 0, result.stderr
+    seen = ast.literal_eval(result.stdout)
+    assert (seen["KEY"], seen["HEADER"], seen["OTHER"]) == (SECRET, f"it's {SECRET}, {SECRET}", "'s")
+    assert "TOKEN" not in seen
+    asked = (tmp_path / "asked").read_text()
+    assert "quoted" not in asked and "two $LINES" not in asked and "OTHER='s" in asked
+    printing = ["sh", "-c", 'echo "$KEY; $TOKEN"']
+    for token in (SECRET, "the task's", f"more than {SECRET}"):
+        told = await runtime.run(printing, {"TOKEN": token})
+        assert told.stdout == f"{SECRET}; {token}\n"
+    with pytest.raises(SandboxError, match=r"gives a secret to 'A\\nB', which is not a name"):
+        await runtime.run(["true"], {"A\nB": SECRET})
+
+
+def test_variables_that_harbor_tasks_may_name_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "one" / "tests").mkdir(parents=True)
+    for name in ("tests/test.sh", "instruction.md"):
+        (tmp_path / "one" / name).touch()
+    (tmp_path / "one" / "task.toml").write_text("[environment]\nenv = {KEY = 'of ${TOKEN}'}\n")
+    monkeypatch.setattr(containers, "_hidden", set())
+    monkeypatch.setenv("TOKEN", SECRET)
+    (task,) = environments.load("harbor-local", {"path": str(tmp_path), "variables": ["TOKEN"]}).taskset.load()
+    made = containers._made(task.runtime_env())
+    assert made == {"KEY": (("TOKEN",), "'of '\"$TOKEN\"")}
 
 
 @each_engine

@@ -65,6 +65,11 @@ def test_renderers_has_what_families_name(family: Family) -> None:
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
+        (
+            "deepseek_v3",
+            "DeepSeek-V3.1-Terminus",
+            "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer",
+        ),
         ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.orchestrator.rendering.kimi_thinking:KimiK2ThinkingRenderer"),
         ("kimi_k2", "Kimi-K2-Instruct", "kimi-k2"),
         ("nemotron_h", "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nemotron-3-ultra"),

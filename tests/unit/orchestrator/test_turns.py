@@ -44,8 +44,9 @@ THINKING: dict[str, dict[str, Any]] = {
     "laguna-m.1": {"enable_thinking": True},
 }
 """Renderers that have to be told."""
-THOUGHTLESS = {"deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
-"""Templates of models that do not think."""
+DEEPSEEK_V3_1 = "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer"
+THOUGHTLESS = {DEEPSEEK_V3_1, "deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
+"""Templates of models that do not think, unless they are told to."""
 SEQUENCES = {"deepseek-r1": TURNS}
 """Its template drops the thoughts of every answer."""
 INTELLECT_3 = "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"
@@ -110,7 +111,11 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
     if name not in THOUGHTLESS | {"deepseek-r1"}:  # R1 is not asked to think about what tools answer
         thoughts = [m.get("reasoning_content", "").strip() for m in found.messages if m["role"] == "assistant"]
         assert thoughts == [message["reasoning_content"] for message in said]
-    # what was rendered turn by turn is what the renderer makes of the whole conversation
+    assert_rendered_as_a_whole(renderer, engine, found)
+
+
+def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
+    """What was rendered turn by turn is what the renderer makes of the whole conversation."""
     told = 2
     for turn, request in enumerate(engine.requests):
         whole = renderer.render_ids(found.messages[:told], tools=[TOOL], add_generation_prompt=True)
@@ -119,6 +124,45 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
         told += 2
     assert told == len(found.messages) + 1
     assert list(START) == found.messages[:2]
+
+
+async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Path) -> None:
+    """A tool's results are gone on from without thoughts; what followed on thoughts begins a sequence without them."""
+    config, silent = named(DEEPSEEK_V3_1, {"thinking": True}), named(DEEPSEEK_V3_1, {})
+    model = write_tokenizer(tmp_path, config)
+    renderer, other = (create_renderer(load_tokenizer(str(model)), each) for each in (config, silent))
+    script = [
+        sampled(renderer, message) if turn in (0, QUESTION + 1) else sampled(other, bare(message))
+        for turn, message in enumerate(messages_of("qwen3"))
+    ]
+    engine = ScriptedEngine(script)
+    async with engine.serving():
+        found = await converse(model, Rendering(config), engine, replies)
+    rollouts = trained(found)
+    assert_trained_as_seen(rollouts, engine)
+    assert len(rollouts) == 3
+    answers = [message for message in found.messages if message["role"] == "assistant"]
+    assert [m.get("reasoning_content") for m in answers if m.get("reasoning_content")] == ["I think 0.", "I think 10."]
+    assert_rendered_as_a_whole(renderer, engine, found)
+
+
+def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path) -> None:
+    config = named(DEEPSEEK_V3_1, {})
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, config)))
+    begin, call, sep, end = (f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end"))
+    told = {
+        f'{call}add{sep}{{"a": 1}}{end}': ("ok", "add", {"a": 1}),
+        f"{call}add{sep}{end}": ("ok", "add", {}),
+        f'{call}add{sep}{{"a": {end}': ("invalid_json", "add", '{"a": '),
+        f"{call}add{sep}{'[' * 3000}{end}": ("invalid_json", "add", "[" * 3000),
+        f"{call}{sep}{{}}{end}": ("missing_name", None, {}),
+        f"{call}add{end}": ("malformed_structure", None, None),
+        f'{call}add{sep}{{"a": 1}}': ("unclosed_block", "add", {"a": 1}),
+    }
+    ids = tokenizer.encode(f"Now.{begin}{''.join(told)}", add_special_tokens=False)
+    found = create_renderer(tokenizer, config).parse_response(ids)
+    assert found.content == "Now."
+    assert [(one.status, one.name, one.arguments) for one in found.tool_calls] == list(told.values())
 
 
 async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:

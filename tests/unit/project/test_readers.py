@@ -46,6 +46,7 @@ OWN = {
     "the kernel's answer, or a part of what one that is in the table reads": (
         "files.py",
         "node/host/network.py",
+        "orchestrator/rendering/deepseek_v31.py",
         "run/status/placement.py",
         "wire/received.py",
     ),

@@ -5,7 +5,8 @@ nothing, and a command that is ended while it starts a container may have asked 
 labels; apptainer has names only.
 
 Command lines are for all users of the node to see. Secrets that a recipe names are variables of the worker, and so of
-what it starts: docker and podman are told names alone, apptainer is told a file of the worker's user.
+what it starts: docker and podman are told names alone, apptainer is told a file of the worker's user. What a task makes
+of a secret (`KEY = "${TOKEN}"`) is made of it in the container, by a shell.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import shlex
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from verifiers.v1 import runtimes
+from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes.apptainer import ApptainerRuntime
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
@@ -33,6 +36,8 @@ RUN_LABEL = "verifiers.run"
 WORKER_LABEL = "primeslurm.worker"
 SWEEP_S = 60.0
 """Longest wait for an answer of an engine."""
+_hidden: set[str] = set()
+"""Names of variables; see `hide`."""
 
 
 class _Scripted:
@@ -68,9 +73,12 @@ class _MarkedDocker(_Scripted, DockerRuntime):  # type: ignore[misc]
             self.env = variables
 
     def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
-        named = {f"{name}={value}": name for name, value in _own(env).items()}
-        words: list[str] = super()._exec(env, stdin=stdin)
-        return [named.get(word, word) for word in words]
+        made = _made(env)
+        used = {secret: os.environ[secret] for one in made.values() for secret in one.secrets}
+        told = {name: value for name, value in env.items() if name not in made} | used
+        named = {f"{name}={value}": name for name, value in _own(told).items()}
+        words = [named.get(word, word) for word in super()._exec(told, stdin=stdin)]
+        return [*words, *_making(made, used, env)] if made else words
 
 
 class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
@@ -87,14 +95,14 @@ class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
         self._instance = _instances(self.worker) + self._instance.removeprefix("vf-")
 
     def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
-        own = _own(env)
-        words: list[str] = super()._exec({name: env[name] for name in env if name not in own}, stdin=stdin)
-        return [*words[:2], "--env-file", str(self._file_of(own)), *words[2:]] if own else words
+        hidden = _own(env) | {name: env[name] for name in _made(env)}
+        words: list[str] = super()._exec({name: env[name] for name in env if name not in hidden}, stdin=stdin)
+        return [*words[:2], "--env-file", str(self._file_of(hidden)), *words[2:]] if hidden else words
 
-    def _file_of(self, own: Mapping[str, str]) -> Path:
+    def _file_of(self, hidden: Mapping[str, str]) -> Path:
         """Write variables where a shell reads them, once, for as long as the instance is there."""
         assert self._dir is not None
-        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in own.items())
+        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in hidden.items())
         path = self._dir / f"{hashlib.sha256(text.encode()).hexdigest()}.env"
         if not path.exists():
             path.touch(0o600)
@@ -105,6 +113,59 @@ class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
 def _own(env: Mapping[str, str]) -> dict[str, str]:
     """Those of a command's variables that are the worker's, too."""
     return {name: value for name, value in env.items() if os.environ.get(name) == value}
+
+
+class _Made(NamedTuple):
+    """A value with secrets in it."""
+
+    secrets: tuple[str, ...]
+    """Names of the worker's variables."""
+    word: str
+    """What a shell that has them makes the value of."""
+
+
+def _made(env: Mapping[str, str]) -> dict[str, _Made]:
+    """Those of a command's variables that have secrets in them, and are not the worker's, too.
+
+    Raises:
+        SandboxError: one has a name that no shell can give to it.
+    """
+    secrets = {os.environ[name]: name for name in sorted(_hidden) if os.environ.get(name)}
+    if not secrets:
+        return {}
+    longest_first = sorted(secrets, key=len, reverse=True)
+    anywhere = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
+    own, found = _own(env), {}
+    for name, value in env.items():
+        parts = anywhere.split(value)
+        if name in own or len(parts) == 1:
+            continue
+        if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
+            raise SandboxError(f"a task's env gives a secret to {name!r}, which is not a name of a variable")
+        used = tuple(secrets[part] for part in parts[1::2])
+        word = "".join(f'"${secrets[part]}"' if part in secrets else shlex.quote(part) for part in parts if part)
+        found[name] = _Made(used, word)
+    return found
+
+
+def _making(made: Mapping[str, _Made], used: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
+    """A shell that makes variables of secrets, puts back what these took the names of, and becomes what follows."""
+    back = {
+        name: shlex.quote(env[name]) for name in used if env.get(name, used[name]) != used[name] and name not in made
+    }
+    words = {name: one.word for name, one in made.items()} | back
+    exported = " ".join(f"{name}={word}" for name, word in words.items())  # by one command, which sees the secrets only
+    gone = "".join(f"unset {name}; " for name in used if name not in env)
+    return ["sh", "-c", f'export {exported}; {gone}exec "$@"', "sh"]
+
+
+def hide(names: Iterable[str]) -> None:
+    """Keep values of variables of this process out of all command lines of its containers, whatever they are part of.
+
+    Args:
+        names: of secrets, and of what tasks may make others of.
+    """
+    _hidden.update(names)
 
 
 def mark(worker: str, shown: Sequence[Path] = ()) -> None:
