@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +19,7 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher
 from primeslurm.slurm.embedded.cluster import default_directory, up
-from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, site
+from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name, site
 
 KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
 """What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""
@@ -41,7 +42,7 @@ def for_emulation(recipe: Recipe) -> Recipe:
 
 def cluster_for(recipe: Recipe) -> ClusterSpec:
     """Describe an embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
-    name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
+    name = _cluster_name(recipe.name)
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     requests = resource_requests(recipe, site_of(spec))
     without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
@@ -49,6 +50,14 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     sized = replace(spec, nodes=total - without, control_nodes=without)
     sized.check()
     return sized
+
+
+def _cluster_name(run: str) -> str:
+    """`emulate-<run>`; what is no name of a cluster is cut, and ends with a digest: no two runs share a cluster."""
+    name = f"emulate-{run}"
+    if is_name(name):
+        return name
+    return f"{re.sub(r'[^a-z0-9-]', '-', name)[:22]}-{zlib.crc32(run.encode()):08x}"
 
 
 def site_of(spec: ClusterSpec) -> Site:
@@ -79,7 +88,7 @@ def refuse_too_large(plan: Plan, available_mib: int | None = None) -> None:
 
 @contextmanager
 def running(spec: ClusterSpec, *, keep: bool) -> Iterator[Site]:
-    """Start an embedded cluster, and end it with the block.
+    """Start an embedded cluster, and end it with the block. One that was up before is left alone.
 
     Args:
         spec: the cluster.
@@ -92,11 +101,12 @@ def running(spec: ClusterSpec, *, keep: bool) -> Iterator[Site]:
         UsageError: programs are missing, or its directory is in use otherwise.
         ClusterError: it does not start.
     """
-    cluster, _ = up(spec)
+    cluster, started = up(spec)
     try:
         yield site(cluster.spec, cluster.place)
     except BaseException:
-        cluster.down()
+        if started:
+            cluster.down()
         raise
-    if not keep:
+    if started and not keep:
         cluster.down()

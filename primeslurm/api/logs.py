@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.directory import Attempt
+
+BLOCK_BYTES = 64 * 1024
+"""Of the end of a log, at first; as much again until it has all lines that are wanted."""
 
 
 def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
@@ -22,8 +28,8 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
         UsageError: there is no such log; names the nearest.
         RunError: there is none at all.
     """
-    files = sorted((attempt.path / "logs").rglob("*.log"))
-    picked = [f for f in files if role is None or role in (f.stem, f.parent.name)]
+    files = logs_of(attempt, None)
+    picked = logs_of(attempt, role)
     if not files:
         raise RunError(f"no process of attempt {attempt.number} of {run} has a log")
     if not picked:
@@ -32,35 +38,60 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
     return picked
 
 
+def logs_of(attempt: Attempt, role: str | None) -> list[Path]:
+    """List the logs that there are of a role or process, or all of them."""
+    files = sorted((attempt.path / "logs").rglob("*.log"))
+    return [file for file in files if role is None or role in (file.stem, file.parent.name)]
+
+
 class Tail:
-    """Reads several logs piece by piece.
+    """Reads several logs piece by piece. A line that is not whole yet is kept for later.
 
     Args:
-        files: they may grow.
+        pick: lists the logs. They may grow, new ones may come, and each may vanish.
         lines: how many of the last lines of each come first.
     """
 
-    def __init__(self, files: list[Path], lines: int) -> None:
-        self._offsets = dict.fromkeys(files, 0)
-        self._lines = lines
+    def __init__(self, pick: Callable[[], Iterable[Path]], lines: int) -> None:
+        self._pick, self._lines = pick, lines
+        self._offsets: dict[Path, int] = {}
 
     def first(self) -> Iterator[tuple[Path, str]]:
         """Yield log and line, of the last lines of each log."""
-        for path in self._offsets:
-            text = path.read_bytes()
-            self._offsets[path] = len(text)
-            yield from _decoded(path, text.splitlines()[-self._lines :] if self._lines else [])
+        for path in self._pick():
+            with contextlib.suppress(OSError), path.open("rb") as handle:
+                end = handle.seek(0, os.SEEK_END)
+                lines = self._last_lines(handle, end)
+                if lines and not lines[-1].endswith(b"\n"):
+                    end -= len(lines.pop())
+                self._offsets[path] = end
+                yield from _decoded(path, lines)
 
-    def more(self) -> Iterator[tuple[Path, str]]:
-        """Yield log and line, of what was written since."""
-        for path, offset in self._offsets.items():
-            with path.open("rb") as handle:
+    def more(self, ended: bool = False) -> Iterator[tuple[Path, str]]:
+        """Yield log and line, of what was written since.
+
+        Args:
+            ended: nothing more will be: also what is of no whole line.
+        """
+        for path in self._pick():
+            offset = self._offsets.get(path, 0)
+            with contextlib.suppress(OSError), path.open("rb") as handle:
                 handle.seek(offset)
                 text = handle.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._offsets[path] = offset + len(whole)
-            yield from _decoded(path, whole.splitlines())
+                read = text if ended else text[: text.rfind(b"\n") + 1]
+                self._offsets[path] = offset + len(read)
+                yield from _decoded(path, read.splitlines())
+
+    def _last_lines(self, handle: BinaryIO, end: int) -> list[bytes]:
+        """The last lines before a position, with their ends."""
+        size = BLOCK_BYTES
+        while True:
+            begin = handle.seek(max(0, end - size))
+            text = handle.read(end - begin)
+            if begin == 0 or text.count(b"\n") > self._lines:
+                return text.splitlines(keepends=True)[-self._lines :] if self._lines else []
+            size *= 2
 
 
 def _decoded(path: Path, lines: list[bytes]) -> Iterator[tuple[Path, str]]:
-    return ((path, line.decode(errors="replace")) for line in lines)
+    return ((path, line.decode(errors="replace").rstrip("\r\n")) for line in lines)

@@ -12,7 +12,7 @@ import msgspec
 import typer
 from rich.live import Live
 
-from primeslurm.api.logs import Tail, log_files
+from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
@@ -90,11 +90,13 @@ def logs(
 ) -> None:
     """Print the logs of a run's processes, each line with the name of its process."""
     found = find_run(run, runs)
-    tail = Tail(log_files(found.attempt(attempt), role, found.name), lines)
+    log_files(found.attempt(attempt), role, found.name)  # says what is wrong with the words
+    tail = Tail(lambda: logs_of(found.attempt(attempt), role), lines)  # a requeued job has another attempt
     _print(tail.first())
     while follow and found.status(if_silent=warn).active:
         time.sleep(FOLLOW_S)
         _print(tail.more())
+    _print(tail.more(ended=True))
 
 
 def _print(lines: Iterable[tuple[Path, str]]) -> None:

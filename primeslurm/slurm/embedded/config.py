@@ -34,6 +34,11 @@ NODE_SILENT_S = 30
 second a node, where that is more."""
 
 
+def is_name(name: str) -> bool:
+    """Tell whether a cluster may have a name."""
+    return _NAME.match(name) is not None
+
+
 @dataclass(frozen=True)
 class ClusterSpec:
     """An embedded cluster: `nodes` GPU nodes in partition gpu, `control_nodes` without GPUs in partition cpu."""
@@ -53,7 +58,7 @@ class ClusterSpec:
     def check(self) -> None:
         """Raise UsageError with everything that is wrong with this specification."""
         found = []
-        if not _NAME.match(self.name):
+        if not is_name(self.name):
             found.append(
                 Violation("name", self.name, "must be a-z, 0-9 and -, starting with a letter, at most 31 long")
             )

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from primeslurm.api.logs import Tail
 from primeslurm.api.runs import Run
+from primeslurm.cli.verbs import watch
 from primeslurm.cli.verbs.watch import watch_until_done
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
@@ -96,6 +100,49 @@ def test_logs_of_a_role_a_process_or_everything(place: Path) -> None:
     assert trainer.out == "trainer-rank-0 | second\ntrainer-rank-0 | third\n"
     assert primeslurm("logs", "older", "router-0", "-n", "1", "-f", cwd=place).out == "router-0 | third\n"
     assert primeslurm("logs", "older", "-n", "1", cwd=place).out == "router-0 | third\ntrainer-rank-0 | third\n"
+
+
+def test_logs_that_grow_come_and_vanish(tmp_path: Path) -> None:
+    """Lines come whole and once; those of a long log's end are found without the rest of it."""
+    long, later = tmp_path / "long.log", tmp_path / "later.log"
+    long.write_bytes(b"".join(b"%d\n" % i for i in range(50_000)) + b"hal")
+    tail = Tail(lambda: sorted(tmp_path.glob("*.log")), 20_000)
+
+    def said(lines: Iterable[tuple[Path, str]]) -> list[str]:
+        return [f"{path.stem} {line}" for path, line in lines]
+
+    assert said(tail.first()) == [f"long {i}" for i in range(30_001, 50_000)]
+    with long.open("ab") as handle:
+        handle.write(b"f\nthe next\nand")
+    later.write_text("begins\n")
+    assert said(tail.more()) == ["later begins", "long half", "long the next"]
+    later.unlink()
+    later.symlink_to("nowhere")
+    assert said(tail.more()) == []
+    assert said(tail.more(ended=True)) == ["long and"]
+
+
+def test_following_ends_with_the_last_lines_and_sees_other_attempts(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever is written before the run is seen to have ended is printed, by a requeued job's attempt, too."""
+    run = RunDirectory(place / "runs" / "older")
+    waits = 2
+
+    def active(*_: object, **__: object) -> SimpleNamespace:
+        nonlocal waits
+        waits -= 1
+        if waits == 0:
+            run.attempt(2).prepare(run.latest().plan())
+            new = run.attempt(2).path / "logs" / "trainer" / "trainer-rank-0.log"
+            new.parent.mkdir(parents=True)
+            new.write_text("Traceback\n")
+        return SimpleNamespace(active=waits > 0)
+
+    monkeypatch.setattr(Run, "status", active)
+    monkeypatch.setattr(watch, "FOLLOW_S", 0.01)
+    watch.logs("older", "trainer", place / "runs", follow=True, lines=1, attempt=None)
+    assert capsys.readouterr().out == "trainer-rank-0 | third\ntrainer-rank-0 | Traceback\n"
 
 
 def test_logs_of_something_else_name_the_nearest(place: Path) -> None:

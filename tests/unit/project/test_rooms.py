@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 ROOMS = ROOT / "primeslurm"
 PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGES = sorted(path.parent for path in ROOMS.rglob("__init__.py"))
-MOST = 16
+MOST = 15
 MANY = {
     "families": "one module for each family",
     "trainer/models": "one module for each family",

@@ -1,0 +1,40 @@
+"""Embedded clusters of emulated runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.api import emulation
+from primeslurm.recipe import Recipe
+from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name
+
+FIELDS = {
+    "seq_len": 1024,
+    "model": {"path": "/m"},
+    "environments": [{"id": "e"}],
+    "deployment": {"train": {"nodes": 2}},
+}
+CUT = "a-name-of-more-than-23-letters"
+
+
+def test_no_two_runs_share_a_cluster() -> None:
+    runs = ("try-1", "a_b", "a-b", "a.b", CUT, f"{CUT}-2")
+    names = [emulation.cluster_for(Recipe.model_validate({"name": run, **FIELDS})).name for run in runs]
+    assert len(set(names)) == len(runs) and all(map(is_name, names))
+    assert names[0] == "emulate-try-1"
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_only_a_cluster_that_was_started_here_is_ended(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = ClusterSpec("emulate-r", Path("/c"), Path("/runs"))
+    ended: list[str] = []
+    monkeypatch.setattr(emulation, "up", lambda asked: (Cluster(asked, LoopbackPlace(0)), started))
+    monkeypatch.setattr(Cluster, "down", lambda cluster: ended.append(cluster.spec.name))
+    with emulation.running(spec, keep=False):
+        pass
+    with pytest.raises(RuntimeError), emulation.running(spec, keep=True):
+        raise RuntimeError
+    assert ended == ["emulate-r"] * 2 * started
