@@ -478,11 +478,12 @@ class OrchestratorServer:
         self._progress.snapshot().save(directory / CHECKPOINT_PART)
 
     async def _committed(self, step: int) -> None:
-        gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
+        gone = {name for s, ids in self._progress.now.batches.items() if s <= step for name in ids}
         self._batches.committed(step)
+        self._dispatch.committed(gone)
         if self._files is not None:
             self._files.committed(step)
-        await self._finishing.delete(name for ids in gone.values() for name in ids)  # before the record forgets them
+        await self._finishing.delete(gone)  # before the record forgets them
 
         def forgotten(now: RunProgress) -> dict[str, Any]:
             kept = {s: ids for s, ids in now.batches.items() if s > step}

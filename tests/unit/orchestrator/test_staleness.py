@@ -85,6 +85,27 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
         assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1"], "and in a part"
 
 
+def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
+    made = dispatcher()
+    run_all(made)
+    made.sweep(3)
+    made.version = 2
+    group = finish(made, run_all(made), 4)
+    assert group is not None and made.add_ready(group)
+    made.step = 5
+    state = {"cursors": made.cursors, "unfinished": made.unfinished}
+    assert made.cut() == [group] and made.returned == [("a", 0)], "it is on no record yet"
+    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, returned=made.returned, **state)
+    assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
+    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, taken={group.id}, returned=made.returned, **state)
+    assert restarted.returned == [("a", 0)]
+    made.uncut([group])
+    assert made.cut() == [group]
+    for later in (made, restarted):
+        later.committed({group.id})
+        assert later.returned == []
+
+
 @pytest.mark.parametrize("rule", ["drop", "partial"])
 def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> None:
     """Its rollouts take 4 steps, those of the others one, and groups are fresh for two."""
