@@ -8,6 +8,7 @@ of the processor. Prints JSON.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import platform
 import random
@@ -48,7 +49,11 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure, and print."""
     argparse.ArgumentParser(prog="python -m benchmarks batch_selection", description=__doc__).parse_args(words)
     with tempfile.TemporaryDirectory() as directory:
-        found = {"machine": platform.processor() or platform.machine(), **_filters(), **_pools(Path(directory))}
+        found = {
+            "machine": platform.processor() or platform.machine(),
+            **_filters(),
+            **asyncio.run(_pools(Path(directory))),
+        }
     print(json.dumps({**found, **_choice()}, indent=2))
 
 
@@ -74,7 +79,7 @@ def _rollout(rng: np.random.Generator, reward: float) -> Rollout:
     )
 
 
-def _pools(directory: Path) -> dict[str, float]:
+async def _pools(directory: Path) -> dict[str, float]:
     made = Curricula(RECIPE, directory / "outcomes")
     made.set_tasks({"e": EXAMPLES})
     (sequence,) = (_rollout(np.random.default_rng(0), 1.0),)
@@ -83,11 +88,11 @@ def _pools(directory: Path) -> dict[str, float]:
         task = made.draw("e", position, ())
         made.learn(RolloutGroup(group_id("e", position), "e", position, 0, ((sequence,),), task))
     each = (time.process_time() - started) / EXAMPLES
-    known = made.flush()
+    known = await made.flush()
     for position in range(EXAMPLES, EXAMPLES + GROUPS):
         made.learn(RolloutGroup(group_id("e", position), "e", position, 0, ((sequence,),), position % EXAMPLES))
     started = time.process_time()
-    after = made.flush()
+    after = await made.flush()
     record = msgspec.msgpack.encode(RunProgress(1, fresh=made.fresh, tasks=made.tasks, outcomes=after))
     written = time.process_time() - started
     started = time.process_time()

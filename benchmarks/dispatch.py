@@ -166,7 +166,7 @@ def rollout(job: Job, version: int) -> tuple[Rollout, ...]:
 
 
 class GroupsHoldPlaces(Dispatcher):
-    """The rule until release 0.2: a group holds its places until all its rollouts are done."""
+    """The rule of release 0.1.0: a group holds its places until all its rollouts are done."""
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         sizes = self.limits.group_sizes
@@ -178,10 +178,13 @@ class GroupsHoldPlaces(Dispatcher):
 
 
 class WheneverThereIsRoom(Dispatcher):
-    """prime-rl's, as far as it is known: a group begins whenever there is room; what got too old is dropped."""
+    """prime-rl's, as far as it is known: a group begins whenever there is room; too old ones are dropped each time."""
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         return ["e"]
+
+    def _goes_on(self, label: str, example: int, name: str) -> bool:
+        return False
 
 
 OTHERS: dict[str, type[Dispatcher]] = {each.__name__: each for each in (GroupsHoldPlaces, WheneverThereIsRoom)}

@@ -3,8 +3,8 @@
 The real orchestrator, with the real job protocol, spool and policy loop, and the controller unless `--static` begins
 all rollouts at once, as in the figures that are kept; before 128 emulated engines, each a replica with a port of its
 own; environment workers that send each of a rollout's 100 turns to its engine by the real client; and a trainer that
-takes every batch, so that policies change. A turn takes 90 s at any size. Nothing but what computes on a GPU is left
-out, and vllm-router, which the orchestrator does not talk to.
+takes every batch, so that policies change. A turn takes 90 s at any size. Left out are what computes on a GPU, and
+verifiers with its token client, routed experts, and vllm-router, which the orchestrator does not talk to.
 
 Groups that are begun first are found somewhere between their first and last turn, so that as many end each second, and
 steps are trained, as in the middle of a long run. Those are too few for any group to get too old: that takes as many

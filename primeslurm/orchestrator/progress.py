@@ -107,7 +107,8 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
 class ProgressFile:
     """The record of a running orchestrator: on disk before anybody is told what follows from it.
 
-    It is written in a thread, as flushes take milliseconds and more. One is written after another: the newest stays.
+    It is written in a thread, as flushes take milliseconds and more, and so is what it relies on, before it. One is
+    written after another: the newest stays.
 
     Args:
         path: of the file.
@@ -122,24 +123,10 @@ class ProgressFile:
         self._reserve = Reserve(path.parent.parent)
         self._turn = asyncio.Lock()
 
-    def snapshot(self) -> RunProgress:
-        """Return the record with the dispatcher's present positions."""
-        dispatch, curricula = self._dispatch, self._curricula
-        return msgspec.structs.replace(
-            self.now,
-            cursors=dispatch.cursors,
-            unfinished=dispatch.unfinished,
-            drawn=dispatch.drawn,
-            returned=dispatch.returned,
-            fresh=curricula.fresh,
-            tasks=curricula.tasks,
-            outcomes=curricula.flush(),
-        )
-
     async def record(self, change: Change) -> None:
         """Put a change on disk, and only then make it. Raises OSError, and nothing has changed then."""
         async with self._turn:
-            progress = self._changed(change(self.now))
+            progress = await self._snapshot(change(self.now))
             await asyncio.to_thread(self._write, progress)
             self.now = progress
 
@@ -147,15 +134,42 @@ class ProgressFile:
         """Make a change even if the disk is full: a restart that does not know it repeats work, and loses nothing."""
         async with self._turn:
             changes = change(self.now)
-            progress = self._changed(changes)
+            progress = await self._snapshot(changes)
             try:
                 await asyncio.to_thread(self._write, progress)
             except OSError as error:
                 log.warning("%s is not on disk: %s", ", ".join(changes), error)
             self.now = progress
 
-    def _changed(self, changes: Mapping[str, Any]) -> RunProgress:
-        return msgspec.structs.replace(self.snapshot(), **changes)
+    async def save(self, path: Path, before: Callable[[], None]) -> None:
+        """Put the record somewhere else, too, as it is once those before are on disk. Raises OSError.
+
+        Args:
+            path: of that file.
+            before: puts on disk what has to be there first, in a thread.
+        """
+        async with self._turn:
+            progress = await self._snapshot({})
+            await asyncio.to_thread(before)
+            await asyncio.to_thread(progress.save, path)
+
+    async def _snapshot(self, changes: Mapping[str, Any]) -> RunProgress:
+        """The record with changes and the dispatcher's present positions, once what curricula have learned is on disk.
+
+        What they learn while that is written does not count in it.
+        """
+        dispatch, curricula = self._dispatch, self._curricula
+        progress = msgspec.structs.replace(
+            self.now,
+            cursors=dispatch.cursors,
+            unfinished=dispatch.unfinished,
+            drawn=dispatch.drawn,
+            returned=dispatch.returned,
+            fresh=curricula.fresh,
+            tasks=curricula.tasks,
+            **changes,
+        )
+        return msgspec.structs.replace(progress, outcomes=await curricula.flush())
 
     def _write(self, progress: RunProgress) -> None:
         self._reserve.spend_on(lambda: progress.save(self._path))

@@ -324,7 +324,7 @@ class OrchestratorServer:
             case StepDone():
                 await self._step_done(request)
             case Save():
-                self._save(Path(request.directory))
+                await self._save(Path(request.directory))
             case Committed():
                 await self._committed(request.step)
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
@@ -471,18 +471,22 @@ class OrchestratorServer:
         self._dispatch.step_done()
         self._watch.step_done(request.step, row)
 
-    def _save(self, directory: Path) -> None:
+    async def _save(self, directory: Path) -> None:
         """The orchestrator's part of a checkpoint, with all that was recorded of its steps: on disk, or OSError."""
-        metrics.sync(self._arguments.run_dir)
-        self._journal.sync()
-        self._progress.snapshot().save(directory / CHECKPOINT_PART)
+
+        def sync() -> None:
+            metrics.sync(self._arguments.run_dir)
+            self._journal.sync()
+
+        await self._progress.save(directory / CHECKPOINT_PART, before=sync)
 
     async def _committed(self, step: int) -> None:
-        gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
+        gone = {name for s, ids in self._progress.now.batches.items() if s <= step for name in ids}
         self._batches.committed(step)
+        self._dispatch.committed(gone)
         if self._files is not None:
             self._files.committed(step)
-        await self._finishing.delete(name for ids in gone.values() for name in ids)  # before the record forgets them
+        await self._finishing.delete(gone)  # before the record forgets them
 
         def forgotten(now: RunProgress) -> dict[str, Any]:
             kept = {s: ids for s, ids in now.batches.items() if s > step}

@@ -6,6 +6,7 @@ with ten. A record of progress says how many bytes of the file it knows; what fo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -83,25 +84,21 @@ class Curricula:
         self._learn(outcome)
         self._unwritten += msgspec.json.encode(outcome) + b"\n"
 
-    def flush(self) -> int:
-        """Write what was learned since the last time.
+    async def flush(self) -> int:
+        """Write what was learned since the last time, in a thread. No second one may begin meanwhile.
 
         Returns:
-            How many bytes of the file count. What a full disk did not take is tried again the next time.
+            How many bytes of the file count: nothing that is learned meanwhile. What a full disk did not take is tried
+            again the next time.
         """
-        if self._unwritten:
+        if learned := self._unwritten:
             try:
-                self._path.touch()
-                with self._path.open("r+b") as file:
-                    file.truncate(self._bytes)
-                    file.seek(self._bytes)
-                    file.write(self._unwritten)
-                durable.sync(self._path)  # its name with the record that counts its bytes, in the same directory
+                await asyncio.to_thread(self._append, learned)
             except OSError as error:
-                log.warning("%d bytes of outcomes are not on disk: %s", len(self._unwritten), error)
+                log.warning("%d bytes of outcomes are not on disk: %s", len(learned), error)
             else:
-                self._bytes += len(self._unwritten)
-                self._unwritten = b""
+                self._bytes += len(learned)
+                self._unwritten = self._unwritten[len(learned) :]
         return self._bytes
 
     def take_metrics(self) -> Row:
@@ -112,6 +109,14 @@ class Curricula:
             row |= {f"env/{label}/drawn/{name}": float(count) for name, count in pools.drawn.items()}
             pools.drawn.clear()
         return row
+
+    def _append(self, learned: bytes) -> None:
+        self._path.touch()
+        with self._path.open("r+b") as file:
+            file.truncate(self._bytes)
+            file.seek(self._bytes)
+            file.write(learned)
+        durable.sync(self._path)  # its name with the record that counts its bytes, in the same directory
 
     def _learn(self, outcome: Outcome) -> None:
         group, task, solved = outcome

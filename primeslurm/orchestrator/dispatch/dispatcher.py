@@ -117,6 +117,8 @@ class Dispatcher:
         self._drawn = dict(drawn or {})
         self._returned = set(returned)
         """Examples that came again. Those whose rollouts take longer than the bound would do so for ever."""
+        self._returned_in_batches = self._returned_of(self._taken)
+        """Those with a group in the batch of a step that is not committed: a resumed run forms that batch anew."""
         self._jobs: dict[str, str] = {}
         """Group by job."""
         self._kept: set[str] = set()
@@ -154,10 +156,10 @@ class Dispatcher:
 
     @property
     def returned(self) -> list[tuple[str, int]]:
-        """Return the examples that were given up once and are not trained yet, or not with all of their rollouts."""
+        """Return the examples that were given up once and are in no committed step, or with a part of them alone."""
         groups = (*self._unfinished_groups(), *self.ready, *self.unscored.values())
         known = {*self._unfinished, *((group.environment, group.example) for group in groups)}
-        return sorted(self._returned & known)
+        return sorted(self._returned & known | self._returned_in_batches)
 
     @property
     def ready_rollouts(self) -> int:
@@ -380,6 +382,7 @@ class Dispatcher:
         if not batch:
             return None
         self.ready.take(batch)
+        self._returned_in_batches |= self._returned_of({group.id for group in batch})
         self.step += 1
         self._ahead.batch_given(ahead)
         return batch
@@ -414,7 +417,12 @@ class Dispatcher:
         """Take back a batch that could not be given out."""
         self.step -= 1
         self._ahead.batch_taken_back()
+        self._returned_in_batches -= self._returned_of({group.id for group in groups})
         self.ready.put_back(groups)
+
+    def committed(self, names: Collection[str]) -> None:
+        """Note which groups are of committed steps, by id: they never wait for a batch again."""
+        self._returned_in_batches -= self._returned_of(names)
 
     def _chosen(self) -> list[RolloutGroup]:
         """The ready groups that make the next batch, if there are enough.
@@ -576,6 +584,10 @@ class Dispatcher:
         if task is not None:
             self._drawn[name] = task
         self.counts["examples_returned"] += 1
+
+    def _returned_of(self, names: Collection[str]) -> set[tuple[str, int]]:
+        """The examples that came again of some groups. Parts of them need none of it: they go on in any case."""
+        return {mark for mark in self._returned if group_id(*mark) in names}
 
     def _age_of(self, group: RolloutGroup) -> int:
         """The version that a group's staleness counts from."""

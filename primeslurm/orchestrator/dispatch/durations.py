@@ -8,8 +8,9 @@ from collections import deque
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-WINDOW = 4096
-"""So many of the newest rollouts are learned from: durations drift as the policy learns."""
+WINDOW, LIFETIMES = 4096, 4
+"""So many of the newest rollouts are learned from, as durations drift while the policy learns; where more run, so many
+times those that ever ran at once: a rollout is among them for as many mean durations, or nobody would see it end."""
 FRESH = 0.02
 """Share of the window after which what was learned is worked out anew."""
 
@@ -22,8 +23,9 @@ class Durations:
     """
 
     def __init__(self) -> None:
-        self._started: deque[_Run] = deque(maxlen=WINDOW)
+        self._started: deque[_Run] = deque()
         self._running: dict[str, _Run] = {}
+        self._window = WINDOW
         self._news = 0
         self._times: NDArray[np.float64] = np.zeros(0)
         self._survival: NDArray[np.float64] = np.ones(1)
@@ -33,6 +35,9 @@ class Durations:
         run = _Run(now)
         self._started.append(run)
         self._running[job] = run
+        self._window = max(self._window, LIFETIMES * len(self._running))
+        if len(self._started) > self._window:
+            self._started.popleft()
 
     def ended(self, job: str, now: float, *, whole: bool) -> None:
         """Note the end of a rollout. Not `whole`: it was cut short, and would have taken longer."""

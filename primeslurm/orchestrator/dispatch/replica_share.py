@@ -112,8 +112,8 @@ class ReplicaShare:
 
     @property
     def places(self) -> int:
-        """Return how many rollouts it may have in flight."""
-        return int(self._cap * self._slowness)
+        """Return how many rollouts it may have in flight: one at least, or nobody would see that it is well again."""
+        return max(1, int(self._cap * self._slowness)) if self._cap else 0
 
     @property
     def limit(self) -> Limit:
@@ -139,6 +139,9 @@ class ReplicaShare:
         self._engines = answering
         self._found = False
         self._looks = []
+        if fresh:
+            self.generated_per_s, self._slowness = 0.0, 1.0
+            self._generated = _Smoothed()
 
     def look(self, look: ReplicaSample) -> None:
         """Take what engines did; decide when a period is over."""
@@ -209,19 +212,19 @@ class ReplicaShare:
         What they hold in the cache is not seen then, and cannot be much of it: once requests run, it is.
         """
         idle = min(look.waiting + look.prefill_waiting for look in looks) < 1
-        if idle and any(look.generated for look in looks) and inflight >= 0.9 * self._cap * self._slowness:
+        if idle and any(look.generated for look in looks) and self._slowness == 1 and inflight >= 0.9 * self._cap:
             self._cap, self._limit = self._cap * GROWTH, "growing"
 
 
 class _Smoothed:
-    """A mean that forgets."""
+    """A mean that forgets. It begins with the first value: a replica that has just begun is not slow."""
 
     def __init__(self) -> None:
-        self._value = 0.0
+        self._value: float | None = None
 
     def add(self, value: float, seconds: float) -> float:
         kept = math.exp(-seconds / SMOOTHED_S)
-        self._value = self._value * kept + value * (1 - kept)
+        self._value = value if self._value is None else self._value * kept + value * (1 - kept)
         return self._value
 
 

@@ -178,7 +178,7 @@ class WorkerPool:
         """Receive until cancelled."""
         try:
             while True:
-                came = await self._socket.recv_multipart(copy=False)  # arrays are views of what came
+                came = await self._socket.recv_multipart(copy=False)  # parts are views of it; cut ones are copied once
                 identity, parts = came[0].bytes, list[Frame](part.buffer for part in came[1:])
                 came.clear()
                 try:

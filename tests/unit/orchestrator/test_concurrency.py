@@ -261,6 +261,34 @@ def test_a_slow_replica_loses_its_share_until_it_is_well() -> None:
     assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_replica_that_gave_nothing_for_minutes_is_tried_again(restarted: bool) -> None:
+    engines = Engines("engine-r0-0", "engine-r1-0")
+    engines.run(300, kv_each=0.01)
+    before = dict(engines.made.shares)
+
+    def run(seconds: float, each: float) -> None:
+        for _ in range(round(seconds / 5)):
+            engines.now += 5
+            engines.inflight = dict(engines.made.shares)
+            for name, sample in engines.samples.items():
+                sample["generated"] += 10 * engines.inflight[f"router-{name[8]}"] * (each if "r1" in name else 1)
+            engines.look()
+
+    run(600, 0)
+    assert engines.made.report["1"].limit == "slow" and engines.made.shares["router-1"] == 1
+    if restarted:
+        engines.samples["engine-r1-0"] = dict.fromkeys(engines.samples["engine-r1-0"], 0.0)
+        engines.look()
+        assert engines.made.shares["router-1"] == START_PER_ENGINE, "what the engine before it was says nothing"
+        for _ in range(6):
+            run(5, 1)
+            assert engines.made.report["1"].limit != "slow", "nor is it slow while little is known of it"
+    else:
+        run(90, 1)
+        assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
+
+
 def test_the_bound_is_named_when_it_is_what_binds() -> None:
     engines = Engines("engine-r0-0", bound=START_PER_ENGINE)
     engines.run(10)
@@ -382,7 +410,7 @@ def test_a_share_grows_where_rollouts_are_at_their_tools_nearly_all_the_time() -
             for name, sample in engines.samples.items():
                 sample["running"] = 0.25 if not name.startswith("prefill") else 0.0
                 sample["waiting"] = prefill_waiting if name.startswith("prefill") else 0.0
-                sample["generated"] += generated
+                sample["generated"] += generated if sample["running"] else 0
             engines.look()
 
     asked(60, generated=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeslurm import durable
 from primeslurm.orchestrator.dispatch import Dispatcher, group_id
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.dispatch.order import first_epoch
@@ -25,6 +27,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.decoding import value
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout
 
@@ -250,13 +253,13 @@ def test_what_is_drawn_after_a_restart_is_what_would_have_been(tmp_path: Path) -
     two = Curricula(RECIPE, tmp_path / "b")
     two.set_tasks({LABEL: 40})
     first = learned(two, 0, 150)
-    known, fresh = two.flush(), two.fresh
+    known, fresh = asyncio.run(two.flush()), two.fresh
     learned(two, 150, 200)
-    two.flush()  # undone below: a checkpoint knows less of the file
+    asyncio.run(two.flush())  # undone below: a checkpoint knows less of the file
     again = Curricula(RECIPE, tmp_path / "b", known, fresh)
     again.set_tasks({LABEL: 40})
     assert first + learned(again, 150, 300) == whole
-    again.flush()
+    asyncio.run(again.flush())
     assert len((tmp_path / "b").read_bytes().splitlines()) == 300, "what was undone is overwritten"
 
 
@@ -270,14 +273,54 @@ def test_a_full_disk_costs_no_outcome(tmp_path: Path) -> None:
     made.set_tasks({LABEL: 40})
     group = RolloutGroup(group_id(LABEL, 0), LABEL, 0, 0, ((rollout_of(1.0),),), 7)
     made.learn(group)
-    assert made.flush() == 0
+    assert asyncio.run(made.flush()) == 0
     (tmp_path / "missing").mkdir()
-    size = made.flush()
+    size = asyncio.run(made.flush())
     assert size == (tmp_path / "missing" / "outcomes").stat().st_size > 0
     again = Curricula(RECIPE, tmp_path / "missing" / "outcomes", size)
     again.learn(group)
-    assert again.flush() == size, "it is known"
+    assert asyncio.run(again.flush()) == size, "it is known"
     assert again.take_metrics()[f"env/{LABEL}/pool/easy"] == 1.0
+
+
+def test_what_a_checkpoint_knows_is_on_disk_before_it_and_the_event_loop_waits_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("rollouts", "checkpoint"):
+        (tmp_path / name).mkdir()
+    may_flush, sync, done = threading.Event(), durable.sync, []
+    curricula = Curricula(RECIPE, tmp_path / OUTCOMES)
+    dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i")
+    file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
+
+    def note(name: str) -> None:
+        assert threading.current_thread() is not threading.main_thread() and may_flush.wait(60)
+        done.append(name)
+
+    def flush(path: Path) -> None:
+        note(path.name)
+        sync(path)
+
+    def learn(position: int) -> None:
+        curricula.learn(RolloutGroup(group_id(LABEL, position), LABEL, position, 0, ((rollout_of(1.0),),), position))
+
+    async def save_and_record() -> None:
+        learn(0)
+        saving = asyncio.create_task(file.save(tmp_path / "checkpoint" / "part", before=lambda: note("events")))
+        recording = asyncio.create_task(file.record(lambda now: {"next_step": 2}))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        learn(1)
+        may_flush.set()
+        await asyncio.gather(saving, recording)
+
+    monkeypatch.setattr(durable, "sync", flush)
+    asyncio.run(save_and_record())
+    assert done == ["outcomes.jsonl", "events", "checkpoint", "outcomes.jsonl", "rollouts"]
+    part = value((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
+    lines = (tmp_path / OUTCOMES).read_bytes().splitlines(keepends=True)
+    assert (part.next_step, part.outcomes) == (1, len(lines[0])), "what is learned meanwhile is in the next one"
+    assert (file.now.next_step, file.now.outcomes) == (2, sum(map(len, lines)))
 
 
 def test_a_step_writes_what_it_learned_however_many_examples_there_are(tmp_path: Path) -> None:
@@ -288,7 +331,7 @@ def test_a_step_writes_what_it_learned_however_many_examples_there_are(tmp_path:
         task = made.draw(LABEL, position, ())
         made.learn(RolloutGroup(group_id(LABEL, position), LABEL, position, 0, ((rollout_of(1.0),),), task))
         if position % 50 == 49:
-            sizes.append(made.flush())
+            sizes.append(asyncio.run(made.flush()))
     steps = [after - before for before, after in pairwise(sizes)]
     assert max(steps) < 50 * 48
     progress = RunProgress(1, fresh=made.fresh, outcomes=sizes[-1])

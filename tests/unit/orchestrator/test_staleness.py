@@ -85,6 +85,27 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
         assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1"], "and in a part"
 
 
+def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
+    made = dispatcher()
+    run_all(made)
+    made.sweep(3)
+    made.version = 2
+    group = finish(made, run_all(made), 4)
+    assert group is not None and made.add_ready(group)
+    made.step = 5
+    state = {"cursors": made.cursors, "unfinished": made.unfinished}
+    assert made.cut() == [group] and made.returned == [("a", 0)], "it is on no record yet"
+    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, returned=made.returned, **state)
+    assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
+    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, taken={group.id}, returned=made.returned, **state)
+    assert restarted.returned == [("a", 0)]
+    made.uncut([group])
+    assert made.cut() == [group]
+    for later in (made, restarted):
+        later.committed({group.id})
+        assert later.returned == []
+
+
 @pytest.mark.parametrize("rule", ["drop", "partial"])
 def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> None:
     """Its rollouts take 4 steps, those of the others one, and groups are fresh for two."""
@@ -241,6 +262,18 @@ def test_running_rollouts_say_that_they_take_longer() -> None:
     assert likely == pytest.approx([half, after_one], abs=0.05)
     naive = np.mean((lengths <= 1.0)[begun + lengths <= 3.0])
     assert abs(naive - half) > 0.1, "without those that run one would expect too much"
+
+
+def test_of_thousands_in_flight_the_long_ones_are_learned_from_as_well() -> None:
+    """Every other of 50 that begin in a second takes 50 s, the others 150 s: 5,000 run."""
+    learned = Durations()
+    events = [(index / 50 + took, index, took) for index in range(30_000) for took in (0, 150 if index % 2 else 50)]
+    for now, index, took in sorted(event for event in events if event[0] < 600):
+        if took:
+            learned.ended(str(index), now, whole=True)
+        else:
+            learned.started(str(index), now)
+    assert learned.ending_within([0.0, 49.0, 100.0, 149.0], 10.0, 600.0) == pytest.approx([0, 0.5, 0, 1], abs=0.05)
 
 
 def test_nothing_is_expected_of_what_nobody_has_seen_end() -> None:

@@ -12,9 +12,11 @@ import pytest
 
 from benchmarks import gpu_run, wide_ep
 from benchmarks.__main__ import benchmarks
+from benchmarks.dispatch import WheneverThereIsRoom
 from benchmarks.fault_table import recorded
 from benchmarks.training_speed import arguments
 from benchmarks.training_sweep import cells, whole
+from primeslurm.orchestrator.dispatch import DispatchLimits
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
@@ -44,6 +46,14 @@ def test_one_is_run_with_its_words() -> None:
     assert shown.returncode == 0 and shown.stdout.startswith("usage: python -m benchmarks training_sweep")
     wrong = run("training_sweeep")
     assert wrong.returncode == 1 and "no benchmark is named 'training_sweeep'" in wrong.stderr
+
+
+def test_an_example_may_be_dropped_again_and_again_where_groups_begin_whenever_there_is_room() -> None:
+    limits = DispatchLimits({"e": 1}, 1, 1, 0, 100, {"e": 1.0})
+    made = WheneverThereIsRoom(limits, ["r"], "s", "i")
+    for made.version in (0, 2, 4):
+        job = made.next_job({"e"})
+        assert job is not None and job.example == 0 and made.sweep(made.version + 2).cancelled == [job.id]
 
 
 def test_documents_name_benchmarks_that_exist() -> None:
