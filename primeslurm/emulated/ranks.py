@@ -23,7 +23,8 @@ import time
 from types import FrameType
 
 from primeslurm.records.beats import pulse
-from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, check, key_for, proof
+from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, check, key_for, proof
+from primeslurm.wire.transport.secret import HANDSHAKE_S
 
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for all ranks to be there, as torch's rendezvous has it."""
@@ -155,7 +156,7 @@ class _Doorkeeper:
                 self._greet()
             elif self._shows(connection):
                 found.append(connection)
-        late = time.monotonic() - TIMEOUT_S
+        late = time.monotonic() - HANDSHAKE_S
         for connection in [each for each, (since, _) in self._waiting.items() if since < late]:
             self._part(connection)
             connection.close()

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, check, key_for, proof
+from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, check, key_for, proof
 from primeslurm.wire.transport.loopback import LOCAL, far_socket, rows
+from primeslurm.wire.transport.secret import HANDSHAKE_S
 
 KNOCK_S = 0.2
 """Between two tries to reach a gate: ranks come before rank 0 does."""
@@ -131,7 +132,7 @@ class _Passage:
         async with asyncio.timeout(self._patience_s):
             far_reader, far_writer = await self._reach()
         with contextlib.closing(far_writer):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 await self._show(far_reader, far_writer)
             await _join(reader, writer, far_reader, far_writer)
 
@@ -173,7 +174,7 @@ class _Gate:
         return port
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(HANDSHAKE_S):
             theirs = await reader.readexactly(NONCE_BYTES)
             mine = os.urandom(NONCE_BYTES)
             writer.write(mine + proof(self._key, b"gate", theirs, mine))
