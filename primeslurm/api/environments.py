@@ -23,7 +23,7 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
         local: without Slurm.
 
     Returns:
-        Why the run would fail; and what could not be looked at here, or nodes must reach.
+        Why the run would fail; and what could not be looked at here, or not everybody wants.
     """
     if not recipe.samples:
         return [], []
@@ -39,10 +39,10 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
         why = f"this Python has no {tried.unprepared}, and jobs run it"
         fix = "install primeslurm with its environments there, or name another one in the site file"
         return [Violation("python", interpreter.python, why, fix)], []
-    reached = [_reached(each) for each in tried.downloads]
+    notes = [_note(each) for each in tried.notes]
     if local or _is_this_machine(site):
-        return [*tried.violations, *tried.missing], reached
-    return list(tried.violations), [*(_elsewhere(each) for each in tried.missing), *reached]
+        return [*tried.violations, *tried.missing], notes
+    return list(tried.violations), [*(_elsewhere(each) for each in tried.missing), *notes]
 
 
 def _variables(site: Site) -> dict[str, str]:
@@ -79,5 +79,5 @@ def _elsewhere(violation: Violation) -> Finding:
     return Finding(level="warning", field=violation.field, text=text, fix=violation.fix)
 
 
-def _reached(violation: Violation) -> Finding:
+def _note(violation: Violation) -> Finding:
     return Finding(level="note", field=violation.field, text=f"{violation.value}: {violation.why}", fix=violation.fix)

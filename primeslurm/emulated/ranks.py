@@ -13,6 +13,7 @@ Little but the standard library: there are hundreds of ranks, and they do nothin
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -23,7 +24,8 @@ import time
 from types import FrameType
 
 from primeslurm.records.beats import pulse
-from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, check, key_for, proof
+from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, check, key_for, proof
+from primeslurm.wire.transport.secret import HANDSHAKE_S
 
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for all ranks to be there, as torch's rendezvous has it."""
@@ -33,6 +35,8 @@ ARRIVED = b"a"
 GO = bytes([200])
 """What rank 0 says when all have; lower bytes are exit codes."""
 RETRY_S = 0.5
+BACKLOG = 1024
+"""Who may have connected and not been let in yet: strangers among them."""
 USE = b"emulated ranks"
 """What the secret is shown for."""
 
@@ -58,7 +62,7 @@ class Ranks:
         self._arrived = threading.Semaphore(0)
         self._interrupted = threading.Event()
         self._closing = threading.Event()
-        self._listener = socket.create_server((host, port), backlog=max(others, 1))
+        self._listener = socket.create_server((host, port), backlog=BACKLOG)
 
     def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
         """Wait for every rank, then watch them.
@@ -148,24 +152,28 @@ class _Doorkeeper:
 
     def admitted(self, timeout_s: float) -> list[socket.socket]:
         """Wait for somebody to say something; returns those who have shown the secret then."""
-        found = []
+        found, somebody_new = [], False
         for key, _ in self._selector.select(min(timeout_s, RETRY_S)):
             connection: socket.socket = key.fileobj  # type: ignore[assignment]
             if connection is self._listener:
-                self._greet()
+                somebody_new = True
             elif self._shows(connection):
                 found.append(connection)
-        late = time.monotonic() - TIMEOUT_S
+        if somebody_new:  # when those who speak have been heard: silent ones may be turned away for it
+            self._greet()
+        late = time.monotonic() - HANDSHAKE_S
         for connection in [each for each, (since, _) in self._waiting.items() if since < late]:
-            self._part(connection)
-            connection.close()
+            self._turn_away(connection)
         return found
 
     def _greet(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # gone again; or too many files are open, until those who say nothing are turned away
-            time.sleep(0.01)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE) and self._waiting:
+                self._turn_away(next(iter(self._waiting)))  # the oldest, who had the longest to speak
+            else:  # gone again, for one
+                time.sleep(0.01)
             return
         connection.setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, NONCE_BYTES + PROOF_BYTES)
@@ -187,6 +195,10 @@ class _Doorkeeper:
             connection.close()
             return False
         return True
+
+    def _turn_away(self, connection: socket.socket) -> None:
+        self._part(connection)
+        connection.close()
 
     def _part(self, connection: socket.socket) -> bytes:
         self._selector.unregister(connection)
@@ -265,6 +277,8 @@ def _entered(connection: socket.socket, key: bytes, timeout_s: float) -> socket.
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
     said = b""
-    while len(said) < size and (part := connection.recv(size - len(said))):
+    while len(said) < size:
+        if not (part := connection.recv(size - len(said))):
+            raise ConnectionError("it hung up before it had shown the run's secret")
         said += part
     return said

@@ -30,8 +30,8 @@ class EnvironmentAnswer(msgspec.Struct, frozen=True):
     """What would go wrong anywhere."""
     missing: list[Violation] = []
     """What this host lacks."""
-    downloads: list[Violation] = []
-    """What rollouts fetch from the internet."""
+    notes: list[Violation] = []
+    """What rollouts do that not everybody wants."""
     tools: list[tuple[str, str]] = []
     """Agents that offer the model tools: where the recipe says their harness, and its name."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -105,6 +107,29 @@ def test_who_does_not_show_the_secret_is_no_rank(start: Start, port: int) -> Non
     assert [rank.wait(60) for rank in (leader, *others)] == [75, 75, 75]
 
 
+def test_silent_ones_make_room_for_a_rank_when_no_more_files_may_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emulated, "HANDSHAKE_S", 600.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as held:
+        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=emulated.BACKLOG))
+        silent = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
+        rank = held.enter_context(socket.create_connection(listener.getsockname()))
+        entering = threading.Thread(target=emulated._entered, args=(rank, emulated.key_for(emulated.USE), 60.0))
+        doorkeeper = held.enter_context(emulated._Doorkeeper(listener))
+        entering.start()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (silent[-1].fileno() + 10, hard))
+        try:
+            turns = (doorkeeper.admitted(1.0) for _ in range(500))
+            admitted = next(filter(None, turns), [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for each in admitted:
+            each.close()
+        rank.shutdown(socket.SHUT_RDWR)
+        entering.join()
+    assert len(admitted) == 1
+
+
 def test_a_rank_heeds_nobody_in_the_place_of_rank_0() -> None:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         port = impostor.getsockname()[1]
@@ -121,3 +146,11 @@ def test_a_rank_heeds_nobody_in_the_place_of_rank_0() -> None:
         with pytest.raises(emulated.LostRankError):
             emulated._connect("127.0.0.1", port, 0.0001)
         liar.join()
+
+
+def test_a_rank_0_that_hangs_up_has_not_shown_a_wrong_secret() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        rank = socket.create_connection(server.getsockname())
+        server.accept()[0].close()
+        with pytest.raises(ConnectionError, match="hung up"):
+            emulated._entered(rank, emulated.key_for(emulated.USE), 60.0)

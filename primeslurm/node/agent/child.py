@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -18,6 +19,9 @@ def _before_exec() -> None:
     end_with_parent()
     # Before a time limit Slurm sends USR2 to every process of the step, not only to its task: it is for the agent.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    # Slurm hands on the shell's soft limit, often 1,024: as many strangers' connections would leave a server no file.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class Child:

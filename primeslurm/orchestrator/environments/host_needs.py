@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.harnesses.bash import BashHarnessConfig
 from verifiers.v1.utils.loaders import harness_config_type
 
 from primeslurm.errors import Violation
@@ -64,8 +65,13 @@ def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
 
 
-def downloads(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
-    """Find what rollouts fetch from the internet wherever they run: harnesses are installed into each container."""
+def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
+    """Find what rollouts do that not everybody wants: fetch harnesses from the internet, show a key."""
+    return [*_downloads(environment, env), *_shown_key(env)]
+
+
+def _downloads(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
+    """Harnesses are installed into each container, wherever it runs."""
     if sees_packages(environment.runtime):
         return []
     found: dict[tuple[str, str], Violation] = {}
@@ -78,6 +84,22 @@ def downloads(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
         fix = "`install: false` there, or `runtime: {type: subprocess}` where the task's programs are on the nodes"
         found[name, kind] = Violation("environments.runtime", kind, why, fix)
     return list(found.values())
+
+
+def _shown_key(env: vf.Env) -> list[Violation]:
+    """A program of the node gets the key of `search` by its command line, so that its tools do not inherit it.
+
+    In a container, too, that program is a process of the node: no variable of a shell before it would hide the key.
+    """
+    shown = any(
+        isinstance(env._harnesses[role].config, BashHarnessConfig)
+        and env._harnesses[role].config.search
+        and spec.runtime.type not in hosted.PROVIDERS
+        for role, spec in env._agent_specs.items()
+    )
+    why = "SERPER_API_KEY is in the command line of its program, which other users of the node can read"
+    fix = "nodes of your own (`exclusive`), a hosted runtime, or no `search`"
+    return [Violation("environments.harness.search", "true", why, fix)] if shown else []
 
 
 def _servers(env: vf.Env) -> Iterator[Any]:

@@ -77,7 +77,7 @@ def probe(environment: Environment) -> EnvironmentAnswer:
         return EnvironmentAnswer(
             violations=pairing.contradictions(environment, env),
             missing=host_needs.unmet(environment, env),
-            downloads=host_needs.downloads(environment, env),
+            notes=host_needs.notes(environment, env),
             tools=pairing.tool_users(environment, env),
         )
     except UsageError as error:

@@ -74,8 +74,8 @@ class Tried:
     """What would go wrong anywhere."""
     missing: tuple[Violation, ...] = ()
     """What this host lacks for their runtimes."""
-    downloads: tuple[Violation, ...] = ()
-    """What their rollouts fetch from the internet."""
+    notes: tuple[Violation, ...] = ()
+    """What their rollouts do that not everybody wants."""
     unprepared: str = ""
     """The package that the interpreter lacks, so that nothing could be tried."""
 
@@ -110,7 +110,7 @@ def try_all(environments: Mapping[str, AnyEnvironment], model: Model, interprete
     return Tried(
         (*of_model.violations, *(violation for tried in found for violation in tried.violations)),
         tuple(violation for tried in found for violation in tried.missing),
-        tuple(violation for tried in found for violation in tried.downloads),
+        tuple(violation for tried in found for violation in tried.notes),
     )
 
 
@@ -159,7 +159,7 @@ def _judged(place: str, environment: AnyEnvironment, result: ProbeResult[Environ
         return Tried(
             tuple(_placed(place, each) for each in (*answer.violations, *unshown)),
             tuple(_placed(place, each) for each in answer.missing),
-            tuple(_placed(place, each) for each in answer.downloads),
+            tuple(_placed(place, each) for each in answer.notes),
         )
     why, fix = _no_answer(result.code, result.stderr, environment)
     return Tried((_placed(place, Violation("environments.id", environment.id, why, fix)),))

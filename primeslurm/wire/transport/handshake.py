@@ -13,8 +13,6 @@ from primeslurm.wire.transport import secret
 NONCE_BYTES = 32
 """Of the random bytes of an end."""
 PROOF_BYTES = 32
-TIMEOUT_S = 10.0
-"""Who has not shown the secret after so long is not listened to any more."""
 
 
 def key_for(use: bytes) -> bytes:

@@ -24,7 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, TIMEOUT_S, check, key_for, proof
+from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, check, key_for, proof
+from primeslurm.wire.transport.loopback import LOCAL, far_socket, rows
+from primeslurm.wire.transport.secret import HANDSHAKE_S
 
 KNOCK_S = 0.2
 """Between two tries to reach a gate: ranks come before rank 0 does."""
@@ -123,13 +125,14 @@ class _Passage:
 
     async def _lead(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer = writer.get_extra_info("peername")
-        if _inode(peer[1], writer.get_extra_info("sockname")[1]) not in _own_inodes():
+        far = far_socket(peer[1], writer.get_extra_info("sockname")[1])
+        if far is None or far.inode not in _own_inodes():
             _log.warning("refused a connection of another process to the ranks' store, from port %d", peer[1])
             return
         async with asyncio.timeout(self._patience_s):
             far_reader, far_writer = await self._reach()
         with contextlib.closing(far_writer):
-            async with asyncio.timeout(TIMEOUT_S):
+            async with asyncio.timeout(HANDSHAKE_S):
                 await self._show(far_reader, far_writer)
             await _join(reader, writer, far_reader, far_writer)
 
@@ -171,7 +174,7 @@ class _Gate:
         return port
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(HANDSHAKE_S):
             theirs = await reader.readexactly(NONCE_BYTES)
             mine = os.urandom(NONCE_BYTES)
             writer.write(mine + proof(self._key, b"gate", theirs, mine))
@@ -233,18 +236,10 @@ def _sign(at: socket.socket, key: bytes) -> bool:
     return True
 
 
-_LOCAL = "0100007F", "0000000000000000FFFF00000100007F"
-"""127.0.0.1 as the kernel writes it, of a socket of IPv4, and of one of IPv6: torch connects with these."""
-
-
-def _rows(family: str) -> list[list[str]]:
-    return [line.split() for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]]
-
-
 def _peers(port: int) -> list[str]:
     """List the remote ends of what is connected to a port of this machine."""
-    ours = f"{_LOCAL[0]}:{port:04X}"
-    return [row[2] for row in _rows("tcp") if row[1] == ours and row[3] == _ESTABLISHED]
+    ours = f"{LOCAL[0]}:{port:04X}"
+    return [row[2] for row in rows("tcp") if row[1] == ours and row[3] == _ESTABLISHED]
 
 
 def _listener(host: str, port: int) -> str:
@@ -254,15 +249,6 @@ def _listener(host: str, port: int) -> str:
             with contextlib.suppress(psutil.Error):
                 return f"process {found.pid} ({psutil.Process(found.pid).name()})" if found.pid else "another user"
     return "nobody any more"
-
-
-def _inode(port: int, to: int) -> str:
-    """Find the socket at 127.0.0.1:port that is connected to 127.0.0.1:to; empty without one."""
-    for family, local in zip(("tcp", "tcp6"), _LOCAL, strict=True):
-        ends = f"{local}:{port:04X}", f"{local}:{to:04X}"
-        if found := next((row[9] for row in _rows(family) if (row[1], row[2]) == ends), ""):
-            return found
-    return ""
 
 
 def _own_inodes() -> set[str]:

@@ -31,6 +31,8 @@ VARIABLE = "PRIMESLURM_SECRET"
 HANDED_OVER = "PRIMESLURM_SECRET_FD"
 """Descriptor and inode of the socket from which a process reads it."""
 FILE = "secret"
+HANDSHAKE_S = 10.0
+"""Who has connected and not shown the secret after so long is not listened to any more."""
 _USER = b"primeslurm"
 _INHERITED = b"primeslurm:"
 """Begins the authentication key of a process whose children are to get the secret: multiprocessing hands that on."""
@@ -175,11 +177,14 @@ async def refused(refusals: zmq.asyncio.Socket) -> str:
 
 
 def demand(socket: zmq.Socket[Any]) -> None:
-    """Let only peers in that show the secret. To be called before `bind`."""
+    """Let only peers in that show the secret, within HANDSHAKE_S. To be called before `bind`."""
+    import zmq
+
     context = socket.context.underlying
     if context not in _authenticators:
         _authenticators[context] = _authenticator(context)
     socket.plain_server = True
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(HANDSHAKE_S * 1000))
 
 
 def _authenticator(context: int) -> Any:

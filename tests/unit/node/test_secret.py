@@ -179,6 +179,16 @@ def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
         assert reaches(server, address, secret.present)
 
 
+def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "HANDSHAKE_S", 0.1)
+    with zmq.Context.instance().socket(zmq.ROUTER) as server:
+        secret.demand(server)
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+            while silent.recv(64):  # the beginning of a greeting
+                pass
+
+
 def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, own := secret.own())
     monkeypatch.setattr(secret, "_kept", "")

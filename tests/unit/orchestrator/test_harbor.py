@@ -20,6 +20,7 @@ from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import Harness
 from primeslurm.trainer import tiny
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
@@ -112,9 +113,22 @@ def test_what_rollouts_install_into_containers_is_known_before_one_is(model: str
     ):
         made = recipe(model, harness, runtime=runtime).environments[0]
         env = environments.load(made.id, made.args, agents.agent_options(made))
-        found = host_needs.downloads(made, env)
+        found = host_needs.notes(made, env)
         assert [each.value for each in found] == expected, runtime
         assert all(harness in each.why and "PyPI" in each.why for each in found)
+
+
+def test_a_key_that_a_command_line_of_the_node_shows_is_noted(model: str) -> None:
+    for runtime, search, expected in (
+        ("subprocess", True, ["environments.harness.search"]),
+        ("docker", True, ["environments.runtime", "environments.harness.search"]),
+        ("subprocess", False, []),
+        ("modal", True, []),
+    ):
+        (made,) = recipe(model, "bash", runtime={"type": runtime}).environments
+        made = made.model_copy(update={"harness": Harness.model_validate({"id": "bash", "search": search})})
+        env = environments.load(made.id, made.args, agents.agent_options(made))
+        assert [each.field for each in host_needs.notes(made, env)] == expected, runtime
 
 
 def test_a_container_that_nothing_is_installed_into_needs_the_packages_here(

@@ -17,12 +17,13 @@ import pytest
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
-from primeslurm.orchestrator.environments.sandbox import limits
+from primeslurm.orchestrator.environments.sandbox import box, limits
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire.transport import secret
+from tests.support.strangers import attempted, needs_second_user, stranger
 from tests.support.verifiers_restored import restored
 
 SECRET = "5ec2e7" * 4
@@ -204,6 +205,35 @@ async def test_servers_within_are_reached_from_outside_and_from_other_sandboxes(
         agent.host_url(url)
         result = await agent.run([sys.executable, "-c", fetch, f"{url}/page"], {})
         assert result.stdout == "3000000\n", result.stderr
+
+
+@needs_second_user
+async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_rollout(run_dir: Path) -> None:
+    echo = "import socket as s; l = s.create_server(('127.0.0.1', 8000), backlog=100); print('well', flush=True)"
+    echo += "\nwhile c := l.accept()[0]: c.recv(1) and c.sendall(b'an answer')"
+    async with sandbox(run_dir) as tools:
+        await tools.run_background([sys.executable, "-u", "-c", echo], {}, "log")
+        while b"well" not in await tools.read("log"):
+            await asyncio.sleep(0.05)
+        port = int((await tools.expose(8000)).rpartition(":")[2])
+        kept = []
+
+        def connected() -> socket.socket:
+            kept.append(socket.socket())
+            kept[-1].settimeout(PATIENCE_S)
+            kept[-1].connect(("127.0.0.1", port))
+            return kept[-1]
+
+        def asks() -> str:
+            with contextlib.suppress(ConnectionError):  # hung up on before or after it has asked
+                connected().sendall(b"?")
+                return kept[-1].recv(9).decode()
+            return ""
+
+        with stranger(lambda: len([connected() for _ in range(box._CONNECTIONS)])) as silent:
+            assert silent.value == box._CONNECTIONS
+            assert await asyncio.to_thread(asks) == "an answer"
+        assert (await asyncio.to_thread(attempted, asks)).value == ""
 
 
 async def test_programs_end_with_their_sandbox(run_dir: Path) -> None:

@@ -25,6 +25,7 @@ from primeslurm.orchestrator.environments.sandbox.answers import (
 )
 from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
 from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.transport.loopback import far_socket
 
 _START_S = 60
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
@@ -268,7 +269,7 @@ class Box:
         self._servers.append(await asyncio.start_server(connected, sock=listener))
 
     async def expose(self, port: int) -> int:
-        """Let the node reach a port within. Returns the port on the node's loopback."""
+        """Let this user's processes of the node reach a port within. Returns the port on the node's loopback."""
         if self.allowed.open_network:
             return port
 
@@ -278,7 +279,10 @@ class Box:
             return await asyncio.open_connection(sock=plug)
 
         async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._join(reader, writer, inner())
+            if _is_own(writer):  # a tool server asks nobody who he is
+                await self._join(reader, writer, inner())
+            else:
+                writer.close()
 
         server = await asyncio.start_server(connected, "127.0.0.1", 0)
         self._servers.append(server)
@@ -343,6 +347,12 @@ class Box:
         self.kill("the worker ended")
         if self.group is not None:
             self.group.remove(1.0)
+
+
+def _is_own(connection: asyncio.StreamWriter) -> bool:
+    """Whether a process of this user made a connection to the node's loopback."""
+    far = far_socket(connection.get_extra_info("peername")[1], connection.get_extra_info("sockname")[1])
+    return far is not None and far.uid == os.geteuid()
 
 
 async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

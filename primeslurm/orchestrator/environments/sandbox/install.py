@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,8 +37,6 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     e2b._TEMPLATE_LOCK_DIR, limiters.LIMITER_DIR = files / "e2b", files / "limiter"
     os.environ |= {"APPTAINER_CACHEDIR": str(images / "cache"), "UV_CACHE_DIR": str(files / "uv")}
     limits.sweep()
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of rollouts have several each
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def sandbox_limits(asked: Limits) -> SandboxLimits:
