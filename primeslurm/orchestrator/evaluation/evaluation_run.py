@@ -83,6 +83,11 @@ class EvaluationRun:
         return len(self._jobs)
 
     @property
+    def load(self) -> Counter[str]:
+        """Return how many of them run on each replica, by router."""
+        return Counter(router for _, router in self._jobs.values())
+
+    @property
     def total(self) -> int:
         """Return how many samples there are."""
         return sum(examples * samples for examples, samples in self._sizes.values())

@@ -161,6 +161,11 @@ class Evaluator:
         return self._run is not None
 
     @property
+    def load(self) -> Mapping[str, int]:
+        """Return how many rollouts run on each replica, by router."""
+        return self._run.load if self._run else {}
+
+    @property
     def best(self) -> BestCheckpoint | None:
         """Return the best step so far, by the metric that the recipe names."""
         evaluation = self._recipe.evaluation

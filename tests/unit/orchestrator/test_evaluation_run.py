@@ -91,8 +91,11 @@ def test_its_cache_salts_are_no_ones_else_and_change_with_the_policy() -> None:
 
 def test_all_samples_of_an_example_go_to_one_replica() -> None:
     where: dict[tuple[str, int], set[str]] = {}
-    for job in drained(evaluation()):
+    run = evaluation()
+    jobs = drained(run)
+    for job in jobs:
         where.setdefault((job.environment, job.example), set()).add(job.router)
+    assert run.load == Counter(job.router for job in jobs)
     assert all(len(routers) == 1 for routers in where.values()) and set.union(*where.values()) == {"a", "b"}
 
 
