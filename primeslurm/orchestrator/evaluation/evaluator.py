@@ -17,6 +17,8 @@ from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.recipe.sections.sandboxes import Limits
 from primeslurm.records.evaluation import BestCheckpoint, EvaluationProgress, EvaluationRecord, best_of
 from primeslurm.records.events.evaluation import (
     EvaluationDone,
@@ -200,6 +202,7 @@ class Evaluator:
     def _start(self, begun: Begun, samples: Collection[Sample]) -> None:
         assert self._recipe.evaluation is not None
         self._begun = begun
+        patience_s = self._recipe.orchestrator.stall_timeout_s
         self._run = EvaluationRun(
             begun.step,
             begun.version,
@@ -208,7 +211,8 @@ class Evaluator:
             routers=self._routers,
             salt=self._salt,
             incarnation=self._incarnation,
-            patience_s=self._recipe.orchestrator.stall_timeout_s,
+            patience_s=patience_s,
+            longest_s=max(patience_s, *(_longest_s(each) for each in self._recipe.evaluation.environments)),
             ended=samples,
         )
         self._journal.write(EvaluationStarted(begun.step, begun.version, len(samples)))
@@ -265,3 +269,8 @@ class Evaluator:
     def _skip(self, step: int, why: str) -> None:
         self._schedule.settled.add(step)
         self._journal.write(EvaluationSkipped(step, why))
+
+
+def _longest_s(environment: EvaluationEnvironment) -> float:
+    """Longest time of a rollout [s]; one without programs gets as long as with the default limits."""
+    return (environment.runtime.limits if environment.runtime else Limits()).longest_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 import uuid
 
 from primeslurm.errors import PrimeslurmError
@@ -107,6 +108,7 @@ class EvaluationServer:
 
     def _state(self) -> OrchestratorState:
         return OrchestratorState(
+            moved=time.monotonic(),  # it ends by itself what stands still
             version=self._policy.current_version,
             engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),
