@@ -163,6 +163,12 @@ class Evaluator:
         return self._run is not None
 
     @property
+    def working(self) -> set[str]:
+        """Return the labels of the environments of which a sample of the evaluation that runs has got through."""
+        samples = self._run.samples.values() if self._run else ()
+        return {sample.label for sample in samples if sample.error is None}
+
+    @property
     def load(self) -> Mapping[str, int]:
         """Return how many rollouts run on each replica, by router."""
         return self._run.load if self._run else {}
