@@ -140,6 +140,10 @@ async def test_a_full_disk_is_its_own(run_dir: Path) -> None:
             )
             assert "No space left" in result.stderr or "File too large" in result.stderr or result.exit_code
             assert int(result.stdout or 0) <= 20_000_000
+        both = "head -c 60000000 /dev/zero > /app/big; head -c 60000000 /dev/zero > /dev/shm/big"
+        result = await sh(runtime, f"{both}; stat -c %s /app/big /dev/shm/big; rm /app/big /dev/shm/big")
+        sizes = [int(size) for size in result.stdout.split()]
+        assert len(sizes) == 2 and min(sizes) > 0 and sum(sizes) <= 20_000_000, "no more than `plan` counts"
         assert (
             await sh(runtime, "for i in 1 2 3; do head -c 9000000 /dev/zero > /app/$i; done; du -sb /app")
         ).exit_code == 0
