@@ -305,7 +305,7 @@ class OrchestratorServer:
         """Give each replica as many rollouts as its engines have room for."""
         if self._concurrency is not None:
             replicas = self._dispatch.replicas
-            self._concurrency.look(samples, replicas.load, replicas.ended)
+            self._concurrency.look(samples, replicas.load, replicas.ended, self._evaluator.load)
             replicas.shares = self._concurrency.shares
             self._wake.set()
 

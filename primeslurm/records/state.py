@@ -123,6 +123,8 @@ class OrchestratorState(RolloutProgress, frozen=True):
 
     failure: str = ""
     """Why the orchestrator ends before its work is done, once it does."""
+    moved: float = 0.0
+    """When the orchestrator last saw the run get on, in seconds of its own clock: also by tokens of engines."""
     engines: dict[str, EngineRecord] = {}
     replicas: dict[str, dict[str, Load]] = {}
     """Load by replica and role."""
@@ -138,7 +140,7 @@ class OrchestratorState(RolloutProgress, frozen=True):
     def marker(self) -> object:
         """A value that changes whenever the run gets on."""
         evaluated = (self.evaluation.step, self.evaluation.ended) if self.evaluation else None
-        return self.step, self.version, self.counts.get("finished"), evaluated
+        return self.step, self.version, self.counts.get("finished"), evaluated, self.moved
 
 
 class TrainerState(Record, frozen=True):

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median_high
+from types import MappingProxyType
 
 from primeslurm.orchestrator.dispatch.held import Held, Overcommit
 from primeslurm.orchestrator.dispatch.replica_share import START_PER_ENGINE, ReplicaSample, ReplicaShare
@@ -54,6 +55,8 @@ class Concurrency:
         self._clock = clock
         self._replicas: dict[str, ReplicaShare] = {}
         self._inflight: dict[str, int] = {}
+        self._beside: dict[str, int] = {}
+        """Rollouts of an evaluation, by replica."""
         self._held: dict[str, Held] = {}
         self._overcommit: dict[str, Overcommit] = {}
         self._seen: dict[str, tuple[float, Sample]] = {}
@@ -98,16 +101,24 @@ class Concurrency:
         self._routers.pop(replica, None)
         self._replicas.pop(replica, None)
         self._inflight.pop(replica, None)
+        self._beside.pop(replica, None)
         self._held.pop(replica, None)
         self._overcommit.pop(replica, None)
 
-    def look(self, samples: Mapping[str, Sample], inflight: Mapping[str, int], ended: Mapping[str, int]) -> None:
+    def look(
+        self,
+        samples: Mapping[str, Sample],
+        inflight: Mapping[str, int],
+        ended: Mapping[str, int],
+        beside: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Take in one look at all engines.
 
         Args:
             samples: by engine; those that are missing did not answer.
             inflight: rollouts that run, by router.
             ended: rollouts that are over, by router.
+            beside: rollouts of an evaluation that run on the same engines, by router.
         """
         now = self._clock()
         by_replica: dict[str, dict[str, Sample]] = {}
@@ -116,6 +127,7 @@ class Concurrency:
                 by_replica.setdefault(match["replica"], {})[name] = sample
         for replica, router in self._routers.items():
             self._inflight[replica] = inflight.get(router, 0)
+            self._beside[replica] = beside.get(router, 0)
             self._look(replica, by_replica.get(replica, {}), now, ended.get(router, 0))
         self._compare()
         self._seen |= {name: (now, sample) for name, sample in samples.items()}
@@ -143,6 +155,7 @@ class Concurrency:
         look = ReplicaSample(
             seconds=now - self._looked_at,
             inflight=self._inflight[replica],
+            beside=self._beside[replica],
             ended=ended,
             running=_sum(at_decode, "running"),
             waiting=_sum(at_decode, "waiting") - _sum(at_decode, "waiting_deferred"),
@@ -165,9 +178,12 @@ class Concurrency:
         if len(busy) < 2:
             return
         total = median_high(share.generated_per_s for share in busy.values())
-        each = median_high(share.generated_per_s / self._inflight[name] for name, share in busy.items())
+        of_each = {
+            name: share.generated_per_s / (self._inflight[name] + self._beside[name]) for name, share in busy.items()
+        }
+        each = median_high(of_each.values())
         for name, share in busy.items():
-            speed = share.generated_per_s / self._inflight[name] / each
+            speed = of_each[name] / each
             share.slower(speed if speed < SLOW and share.generated_per_s < LESS * total else 1.0)
 
 

@@ -14,6 +14,10 @@ evicted while it is at its tools.
 - *Queue.* What waits all the time while there is room in the cache is not needed: engines are busy without it. What
   waits for that room fits on average, and keeps it full. At prefill engines it says that they are too few.
 
+An evaluation's rollouts have a bound of their own, and run on the same engines. KV, queues and requests that engines
+show are of both, and are set against both: an engine does not say whose they are. The number is training's alone, as
+the evaluation comes on top of it and goes again. What it has preempted or evicted meanwhile is nothing to learn from.
+
 The number grows slowly until it is known what rollouts grow to, as those that begin together end together, and come
 back in waves; then by half while there is room and it is used, until what fits was found: from then on it follows what
 is learned of that slowly. What rollouts will hold bounds its growth, and only what they do hold makes it fall.
@@ -53,6 +57,8 @@ LEAST_RUNNING = 0.5
 """Requests: from fewer nothing is learned of what rollouts hold."""
 IDLE_S = 300.0
 """How long it takes to learn which part of rollouts is at their tools: those whose turns are late are not."""
+FEW_BESIDE = 0.05
+"""An evaluation's rollouts for each one of training: with more, it may be what preempts and evicts."""
 MOSTLY_IDLE = 1.3
 """Rollouts for each request that runs: with fewer, hardly any are at their tools."""
 
@@ -63,9 +69,11 @@ class ReplicaSample:
 
     seconds: float
     inflight: float
-    """Rollouts."""
+    """Rollouts of training."""
+    beside: float
+    """Rollouts of an evaluation: what engines show is of these, too."""
     ended: int
-    """Rollouts that are over since the run's start."""
+    """Rollouts of training that are over since the run's start."""
     running: float
     """Requests, of engines that sample."""
     waiting: float
@@ -159,10 +167,12 @@ class ReplicaShare:
         if running < LEAST_RUNNING:
             self._fill(looks, inflight)
             return
-        recomputed = self._computed.lost(looks, seconds)
+        together = inflight + _mean(looks, "beside")
+        alone = together <= (1 + FEW_BESIDE) * inflight
+        recomputed = self._computed.lost(looks, seconds) if alone else 0.0
         self._held.add(_mean(looks, "kv") * self._engines, running, inflight, looks[-1].ended, seconds)
         # more than is wanted: then there is too much for now, and that is known
-        held = inflight * self._held.mean / self._engines
+        held = together * self._held.mean / self._engines
         if held < LEAST_HELD / 2:
             recomputed = 0.0  # nothing was evicted: prompts are new, or as many
         waiting = _mean(looks, "waiting") + _mean(looks, "prefill_waiting")
@@ -170,19 +180,20 @@ class ReplicaShare:
         each = self._held.expected(inflight)
         share = self._headroom.share(each)
         preempted = _sum(looks, "preempted") > 0 and held <= share * 1.05
-        self._headroom.learn(self._held.settled(inflight) if preempted else 0.0, seconds)
-        if recomputed > 1 or held > TESTED * self._overcommit.share:
+        if alone:
+            self._headroom.learn(self._held.settled(inflight) if preempted else 0.0, seconds)
+        if alone and (recomputed > 1 or held > TESTED * self._overcommit.share):
             self._overcommit.learn(recomputed, seconds)
         running_kv: Limit = "preemption" if self._headroom.is_raised else "kv"
-        fit = share * self._engines / each * max(1.0, inflight / busy)
-        queue = _without(min(look.waiting for look in looks), running, inflight)
+        fit = share * self._engines / each * max(1.0, together / busy)
+        queue = _without(min(look.waiting for look in looks), running, together)
         wishes: dict[Limit, float] = {
             running_kv: fit,
             "queue": queue if _mean(looks, "kv") < LEAST_KV else max(queue, fit),
-            "prefill": _without(min(look.prefill_waiting for look in looks), running, inflight),
+            "prefill": _without(min(look.prefill_waiting for look in looks), running, together),
         }
         kept = math.exp(-seconds / IDLE_S)
-        now = inflight / busy
+        now = together / busy
         self._idle = now if self._idle is None else self._idle * kept + now * (1 - kept)
         if self._idle > MOSTLY_IDLE:
             most = inflight if recomputed > THRASHING else math.inf  # until some of them are over

@@ -9,7 +9,7 @@ from verifiers.v1.utils.loaders import default_harness_id, harness_class
 
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_CONTAINER, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import ContainerRuntime, Limits, Runtime
+from primeslurm.recipe.sections.sandboxes import STAGES, ContainerRuntime, Limits, Runtime
 
 
 def agent_options(environment: AnyEnvironment) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def agent_options(environment: AnyEnvironment) -> dict[str, Any]:
     if runtime is None:
         return options
     stage = runtime.limits.wall_time_s
-    options["timeout"] = dict.fromkeys(("setup", "rollout", "finalize", "scoring"), stage)
+    options["timeout"] = dict.fromkeys(STAGES, stage)
     options["runtime"] = _runtime(runtime)
     if runtime.secrets:
         options["secrets"] = list(runtime.secrets)

@@ -145,6 +145,10 @@ def _not_done(directory: Path, about: Mapping[str, Any], config: HarborLocalConf
         found.append("environment/docker-compose.yaml: tasks of several containers are not done")
     if verifier.get("environment_mode") == "separate" or "environment" in verifier:
         found.append("[verifier] a separate environment is not done")
+    if verifier.get("collect"):
+        found.append("[[verifier.collect]] is not done: its commands would not be run before the tests")
+    if about.get("artifacts"):
+        found.append("artifacts are not done: no file of a sandbox is kept")
     unread = ("healthcheck", "mcp_servers", "skills_dir")
     found += [f"[environment] {name} is not done" for name in unread if environment.get(name)]
     found += [f"[{part}] user is not done" for part in ("agent", "verifier") if about.get(part, {}).get("user")]

@@ -2,7 +2,8 @@
 
 Its rollouts count toward a bound of their own, beside those of training. Engines take new policies while it goes on:
 a rollout is sampled by the policies that its engine has meanwhile, and says which. Every sample ends: after a bounded
-number of failures it counts as failed, and an evaluation of which nothing ends for too long fails the rest.
+number of failures it counts as failed, and an evaluation of which nothing begins or ends for too long fails the rest.
+Engines' tokens say nothing of that: an engine that training shares has them whatever becomes of the evaluation.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class EvaluationRun:
         routers: that rollouts are spread over.
         salt: prefix of every cache salt: no training rollout has it.
         incarnation: makes job ids unique over restarts of the orchestrator.
-        patience_s: the rest has failed when nothing ended for so long.
+        patience_s: the rest has failed when none could begin for so long, and none runs.
+        longest_s: the rest has failed when some run, and none began or ended for so long: the longest time of one.
         ended: samples that ended before a restart.
     """
 
@@ -56,6 +58,7 @@ class EvaluationRun:
         salt: str,
         incarnation: str,
         patience_s: float,
+        longest_s: float,
         ended: Iterable[Sample] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -67,7 +70,7 @@ class EvaluationRun:
         self._routers = list(routers)
         self._salt = f"{salt}:evaluation-{step}"
         self._prefix = f"evaluation-{step}-{incarnation}"
-        self._patience_s = patience_s
+        self._patience_s, self.longest_s = patience_s, longest_s
         self._clock = clock
         self._moved_at = clock()
         self._jobs: dict[str, tuple[Place, str]] = {}
@@ -81,6 +84,11 @@ class EvaluationRun:
     def inflight(self) -> int:
         """Return how many rollouts run."""
         return len(self._jobs)
+
+    @property
+    def load(self) -> Counter[str]:
+        """Return how many of them run on each replica, by router."""
+        return Counter(router for _, router in self._jobs.values())
 
     @property
     def total(self) -> int:
@@ -178,10 +186,11 @@ class EvaluationRun:
         return jobs
 
     def expire(self) -> tuple[list[Sample], list[str]]:
-        """Fail the rest if nothing ended for too long; returns the samples, and the jobs to cancel."""
-        if self.complete or self._clock() - self._moved_at < self._patience_s:
+        """Fail the rest if nothing moves for too long; returns the samples, and the jobs to cancel."""
+        patience_s = self.longest_s if self._jobs else self._patience_s
+        if self.complete or self._clock() - self._moved_at < patience_s:
             return [], []
-        error = f"nothing of the evaluation ended for {self._patience_s:g} s"
+        error = f"no rollout of the evaluation began or ended for {patience_s:g} s"
         jobs = list(self._jobs)
         left = [self._jobs.pop(job)[0] for job in jobs] + [place for todo in self._todo.values() for place in todo]
         for todo in self._todo.values():
@@ -194,16 +203,15 @@ class EvaluationRun:
         return [place for place in places if place not in self.samples]
 
     def _start(self, job: str, place: Place, router: str) -> None:
-        if not self._jobs:
-            self._moved_at = self._clock()
+        self._moved_at = self._clock()
         self._known.add(job)
         self._jobs[job] = (place, router)
 
     def _take(self, job: str) -> Place:
+        self._moved_at = self._clock()
         return self._jobs.pop(job)[0]
 
     def _end(self, sample: Sample) -> Sample:
-        self._moved_at = self._clock()
         self.samples[(sample.label, sample.example, sample.sample)] = sample
         return sample
 

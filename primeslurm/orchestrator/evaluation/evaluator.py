@@ -17,6 +17,8 @@ from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.recipe.sections.sandboxes import Limits
 from primeslurm.records.evaluation import BestCheckpoint, EvaluationProgress, EvaluationRecord, best_of
 from primeslurm.records.events.evaluation import (
     EvaluationDone,
@@ -161,6 +163,17 @@ class Evaluator:
         return self._run is not None
 
     @property
+    def working(self) -> set[str]:
+        """Return the labels of the environments of which a sample of the evaluation that runs has got through."""
+        samples = self._run.samples.values() if self._run else ()
+        return {sample.label for sample in samples if sample.error is None}
+
+    @property
+    def load(self) -> Mapping[str, int]:
+        """Return how many rollouts run on each replica, by router."""
+        return self._run.load if self._run else {}
+
+    @property
     def best(self) -> BestCheckpoint | None:
         """Return the best step so far, by the metric that the recipe names."""
         evaluation = self._recipe.evaluation
@@ -195,6 +208,7 @@ class Evaluator:
     def _start(self, begun: Begun, samples: Collection[Sample]) -> None:
         assert self._recipe.evaluation is not None
         self._begun = begun
+        patience_s = self._recipe.orchestrator.stall_timeout_s
         self._run = EvaluationRun(
             begun.step,
             begun.version,
@@ -203,7 +217,8 @@ class Evaluator:
             routers=self._routers,
             salt=self._salt,
             incarnation=self._incarnation,
-            patience_s=self._recipe.orchestrator.stall_timeout_s,
+            patience_s=patience_s,
+            longest_s=max(patience_s, *(_longest_s(each) for each in self._recipe.evaluation.environments)),
             ended=samples,
         )
         self._journal.write(EvaluationStarted(begun.step, begun.version, len(samples)))
@@ -260,3 +275,8 @@ class Evaluator:
     def _skip(self, step: int, why: str) -> None:
         self._schedule.settled.add(step)
         self._journal.write(EvaluationSkipped(step, why))
+
+
+def _longest_s(environment: EvaluationEnvironment) -> float:
+    """Longest time of a rollout [s]; one without programs gets as long as with the default limits."""
+    return (environment.runtime.limits if environment.runtime else Limits()).longest_s

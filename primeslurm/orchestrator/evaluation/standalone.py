@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 import uuid
+from collections.abc import Callable
+
+import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
+from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.recipe import Recipe
 from primeslurm.records.beats import pulse
-from primeslurm.records.events.training import OrchestratorDone, OrchestratorUp, ReplicaLost
+from primeslurm.records.events.training import EnvironmentFails, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
@@ -26,10 +32,19 @@ VERSION = 0
 
 
 class EvaluationServer:
-    """One attempt's orchestrator. `await run()` returns when the results are on disk."""
+    """One attempt's orchestrator. `await run()` returns when the results are on disk.
 
-    def __init__(self, recipe: Recipe, arguments: OrchestratorArguments) -> None:
+    Args:
+        recipe: of task eval.
+        arguments: of the orchestrator.
+        clock: tells the time [s].
+    """
+
+    def __init__(
+        self, recipe: Recipe, arguments: OrchestratorArguments, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._recipe = recipe
+        self._clock = clock
         self._arguments = arguments
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
@@ -37,8 +52,11 @@ class EvaluationServer:
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)
         most = recipe.deployment.max_rollouts_per_node
         self._workers = WorkerPool(
-            arguments.env_bind, self._on_result, self._on_lost, self._evaluator.unusable, max_per_node=most
+            arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
         )
+        workers = {each.label: each.workers for each in recipe.evaluation_environments}
+        many = FAILED_BATCHES * recipe.orchestrator.batch_size
+        self._failures = RolloutFailures(many, workers, hopeful=self._evaluator.working)
         url = arguments.addresses.url
         clients = {
             name: EngineClient(
@@ -54,6 +72,7 @@ class EvaluationServer:
         """Run until the results are on disk.
 
         Raises:
+            FutileError: an environment cannot work.
             PrimeslurmError: there is nothing to evaluate on any more.
         """
         self._journal.write(OrchestratorUp(VERSION))
@@ -74,10 +93,12 @@ class EvaluationServer:
         pulse().enter("event loop")
         self._follow_addresses()
         self._workers.expire()
+        self._check()
         version = self._policy.current_version
         if version is not None:
             await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
             while job := self._evaluator.next_job(self._workers.available, version):
+                self._failures.started(job, self._clock())
                 await self._workers.send(job)
         self._journal.state(self._state())
         try:
@@ -86,6 +107,15 @@ class EvaluationServer:
         except TimeoutError:
             return
         self._wake.clear()
+
+    def _check(self) -> None:
+        """End an evaluation of which nothing will come, as a run that trains; the last words are for the head."""
+        hopeless = self._failures.hopeless(self._clock(), self._evaluator.runs, self._workers.environments)
+        if hopeless is None:
+            return
+        self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
+        self._journal.state(msgspec.structs.replace(self._state(), failure=str(hopeless)))
+        raise FutileError(str(hopeless))
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
@@ -97,9 +127,19 @@ class EvaluationServer:
                 raise PrimeslurmError("every inference replica was given up")
 
     def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
-        if self._evaluator.runs(job):
-            self._evaluator.result(job, outcome)
-            self._wake.set()
+        if not self._evaluator.runs(job):
+            return
+        self._evaluator.result(job, outcome)
+        if isinstance(outcome, str):
+            self._failures.failed(job, outcome, self._clock())
+        else:
+            self._failures.finished(job, outcome[0].info.environment, self._clock())
+        self._wake.set()
+
+    def _on_unusable(self, environment: str, worker: int, error: str) -> None:
+        self._evaluator.unusable(environment, worker, error)
+        self._failures.not_started(environment, worker, error, self._clock())
+        self._wake.set()
 
     def _on_lost(self, job: str) -> None:
         if self._evaluator.runs(job):
@@ -107,6 +147,7 @@ class EvaluationServer:
 
     def _state(self) -> OrchestratorState:
         return OrchestratorState(
+            moved=self._clock(),  # it ends by itself what stands still
             version=self._policy.current_version,
             engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 
 from verifiers.v1 import graph
@@ -46,7 +47,7 @@ class RememberedConversation:
         parsed, nodes = self._parsed[:known], self._nodes[:known]
         names = {call.id: call.name for message in parsed for call in _calls(message)}
         for native in told[known:]:
-            message, node = _known(parse(native), nodes[-1] if nodes else -1, names, self._trace)
+            message, node = _known(parse(native), parsed, nodes[-1] if nodes else -1, names, self._trace)
             parsed.append(message)
             nodes.append(node)
         self._told, self._parsed, self._nodes = list(told), parsed, nodes
@@ -80,30 +81,55 @@ class RememberingDialect(RolloutDialect, ChatDialect):  # type: ignore[misc]
         return Request.model_construct(messages=messages, tools=parse_tools(body.get("tools")))
 
 
-def _known(message: Message, after: int, names: dict[str, str], trace: Trace) -> tuple[Message, int]:
+def _known(
+    message: Message, before: Sequence[Message], after: int, names: dict[str, str], trace: Trace
+) -> tuple[Message, int]:
     """What is known of a message, with the place of the last sampled one up to there.
 
     Args:
         message: as the program says it.
+        before: messages before it.
         after: place of the last sampled message before it; -1: none.
         names: of the tools that were called so far, by call id.
         trace: has what was sampled.
     """
     if isinstance(message, AssistantMessage):
-        message, after = _sampled(message, after, trace)
+        message, after = _sampled(message, before, after, trace)
         names |= {call.id: call.name for call in _calls(message)}
     elif isinstance(message, ToolMessage) and message.name is None and message.tool_call_id in names:
         message = message.model_copy(update={"name": names[message.tool_call_id]})
     return message, after
 
 
-def _sampled(message: AssistantMessage, after: int, trace: Trace) -> tuple[AssistantMessage, int]:
-    """The next sampled message that says the same, with its place; else the message itself."""
-    for place in range(after + 1, len(trace.nodes)):
-        node = trace.nodes[place]
-        if node.sampled and _same(message, node.message):
-            return node.message, place
-    return message, after
+def _sampled(
+    message: AssistantMessage, before: Sequence[Message], after: int, trace: Trace
+) -> tuple[AssistantMessage, int]:
+    """The sampled message that says the same, with its place; else the message itself.
+
+    It is the one that answered these messages, as the same may have been said in another branch, after other thoughts.
+    Where none did, as the program tells of them in other words, it is the next one.
+    """
+    nodes = trace.nodes
+    same = (p for p in range(after + 1, len(nodes)) if nodes[p].sampled and _same(message, nodes[p].message))
+    if (first := next(same, None)) is None:
+        return message, after
+    place = next((place for place in chain([first], same) if _answers(place, before, after, trace)), first)
+    return nodes[place].message, place
+
+
+def _answers(place: int, before: Sequence[Message], after: int, trace: Trace) -> bool:
+    """Whether messages are the ancestors of a place, up to the one at `after`, of which that is known."""
+    parent = trace.nodes[place].parent
+    for message in reversed(before):
+        if parent is None:
+            return False
+        if parent == after:
+            return True
+        node = trace.nodes[parent]
+        if _remembered_hash(node.message) != _remembered_hash(message):
+            return False
+        parent = node.parent
+    return parent is None
 
 
 def _calls(message: Message) -> Sequence[ToolCall]:

@@ -208,6 +208,7 @@ class Watch:
         self._journal.state(
             msgspec.structs.replace(
                 state,
+                moved=self._moved_at or 0.0,
                 reward=self._last_row.get("reward/mean"),
                 staleness=self._last_row.get("staleness/max"),
                 tokens_per_s=self._tokens_per_s,

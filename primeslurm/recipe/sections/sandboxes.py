@@ -14,6 +14,9 @@ SUBPROCESS_MEMORY_GB = 4.0
 SUBPROCESS_DISK_GB = 1.0
 """What a sandbox of the node gets where the recipe sets no limit. Its files are in memory, too."""
 
+STAGES = ("setup", "rollout", "finalize", "scoring")
+"""Of a rollout with programs. Each may take `limits.wall_time_s`."""
+
 
 class Harness(Section):
     """The program that talks to the model. Fields beside `id` are options of this harness, as verifiers names them."""
@@ -54,6 +57,11 @@ class Limits(Section):
     network: Literal["none", "open"] | tuple[str, ...] | None = None
     """none: the model and the rollout's own tools, nothing else. open: whatever the node reaches. A list: these hosts
     (docker, podman and hosted runtimes). Default: none with `subprocess`, else open."""
+
+    @property
+    def longest_s(self) -> float:
+        """Longest time of a rollout, with all its stages."""
+        return len(STAGES) * self.wall_time_s
 
 
 class SubprocessRuntime(Section):

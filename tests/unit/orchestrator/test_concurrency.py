@@ -26,12 +26,13 @@ class Engines:
         self.made = Concurrency(routers, names, bound, clock=lambda: self.now)
         self.samples: dict[str, Sample] = {name: dict.fromkeys((*GAUGES, *COUNTERS), 0.0) for name in names}
         self.inflight: dict[str, int] = {}
+        self.beside: dict[str, int] = {}
         self.ended: Counter[str] = Counter()
         self.look()
 
     def look(self) -> None:
         samples = {name: dict(sample) for name, sample in self.samples.items()}
-        self.made.look(samples, self.inflight, self.ended)
+        self.made.look(samples, self.inflight, self.ended, self.beside)
 
     def run(self, seconds: float, kv_each: float = 0.001, ended: int = 100, **more: float) -> None:
         """Have every share used, by rollouts that each hold so much of an engine's KV.
@@ -193,6 +194,37 @@ def test_prompts_that_are_computed_anew_cost_places() -> None:
     assert engines.made.shares["router-0"] <= 0.8 * before
     turn(600, 1000)
     assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.1)
+
+
+@pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])
+def test_an_evaluation_on_the_same_engines_leaves_training_its_share(for_each: float, limit: str) -> None:
+    """It comes on top: its requests, KV, preemptions and prompts are in what engines show, and are not training's."""
+    engines = Engines("engine-r0-0", "engine-r1-0")
+
+    def turn(seconds: float, evaluated: int = 0) -> None:
+        for _ in range(round(seconds / 5)):  # of so many rollouts one has a request that runs
+            engines.now += 5
+            engines.inflight = dict(engines.made.shares)
+            engines.beside = {"router-0": evaluated}
+            for router, sample in zip(ROUTERS, engines.samples.values(), strict=True):
+                together = engines.inflight[router] + engines.beside.get(router, 0)
+                sample["running"] = min(98.0, together / for_each)
+                sample["waiting"] = together / for_each - sample["running"]
+                sample["kv_usage"] = sample["running"] * 0.01
+                sample["generated"] += 10 * together
+                sample["computed"] += 100 * together if engines.beside.get(router) else 10 * together
+                sample["preemptions"] += 5 if engines.beside.get(router) else 0
+                engines.ended[router] += 100
+            engines.look()
+
+    turn(600)
+    before = dict(engines.made.shares)
+    assert engines.made.report["0"].limit == limit
+    for seconds in (60, 540):
+        turn(seconds, evaluated=50)
+        assert engines.made.shares["router-0"] == pytest.approx(before["router-0"], rel=0.05)
+    turn(300)
+    assert engines.made.shares == pytest.approx(before, rel=0.05), "nothing was learned from it"
 
 
 def test_prompts_that_are_new_cost_no_places_while_the_cache_is_empty() -> None:

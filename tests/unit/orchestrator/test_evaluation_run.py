@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.dispatch import MAX_TRIES
 from primeslurm.orchestrator.evaluation.evaluation_run import MAX_LOSSES, EvaluationRun
+from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import MetricsLog
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
 
 
@@ -32,7 +37,7 @@ def evaluation(**changes: Any) -> EvaluationRun:
         EvaluationEnvironment(id="words", examples=3, samples=2),
         EvaluationEnvironment(id="sums", examples=2, samples=1),
     ]
-    settings: dict[str, Any] = {"max_inflight": 100, "routers": ["a", "b"], "patience_s": 60.0}
+    settings: dict[str, Any] = {"max_inflight": 100, "routers": ["a", "b"], "patience_s": 60.0, "longest_s": 240.0}
     settings |= {"salt": "run.1", "incarnation": "x"}
     return EvaluationRun(10, 12, environments, **settings | changes)
 
@@ -91,8 +96,11 @@ def test_its_cache_salts_are_no_ones_else_and_change_with_the_policy() -> None:
 
 def test_all_samples_of_an_example_go_to_one_replica() -> None:
     where: dict[tuple[str, int], set[str]] = {}
-    for job in drained(evaluation()):
+    run = evaluation()
+    jobs = drained(run)
+    for job in jobs:
         where.setdefault((job.environment, job.example), set()).add(job.router)
+    assert run.load == Counter(job.router for job in jobs)
     assert all(len(routers) == 1 for routers in where.values()) and set.union(*where.values()) == {"a", "b"}
 
 
@@ -158,15 +166,38 @@ def test_an_evaluation_that_stands_still_ends() -> None:
     clock = Clock()
     run = evaluation(clock=clock, max_inflight=3)
     jobs = drained(run)
-    clock.now = 59
-    run.finished(jobs[0].id, rollout(jobs[0]))
-    clock.now = 118
+    clock.now = 239
+    assert run.expire() == ([], []), "rollouts may take so long"
+    assert run.failed(jobs[0].id, "of an hour's tests") is None
+    clock.now = 478
     assert run.expire() == ([], [])
-    clock.now = 119
+    clock.now = 479
     failed, cancelled = run.expire()
-    assert len(failed) == 7 and set(cancelled) == {jobs[1].id, jobs[2].id}
-    assert run.complete and {sample.error for sample in failed} == {"nothing of the evaluation ended for 60 s"}
-    assert run.expire() == ([], []) and drained(run) == []
+    assert len(failed) == 8 and set(cancelled) == {jobs[1].id, jobs[2].id}
+    assert {sample.error for sample in failed} == {"no rollout of the evaluation began or ended for 240 s"}
+    assert run.complete and run.expire() == ([], []) and drained(run) == []
+
+
+def test_rollouts_of_an_evaluation_may_take_as_long_as_their_stages(tmp_path: Path) -> None:
+    limits = {"runtime": {"type": "subprocess", "limits": {"wall_time_s": 7200}}}
+    for environment, longest_s in (({"id": "words"}, 4 * 3600), ({"id": "words"} | limits, 4 * 7200)):
+        evaluation = {"environments": [environment], "interval": 10}
+        recipe = {"name": "t", "seq_len": 64, "model": {"path": "m"}, "environments": [{"id": "sums"}]}
+        made = Recipe.model_validate({**recipe, "max_steps": 20, "evaluation": evaluation})
+        arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], [])
+        journal, metrics = Journal(tmp_path, "orchestrator"), MetricsLog(tmp_path, 0, tensorboard=False)
+        evaluator = Evaluator(made, arguments, 10, "x", journal, metrics)
+        evaluator.follow(10, {})
+        assert evaluator._run is not None and evaluator._run.longest_s == longest_s
+
+
+def test_an_evaluation_that_nobody_serves_is_not_waited_for_as_long() -> None:
+    clock = Clock()
+    run = evaluation(clock=clock)
+    clock.now = 59
+    assert drained(run, ()) == [] and run.expire() == ([], [])
+    clock.now = 60
+    assert len(run.expire()[0]) == 8
 
 
 def test_while_engines_load_no_time_counts() -> None:

@@ -182,6 +182,8 @@ def test_what_needs_a_container_gets_apptainer_unless_the_recipe_says_otherwise(
     ("change", "words"),
     [
         ("[environment]\nhealthcheck = {command = 'true'}", "healthcheck is not done"),
+        ("[[verifier.collect]]\ncommand = 'pg_dump db > /app/db.sql'", r"\[\[verifier.collect\]\] is not done"),
+        ("artifacts = ['/app/db.sql']", "artifacts are not done"),
         ("[[steps]]\nname = 'one'", "several steps"),
         ("[environment]\nenv = {KEY = '${OPENAI_API_KEY}'}", "which is not in `variables`"),
         ("[verifier]\nenvironment_mode = 'separate'", "separate environment"),

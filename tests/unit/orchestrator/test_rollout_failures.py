@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from benchmarks.support.ports import free_port
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.rollout_failures import (
@@ -15,6 +21,8 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     headline,
     signature,
 )
+from primeslurm.orchestrator.telemetry.watch import FutileError
+from primeslurm.recipe import Recipe
 
 WORKERS = {"a": 2, "b": 1}
 ERROR = "RolloutError: TaskError: reward 'right': KeyError: 'unknown-{}'"
@@ -211,3 +219,33 @@ def test_numbers_paths_and_quotes_make_no_other_kind() -> None:
     other = "SandboxError: image 'django:5' is not in /tmp/9a8b7c6d, after 7 s"
     assert signature(one) == signature(other)
     assert signature(one) != signature("SandboxError: no disk")
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool, tmp_path: Path) -> None:
+    evaluation = {"environments": [{"id": "reverse-text", "name": "held-out"}]}
+    fields = {"name": "t", "task": "eval", "seq_len": 64, "model": {"path": "m"}, "evaluation": evaluation}
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "", f"tcp://127.0.0.1:{free_port()}", ["router-0"], [])
+    now = 0.0
+
+    async def ends() -> None:
+        nonlocal now
+        server = EvaluationServer(Recipe.model_validate(fields), arguments, clock=lambda: now)
+        server._evaluator.follow(0, {})
+        for _ in range(FEW_FAILURES):
+            server._check()
+            if not starts:
+                server._on_unusable("held-out", 0, "no such table")
+                continue
+            job = server._evaluator.next_job({"held-out"}, 0)
+            assert job is not None
+            server._failures.started(job, now)
+            now += 1
+            server._on_result(job.id, ERROR)
+        now += 60
+        server._check()
+
+    with pytest.raises(FutileError, match="environment held-out fails every time"):
+        asyncio.run(ends())
+    state = json.loads((tmp_path / "attempts/1/state/orchestrator.json").read_text())
+    assert "environment held-out fails every time" in state["failure"]

@@ -19,8 +19,8 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
 from primeslurm.orchestrator.environments.sandbox import box, limits
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
-from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
+from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_works
+from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime, _Pipes
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire.transport import secret
 from tests.support.strangers import attempted, needs_second_user, stranger
@@ -140,6 +140,10 @@ async def test_a_full_disk_is_its_own(run_dir: Path) -> None:
             )
             assert "No space left" in result.stderr or "File too large" in result.stderr or result.exit_code
             assert int(result.stdout or 0) <= 20_000_000
+        both = "head -c 60000000 /dev/zero > /app/big; head -c 60000000 /dev/zero > /dev/shm/big"
+        result = await sh(runtime, f"{both}; stat -c %s /app/big /dev/shm/big; rm /app/big /dev/shm/big")
+        sizes = [int(size) for size in result.stdout.split()]
+        assert len(sizes) == 2 and min(sizes) > 0 and sum(sizes) <= 20_000_000, "no more than `plan` counts"
         assert (
             await sh(runtime, "for i in 1 2 3; do head -c 9000000 /dev/zero > /app/$i; done; du -sb /app")
         ).exit_code == 0
@@ -260,6 +264,35 @@ async def test_a_program_that_kills_or_stops_everything_only_loses_its_own_sandb
             async with asyncio.timeout(1):
                 await sh(stopped, "kill -STOP -1; sleep 100")
         assert await still_works(other)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_a_sandbox_that_dies_leaves_no_descriptor(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of what nobody reads yet, nor of what nobody reads any more."""
+    held: list[int] = []
+
+    async def spawn(runtime: SandboxedRuntime, argv: list[str], env: dict[str, str], pipes: _Pipes) -> box.BoxProcess:
+        process, gone = box.BoxProcess(made, 1), box.SandboxGoneError("it has ended")
+        held.append(os.dup(pipes.inner[0]))  # as by what it started
+        if at_once:
+            process.exited.set_exception(gone)
+        else:
+            asyncio.get_running_loop().call_later(0.05, process.exited.set_exception, gone)
+        return process
+
+    made = box.Box(SandboxLimits(), (), ())
+    monkeypatch.setattr(SandboxedRuntime, "_spawn", spawn)
+    runtime = SandboxedRuntime(SubprocessConfig())
+    before = set(Path("/proc/self/fd").iterdir())
+    for use in (runtime.run(["true"], {}), runtime.write("/app/x", b"x" * (1 << 20)), runtime._read("/app/x")):
+        with pytest.raises(SandboxError):
+            await use
+    for _ in range(5):
+        await asyncio.sleep(0)
+    left = set(Path("/proc/self/fd").iterdir()) - before - {Path(f"/proc/self/fd/{fd}") for fd in held}
+    for fd in held:
+        os.close(fd)
+    assert not {path for path in left if path.exists()}, "but for the one that the directory was read by"
 
 
 async def test_output_without_end_does_not_fill_the_worker(run_dir: Path) -> None:

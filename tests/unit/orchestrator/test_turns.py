@@ -6,14 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import verifiers.v1 as vf
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 from transformers import PreTrainedTokenizerFast
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.dialects.chat import parse_message
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.trace import AgentInfo, TraceTask
 
 from primeslurm.families import bundled
 from primeslurm.orchestrator.rendering import remembering
 from primeslurm.orchestrator.rendering.choosing import Rendering, named
 from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.orchestrator.rendering.remembering import RememberedConversation
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.sequences import sequences
 from primeslurm.wire.batches.rollouts import Rollout
@@ -283,3 +289,28 @@ async def test_tools_that_cannot_be_rendered_are_refused_with_a_reason(qwen3: Pa
         with pytest.raises(AssertionError, match="tools cannot be rendered for m: why"):
             await converse(qwen3, rendering, engine, replies)
     assert not engine.requests
+
+
+def test_the_same_answer_of_another_branch_is_not_taken_for_it() -> None:
+    """Two agents of a rollout that say the same, after other thoughts."""
+    trace = vf.Trace(task=TraceTask(type="Task", data=vf.TaskData(prompt="")), agent=AgentInfo(config=AgentConfig()))
+
+    def add(parent: int | None, role: str, text: str, thoughts: str | None = None) -> int:
+        told = {"role": role, "content": text, "reasoning_content": thoughts}
+        trace.nodes.append(MessageNode(parent=parent, message=parse_message(told), sampled=thoughts is not None))
+        return len(trace.nodes) - 1
+
+    told: list[list[Message]] = []
+    for agent in ("one", "other"):
+        place = None
+        told.append([])
+        for question in (agent, "And then?"):
+            asked = add(place, "user", question)
+            place = add(asked, "assistant", "Done.", f"{agent}: {question}")
+            told[-1] += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done."}]
+    for agent, messages in zip(("one", "other"), told, strict=True):
+        found = RememberedConversation(trace).messages(messages, parse_message)
+        assert [found[i].reasoning_content for i in (1, 3)] == [f"{agent}: {agent}", f"{agent}: And then?"]
+    retold = [{"role": "user", "content": "In other words"}, *told[1][1:]]
+    found = RememberedConversation(trace).messages(retold, parse_message)
+    assert found[1].reasoning_content == "one: one", "nothing says whose it is"

@@ -31,6 +31,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.watch import StallError, Watch
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
+from primeslurm.records.state import OrchestratorState
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
 from tests.unit.orchestrator.test_packing import group
@@ -93,6 +94,20 @@ def test_a_row_says_how_busy_the_engines_of_a_role_were(tmp_path: Path) -> None:
     dispatch = SimpleNamespace(counts=Counter[str](), ready=[], open=[], inflight=0)
     row = watch.step_metrics(cast(Dispatcher, dispatch), version=3)
     assert row["engines/decode/busy_mean"] == 0.75 and row["policy/version"] == 3
+
+
+def test_the_head_is_told_that_engines_compute(tmp_path: Path) -> None:
+    """It ends a run whose marker stays the same, and knows of no engine's tokens itself."""
+    clock, journal = Clock(), Journal(tmp_path, "orchestrator")
+    watch = Watch(RECIPE, journal, dict, clock)
+    markers = []
+    for tokens in (0.0, 100.0, 100.0):
+        clock.now += 5.0
+        watch.engines_seen({"decode-r0-0": {"generated": tokens}})
+        watch.write_state(OrchestratorState(version=0))
+        state = msgspec.json.decode((tmp_path / "state/orchestrator.json").read_bytes(), type=OrchestratorState)
+        markers.append(state.marker)
+    assert markers[0] != markers[1] == markers[2]
 
 
 def test_hours_without_a_finished_rollout_are_no_stall_while_engines_compute(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ class SandboxedRuntime(Runtime):  # type: ignore[misc]
         kept = [asyncio.create_task(_keep(pipes.take(stream), LONGEST_OUTPUT)) for stream in (1, 2)]
         feeding = asyncio.create_task(_feed(pipes.take(0), data)) if data is not None else None
         try:
+            await _begun()
             code = await process.wait()
             # What it started may hold the streams open: the command is over nevertheless.
             await asyncio.wait(kept, timeout=_LINGER_S)
@@ -140,6 +141,7 @@ class SandboxedRuntime(Runtime):  # type: ignore[misc]
             kept = asyncio.create_task(_keep(pipes.take(1), most))
             why = asyncio.create_task(_keep(pipes.take(2), 4096))
             try:
+                await _begun()
                 code, data = await process.wait(), await kept
                 said = (await why).decode(errors="replace").strip()
             except SandboxGoneError as error:
@@ -312,7 +314,16 @@ async def _writer(fd: int) -> asyncio.StreamWriter:
 
 async def _feed(fd: int, data: bytes) -> None:
     writer = await _writer(fd)
-    with contextlib.suppress(OSError):
-        writer.write(data)
-        await writer.drain()
+    try:
+        with contextlib.suppress(OSError):
+            writer.write(data)
+            await writer.drain()
+    except asyncio.CancelledError:
+        writer.transport.abort()  # to close would be to wait until the rest is read
+        raise
     writer.close()
+
+
+async def _begun() -> None:
+    """Let tasks that were just made begin. One that is cancelled before it began does not close what it was given."""
+    await asyncio.sleep(0)

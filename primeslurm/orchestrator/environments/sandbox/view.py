@@ -16,6 +16,10 @@ from primeslurm import errors
 WORKDIR = "/app"
 HOME = "/home/user"
 _USER = "1000"
+_SHM = 64 << 20
+"""Bytes of /dev/shm, of those that programs may write: as many as containers of docker have."""
+_LARGEST_SHM = 0.25
+"""It gets no larger share of them."""
 _LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 _ETC = (
     "alternatives",
@@ -73,9 +77,10 @@ def bubblewrap(
         visible: directories of the node that programs may read.
         hidden: directories that stay out of sight even where they lie below one of these.
         files: path in the sandbox to the descriptor that its content is read from.
-        disk: bytes that programs may write.
+        disk: bytes that programs may write: to /dev/shm, which is another file system, and everywhere else, in all.
         open_network: programs share the node's network.
     """
+    shm = min(_SHM, int(_LARGEST_SHM * disk))  # bubblewrap makes the directory itself: it can be no link into /
     network = [] if open_network else ["--unshare-net"]
     words = ["bwrap", "--unshare-user", "--disable-userns", "--unshare-pid", "--unshare-ipc", "--unshare-uts", *network]
     words += [
@@ -87,7 +92,7 @@ def bubblewrap(
         "--hostname",
         "sandbox",
     ]
-    words += ["--uid", _USER, "--gid", _USER, "--size", str(disk), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
+    words += ["--uid", _USER, "--gid", _USER, "--size", str(disk - shm), "--tmpfs", "/", "--ro-bind", "/usr", "/usr"]
     words += [word for link in _LINKS for word in _link(link)]
     words += [word for name in (*_ETC, *(["resolv.conf"] if open_network else [])) for word in _etc(name)]
     words += [word for path, fd in files.items() for word in ("--file", str(fd), path)]
@@ -99,7 +104,7 @@ def bubblewrap(
         below = any(path.is_relative_to(place.resolve()) for place in shown)
         if below and path.exists() and not any(place.resolve().is_relative_to(path) for place in shown):
             words += ["--tmpfs", str(path), "--remount-ro", str(path)]
-    words += ["--proc", "/proc", "--dev", "/dev", "--size", str(disk), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    words += ["--proc", "/proc", "--dev", "/dev", "--size", str(shm), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for made in ("/tmp", "/var/tmp", "/run", HOME, WORKDIR):
         words += ["--dir", made]
     return [*words, "--chdir", WORKDIR]
