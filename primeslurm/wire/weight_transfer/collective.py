@@ -31,6 +31,8 @@ from primeslurm.wire.weight_transfer.messages import TransferSession
 
 _PREFIX = "primeslurm/weights"
 _POLL_S = 0.0005
+PLACES = 5
+"""Of a store, until nobody else is connected there: programs of the node may wait for a server of theirs there."""
 ARRIVE_S = 120.0
 """Longest wait for everybody to come. An engine that is killed after it got its place cannot say so, and trainer and
 other engines stand still meanwhile; one that lives comes within the seconds that it takes to pause."""
@@ -52,8 +54,15 @@ def serve_store(host: str, port: int) -> dist.TCPStore:
 
     Raises:
         OSError: the port is taken.
-        RendezvousError: somebody else is connected to the store already.
+        RendezvousError: somebody else was connected to the store already, wherever it was opened.
     """
+    for _ in range(PLACES - 1):
+        with contextlib.suppress(rendezvous.RendezvousError):
+            return _served(host, port)
+    return _served(host, port)
+
+
+def _served(host: str, port: int) -> dist.TCPStore:
     listening = rendezvous.reserve()
     with listening.dup() as ours:
         place = int(ours.getsockname()[1])

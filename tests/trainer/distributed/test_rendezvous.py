@@ -142,6 +142,24 @@ def test_who_was_at_the_store_before_its_gate_opened_is_found() -> None:
             rendezvous.open_gate("127.0.0.1", free_port(), listening)
 
 
+def test_a_store_goes_elsewhere_if_a_program_that_polls_a_port_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits for its own server at a port that was free a moment ago."""
+    strangers: list[socket.socket] = []
+    opened = rendezvous.open_gate
+
+    def polled(host: str, port: int, store: socket.socket) -> None:
+        if len(strangers) < 2:
+            strangers.append(socket.create_connection(store.getsockname()))
+        opened(host, port, store)
+
+    monkeypatch.setattr(rendezvous, "open_gate", polled)
+    store = serve_store("127.0.0.1", free_port())
+    assert len(strangers) == 2
+    assert store.port not in [stranger.getpeername()[1] for stranger in strangers]
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_the_kernel_signs(meeting: Meeting) -> None:
     """Where it does not, users of rank 0's node reach the store: docs/security.md says so."""
     with socket.socket() as probe:
