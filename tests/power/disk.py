@@ -7,6 +7,7 @@ import os
 import shutil
 import struct
 import subprocess
+import time
 from pathlib import Path
 
 SHUTDOWN = 0x8004587D
@@ -14,6 +15,7 @@ SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = struct.pack("I", 2)
 """Nothing more is written, the journal neither: EXT4_GOING_FLAGS_NOLOGFLUSH."""
 BYTES = 256 << 20
+PATIENCE_S = 60.0
 OPTIONS = (
     "data=writeback,noauto_da_alloc,commit=300",  # nothing is written that nobody flushes
     "data=writeback,noauto_da_alloc,commit=1",  # names are on disk before what they name
@@ -63,8 +65,12 @@ class Disk:
         os.close(handle)
 
     def restart(self) -> None:
-        """Mount what a power cut has left."""
+        """Mount what a power cut has left, once nobody has the old mount: sandboxes that start see it for a moment."""
+        device = Path(_run("findmnt", "-n", "-o", "SOURCE", str(self.path)).strip()).name
         _run("umount", str(self.path))
+        patience = time.monotonic() + PATIENCE_S
+        while Path("/sys/fs/ext4", device).exists() and time.monotonic() < patience:
+            time.sleep(0.05)
         self._mount()
 
     def remove(self) -> None:
@@ -76,5 +82,5 @@ class Disk:
         _run("mount", "-o", f"loop,{self._options}", str(self._file), str(self.path))
 
 
-def _run(*argv: str) -> None:
-    subprocess.run(argv, capture_output=True, check=True)
+def _run(*argv: str) -> str:
+    return subprocess.run(argv, capture_output=True, check=True, text=True).stdout
