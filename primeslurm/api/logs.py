@@ -28,14 +28,13 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
         UsageError: there is no such log; names the nearest.
         RunError: there is none at all.
     """
+    if picked := logs_of(attempt, role):
+        return picked
     files = logs_of(attempt, None)
-    picked = logs_of(attempt, role)
     if not files:
         raise RunError(f"no process of attempt {attempt.number} of {run} has a log")
-    if not picked:
-        valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
-        raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
-    return picked
+    valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
+    raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
 
 
 def logs_of(attempt: Attempt, role: str | None) -> list[Path]:

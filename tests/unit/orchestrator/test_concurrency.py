@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -59,6 +60,15 @@ class Engines:
                 sample["waiting"] = more.get("prefill_waiting" if at_prefill else "waiting", 0)
                 sample["waiting_deferred"] = 0 if at_prefill else more.get("deferred", 0)
                 self.ended[router] += ended
+            self.look()
+
+    def sample_only(self, seconds: float, generated: Callable[[str], float]) -> None:
+        """Have every share used, and so many tokens sampled between two looks, by engine. Nothing else changes."""
+        for _ in range(round(seconds / 5)):
+            self.now += 5
+            self.inflight = dict(self.made.shares)
+            for name, sample in self.samples.items():
+                sample["generated"] += generated(name)
             self.look()
 
 
@@ -277,12 +287,7 @@ def test_a_slow_replica_loses_its_share_until_it_is_well() -> None:
     before = dict(engines.made.shares)
 
     def run(seconds: float, slow: float) -> None:
-        for _ in range(round(seconds / 5)):
-            engines.now += 5
-            engines.inflight = dict(engines.made.shares)
-            for name, sample in engines.samples.items():
-                sample["generated"] += slow if name == "engine-r1-0" else 1000
-            engines.look()
+        engines.sample_only(seconds, lambda name: slow if name == "engine-r1-0" else 1000)
 
     run(90, 100)
     assert engines.made.report["1"].limit == "slow"
@@ -300,12 +305,10 @@ def test_a_replica_that_gave_nothing_for_minutes_is_tried_again(restarted: bool)
     before = dict(engines.made.shares)
 
     def run(seconds: float, each: float) -> None:
-        for _ in range(round(seconds / 5)):
-            engines.now += 5
-            engines.inflight = dict(engines.made.shares)
-            for name, sample in engines.samples.items():
-                sample["generated"] += 10 * engines.inflight[f"router-{name[8]}"] * (each if "r1" in name else 1)
-            engines.look()
+        def generated(name: str) -> float:
+            return 10 * engines.inflight[f"router-{name[8]}"] * (each if "r1" in name else 1)
+
+        engines.sample_only(seconds, generated)
 
     run(600, 0)
     assert engines.made.report["1"].limit == "slow" and engines.made.shares["router-1"] == 1
