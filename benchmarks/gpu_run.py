@@ -3,16 +3,18 @@
     timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
     timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
     timeout 200 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
+    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
 
 Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
 finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which
-OUT.CELL.tar.gz keeps. Without names: all cells that the GPUs suffice for.
+OUT.CELL.tar.gz keeps. Without names: all cells that the GPUs suffice for. To share GPUs takes NCCL 2.30.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -27,6 +29,7 @@ import msgspec
 
 from benchmarks.rl_on_gpus import report
 from benchmarks.support.machine import machine, versions
+from benchmarks.support.shared_gpu import SharedGpus, shared_gpus
 from primeslurm.records.metrics import Row
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
@@ -99,7 +102,7 @@ CELLS = {
 }
 
 
-def run(name: str, cell: Cell, more: Sequence[str], archive: Path) -> dict[str, Any]:
+def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: SharedGpus | None) -> dict[str, Any]:
     """Run a cell, and report what it left behind.
 
     Args:
@@ -107,13 +110,17 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path) -> dict[str, 
         cell: what is run.
         more: settings over those of the cell, as words `field=value`.
         archive: where its records are kept, without `.tar.gz`.
+        shared: how processes share this machine's GPUs; None: each has its own.
     """
     run_name = f"{name}-{time.strftime('%H%M%S')}"
     settings = [*(f"{key}={value}" for key, value in {**cell.settings, **start(name, cell)}.items()), *more]
     words = [word for setting in settings for word in ("--set", setting)]
     local = ["submit", str(RECIPES / cell.recipe), "--local", "--name", run_name, "--wait"]
+    if shared:
+        local += ["--site", str(shared.site)]
+    command = ("-m", "primeslurm", *local, "--set", "slurm.max_attempts=1", *words)
     began = time.monotonic()
-    code = python("-m", "primeslurm", *local, "--set", "slurm.max_attempts=1", *words, timeout_s=cell.timeout_s)
+    code = python(*command, timeout_s=cell.timeout_s, env=shared.env if shared else {})
     seconds = round(time.monotonic() - began)
     directory = RunDirectory(RUNS / run_name)
     if code:
@@ -176,9 +183,9 @@ def idle(steps: Sequence[Row]) -> dict[str, float]:
     return {role: round(share, 3) for role, share in shares.items()}
 
 
-def python(*words: str, timeout_s: float = 600) -> int:
+def python(*words: str, timeout_s: float = 600, env: Mapping[str, str] = {}) -> int:
     """Run Python; the exit code. What does not end in time is asked to, as by `timeout`, and counts as failed."""
-    process = subprocess.Popen([sys.executable, *words])
+    process = subprocess.Popen([sys.executable, *words], env={**os.environ, **env})
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -207,20 +214,25 @@ def main(words: list[str]) -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the cells' recipes")
+    parser.add_argument(
+        "--gpus", nargs="+", type=int, metavar="GPU", help="of this machine, in the order in which processes get them"
+    )
     options = parser.parse_args(words)
     if unknown := set(options.cells) - CELLS.keys():
         parser.error(f"no cell is named {', '.join(sorted(unknown))}; there are {', '.join(CELLS)}")
-    fitting = [name for name, cell in CELLS.items() if cell.gpus <= torch.cuda.device_count()]
+    count = len(options.gpus) if options.gpus else torch.cuda.device_count()
+    fitting = [name for name, cell in CELLS.items() if cell.gpus <= count]
+    shared = shared_gpus(MODELS / "shared-gpus", RUNS.resolve(), options.gpus) if options.gpus else None
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks gpu_run", *words]),
-        "machine": f"{machine()}, local executor",
+        "machine": f"{machine()}, local executor{', GPUs ' + str(options.gpus) if shared else ''}",
         "versions": versions("torch", "torchtitan", "vllm"),
         "cells": {},
     }
     for name in in_order(options.cells or fitting):
         # What is set is for the cells that were named, not for what they start from.
         more = options.set if name in (options.cells or fitting) else []
-        found = run(name, CELLS[name], more, options.out.with_suffix(f".{name}"))
+        found = run(name, CELLS[name], more, options.out.with_suffix(f".{name}"), shared)
         result["cells"][name] = found
         options.out.write_text(json.dumps(result, indent=2) + "\n")
         print(name, json.dumps(found), flush=True)

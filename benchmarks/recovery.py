@@ -1,6 +1,7 @@
 """Seconds until a run is whole again: after an engine of two replicas was killed, then after a trainer rank was.
 
     timeout 600 python -m benchmarks recovery OUT.json 2      # GPUs of the trainer; each replica has one, too
+    timeout 600 python -m benchmarks recovery OUT.json 2 --gpus 0 1 0 1      # two GPUs, shared; takes NCCL 2.30
     scripts/warm_start.sh .primeslurm/reverse-text
     python -m benchmarks recovery OUT.json 1 --model .primeslurm/reverse-text/model --patience-s 1200
 
@@ -25,6 +26,7 @@ from typing import Any, TypeVar
 
 from benchmarks.rl_on_gpus import HERE, make_model
 from benchmarks.support.machine import machine, versions
+from benchmarks.support.shared_gpu import shared_gpus
 from primeslurm.api.loading import load
 from primeslurm.api.runs import Run
 from primeslurm.records.base import Event
@@ -192,6 +194,9 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="its directory; default: that of rl_on_gpus, made on the spot")
     parser.add_argument("--patience-s", type=float, default=140.0, help="for each state that is waited for")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the recipe")
+    parser.add_argument(
+        "--gpus", nargs="+", type=int, metavar="GPU", help="of this machine, in the order in which processes get them"
+    )
     return parser.parse_args(words)
 
 
@@ -206,10 +211,16 @@ def main(words: list[str]) -> None:
         "deployment.train.gpus_per_node": str(options.trainer_gpus),
     }
     overrides = [*(f"{key}={value}" for key, value in settings.items()), *options.set]
-    loaded = load(HERE / "recovery.yaml", local=True, overrides=overrides, name=f"recovery-{time.strftime('%H%M%S')}")
+    site = None
+    if options.gpus:
+        shared = shared_gpus(Path(".primeslurm/shared-gpus").resolve(), Path("runs").resolve(), options.gpus)
+        os.environ |= shared.env
+        site = shared.site
+    name = f"recovery-{time.strftime('%H%M%S')}"
+    loaded = load(HERE / "recovery.yaml", site=site, local=True, overrides=overrides, name=name)
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks recovery", *words]),
-        "machine": f"{machine()}, local executor",
+        "machine": f"{machine()}, local executor{', GPUs ' + str(options.gpus) if options.gpus else ''}",
         "versions": versions("torch", "vllm"),
         "seconds_since_the_signal": {},
     }

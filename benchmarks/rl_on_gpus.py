@@ -102,8 +102,8 @@ def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, A
     options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     env = dict(os.environ)
     if shared:
-        found = shared_gpu.shared_gpu(model.parent / "shared-gpu", Path("runs").resolve(), cell.gpus)
-        options += found.options
+        found = shared_gpu.shared_gpus(model.parent / "shared-gpu", Path("runs").resolve(), [0] * cell.gpus)
+        options += ["--site", str(found.site)]
         env |= found.env
     recipe = [
         "submit",

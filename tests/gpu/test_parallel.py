@@ -39,6 +39,20 @@ TWO_GPUS = [
         ("nemotron_h", {"ep": 2, "cp": 2}),
     )
 ]
+FOUR_RANKS = [
+    Layout(case, parallelism, "varlen", "bfloat16")
+    for case, parallelism in (
+        ("qwen3", {"cp": 4, "cp_style": "ulysses"}),
+        ("qwen3", {"cp": 4, "cp_style": "allgather"}),
+        ("qwen3", {"dp_replicate": 2, "cp": 2}),
+        ("qwen3_moe", {"ep": 4}),
+        ("qwen3_moe", {"ep": 4, "cp": 4, "activation_checkpointing": "full"}),
+        ("qwen3_moe", {"ep": 2, "cp": 2, "dp_replicate": 2}),
+        ("gpt_oss", {"cp": 4, "cp_style": "allgather"}),
+        ("qwen3_5_text", {"cp": 4}),
+        ("nemotron_h", {"ep": 4, "cp": 4}),
+    )
+]
 FLEX_TWO_GPUS = [
     Layout("qwen3", {"cp": 2, "cp_style": style}, "flex", "bfloat16") for style in ("ulysses", "allgather")
 ]
@@ -56,6 +70,12 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def gpus_for(ranks: int) -> bool:
+    """Whether each rank can have a GPU, which others may share."""
+    gpus = torch.cuda.device_count()
+    return gpus >= ranks or (gpus > 0 and torch.cuda.nccl.version() >= (2, 30))
+
+
 def check(size: int, layouts: list[Layout], references: Path) -> None:
     """Fail with all layouts that are too far from one GPU."""
     found = list(zip(layouts, compare(size, layouts, references), strict=True))
@@ -70,6 +90,12 @@ def test_flex_equals_varlen(references: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one(references: Path) -> None:
     check(2, TWO_GPUS, references)
+
+
+@pytest.mark.skipif(not gpus_for(4), reason="needs four GPUs, or NCCL 2.30, which takes a GPU twice")
+def test_four_ranks_equal_one(references: Path) -> None:
+    """On four GPUs, or on fewer that they share."""
+    check(4, FOUR_RANKS, references)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

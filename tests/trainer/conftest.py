@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
@@ -37,8 +38,16 @@ def start_ranks(size: int, module: str, *args: str) -> list[Forked]:
     """`python -m MODULE ARGS` once per rank."""
     port = free_port()
     forks = server(TRAINER, OMP_NUM_THREADS="1")
-    variables = [os.environ | rank_environment(rank, size, port) for rank in range(size)]
+    variables = [os.environ | rank_environment(rank, size, port) | _share_of_gpus(rank, size) for rank in range(size)]
     return [forks.start(module, *args, stdout=PIPE, stderr=STDOUT, env=env) for env in variables]
+
+
+def _share_of_gpus(rank: int, size: int) -> dict[str, str]:
+    """What has a rank share a GPU with others, if there are more ranks than GPUs; NCCL can from 2.30 on."""
+    gpus = torch.cuda.device_count()
+    if not 0 < gpus < size:
+        return {}
+    return {"CUDA_VISIBLE_DEVICES": str(rank % gpus), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 
 def start_fresh_ranks(size: int, module: str, *args: str) -> list[subprocess.Popen[str]]:

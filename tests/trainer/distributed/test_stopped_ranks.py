@@ -11,8 +11,10 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,17 +77,16 @@ class Ranks:
         self.until(lambda: all(b.number > a.number for a, b in zip(before, self.beats(), strict=True)), "no beats")
 
 
-@pytest.fixture(scope="module")
-def ranks(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    directory = tmp_path_factory.mktemp("stopped")
-    trainer = {"optimizer": {"lr": 1e-5}, "parallelism": LAYOUT, "micro_batch_tokens": 64}
-    recipe = make_recipe(moe_model, max_steps=10**6, trainer=trainer, checkpoint={"interval": 2, "keep": 1})
+@contextmanager
+def training(model: Path, directory: Path, size: int, **sections: Any) -> Iterator[Ranks]:
+    """So many ranks that train a model, from their second step on."""
+    recipe = make_recipe(model, max_steps=10**6, checkpoint={"interval": 2, "keep": 1}, **sections)
     (directory / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
     (directory / "run").mkdir()
-    pages = [BeatPage(f"rank-{rank}") for rank in range(RANKS)]
+    pages = [BeatPage(f"rank-{rank}") for rank in range(size)]
     where = ",".join(f"/proc/{os.getpid()}/fd/{page.descriptor}" for page in pages)
     arguments = (str(directory / "recipe.json"), str(directory / "run"), where)
-    processes = start_ranks(RANKS, "tests.trainer.distributed.stopped_ranks", *arguments)
+    processes = start_ranks(size, "tests.trainer.distributed.stopped_ranks", *arguments)
     agents = []
     for rank, (process, page) in enumerate(zip(processes, pages, strict=True)):
         agents.append(Vitals())
@@ -104,20 +105,31 @@ def ranks(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             page.close()
 
 
+@pytest.fixture(scope="module")
+def ranks(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    trainer = {"optimizer": {"lr": 1e-5}, "parallelism": LAYOUT, "micro_batch_tokens": 64}
+    with training(moe_model, tmp_path_factory.mktemp("stopped"), RANKS, trainer=trainer) as found:
+        yield found
+
+
 def is_named_to_the_end(ranks: Ranks, victim: int) -> None:
     """Others may still be on their way to where they wait for it; from then on it is named alone."""
     ranks.until(lambda: ranks.named() == (str(victim),), f"rank {victim} is not named alone")
     assert [ranks.named() for _ in range(5)] == [(str(victim),)] * 5
 
 
-@pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
-def test_a_rank_that_stands_still_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
-    victim = random.Random(phase).randrange(RANKS)
+def is_named_when_stopped_in(phase: str, ranks: Ranks, victim: int) -> None:
+    """All go on afterwards."""
     ranks.until(lambda: ranks.pages[victim].read().phase == phase, f"no {phase}")
     ranks.stop(victim)
     is_named_to_the_end(ranks, victim)
     ranks.go_on(victim)
     ranks.all_go_on()
+
+
+@pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
+def test_a_rank_that_stands_still_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
+    is_named_when_stopped_in(phase, ranks, random.Random(phase).randrange(RANKS))
 
 
 def test_a_rank_that_stands_still_in_a_collective_is_named(ranks: Ranks) -> None:

@@ -36,19 +36,20 @@ def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
 
 
-def test_a_shared_gpu_is_planned_as_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_gpus_are_planned_as_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text('#!/bin/sh\necho "0, $*"\n')
+    program.write_text('#!/bin/sh\necho "$*"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    found = shared_gpu.shared_gpu(tmp_path / "made", tmp_path / "runs", 2)
-    argv = ["nvidia-smi", "--query-gpu=index", "--id=0,0"]
+    found = shared_gpu.shared_gpus(tmp_path / "made", tmp_path / "runs", [0, 1, 0])
+    argv = ["nvidia-smi", "--query-gpu=index", "--id=0,1,0"]
     said = subprocess.run(argv, env={**os.environ, **found.env}, capture_output=True, text=True, check=True)
-    assert said.stdout.splitlines() == ["0, --query-gpu=index"] * 2 and found.env["CUDA_VISIBLE_DEVICES"] == "0,0"
-    site = load_site(Path(found.options[1]))
+    assert said.stdout.splitlines() == [f"--id={gpu} --query-gpu=index" for gpu in (0, 1, 0)]
+    assert found.env["CUDA_VISIBLE_DEVICES"] == "0,1,0"
+    site = load_site(found.site)
     settings = [f"{key}={value}" for key, value in shared_gpu.SETTINGS.items()]
     recipe = load_recipe(HERE / CELLS["fp8"].recipe, [*settings, "model.path=none"])
-    assert site.nodes["default"].gpus == 2 and recipe.weights.transport == "filesystem"
+    assert site.nodes["default"].gpus == 3 and recipe.weights.transport == "filesystem"
 
 
 def test_a_report_takes_the_slowest_engine_of_each_update() -> None:

@@ -1,0 +1,33 @@
+"""Ranks on two GPUs, of which one stands still while the other waits in NCCL's collectives: the head names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from primeslurm.trainer import tiny
+from tests.trainer.distributed.test_stopped_ranks import Ranks, is_named_when_stopped_in, training
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+
+@pytest.fixture(scope="module", params=[{"ep": 2}, {"cp": 2}], ids=["ep", "cp"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    directory = tmp_path_factory.mktemp("stopped")
+    tiny.write_model(directory / "model", "qwen3_moe", hidden=64)
+    model = {"path": str(directory / "model"), "dtype": "bfloat16"}
+    trainer = {"optimizer": {"lr": 1e-5}, "parallelism": request.param, "micro_batch_tokens": 64}
+    with training(directory / "model", directory, 2, model=model, trainer=trainer) as found:
+        yield found
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
+def test_a_rank_that_stands_still_is_named(ranks: Ranks, phase: str, victim: int) -> None:
+    is_named_when_stopped_in(phase, ranks, victim)
