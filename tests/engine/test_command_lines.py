@@ -47,9 +47,17 @@ def test_vllm_keeps_in_full_precision_what_the_trainer_does(model: Path) -> None
     config.packed_modules_mapping = {
         "in_proj_ba": ["in_proj_b", "in_proj_a"],
         "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    for name, quantised in {"in_proj_ba": False, "in_proj_qkvz": True, "out_proj": True}.items():
-        found = config.resolve_quant_method_cls(LinearBase, f"model.layers.0.linear_attn.{name}")
+    layers = {
+        "linear_attn.in_proj_ba": False,
+        "linear_attn.in_proj_qkvz": True,
+        "linear_attn.out_proj": True,
+        "mlp.gate": False,
+        "mlp.gate_up_proj": True,
+    }
+    for name, quantised in layers.items():
+        found = config.resolve_quant_method_cls(LinearBase, f"model.layers.0.{name}")
         assert (found is not None) == quantised, name
 
 

@@ -34,12 +34,29 @@ LEFT_ALONE_S = 60.0
 """After one rank has failed, the others may wait for it for ever."""
 
 
-def start_ranks(size: int, module: str, *args: str) -> list[Forked]:
-    """`python -m MODULE ARGS` once per rank."""
+def start_ranks(size: int, module: str, *args: str) -> Sequence[Forked | subprocess.Popen[str]]:
+    """`python -m MODULE ARGS` once per rank; where there are GPUs, each a fresh process.
+
+    Kernels' libraries look at the GPUs when they are imported, and what is forked from such a process cannot use them.
+    """
+    if torch.cuda.is_available():
+        return start_fresh_ranks(size, module, *args)
     port = free_port()
     forks = server(TRAINER, OMP_NUM_THREADS="1")
-    variables = [os.environ | rank_environment(rank, size, port) | _share_of_gpus(rank, size) for rank in range(size)]
+    variables = [os.environ | rank_environment(rank, size, port) for rank in range(size)]
     return [forks.start(module, *args, stdout=PIPE, stderr=STDOUT, env=env) for env in variables]
+
+
+def start_fresh_ranks(size: int, module: str, *args: str) -> list[subprocess.Popen[str]]:
+    """As `start_ranks`, and every rank imports everything itself, as an agent starts it."""
+    port = free_port()
+    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    own["PYTHONFAULTHANDLER"] = "1"
+    variables = [
+        os.environ | own | rank_environment(rank, size, port) | _share_of_gpus(rank, size) for rank in range(size)
+    ]
+    argv = [sys.executable, "-m", module, *args]
+    return [subprocess.Popen(argv, env=env, stdout=PIPE, stderr=STDOUT, text=True) for env in variables]
 
 
 def _share_of_gpus(rank: int, size: int) -> dict[str, str]:
@@ -48,16 +65,6 @@ def _share_of_gpus(rank: int, size: int) -> dict[str, str]:
     if not 0 < gpus < size:
         return {}
     return {"CUDA_VISIBLE_DEVICES": str(rank % gpus), "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
-
-
-def start_fresh_ranks(size: int, module: str, *args: str) -> list[subprocess.Popen[str]]:
-    """As `start_ranks`, and every rank imports everything itself, as an agent starts it."""
-    port = free_port()
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
-    own["PYTHONFAULTHANDLER"] = "1"
-    variables = [os.environ | own | rank_environment(rank, size, port) for rank in range(size)]
-    argv = [sys.executable, "-m", module, *args]
-    return [subprocess.Popen(argv, env=env, stdout=PIPE, stderr=STDOUT, text=True) for env in variables]
 
 
 def finish(ranks: Sequence[Forked | subprocess.Popen[str]], code: int = 0) -> list[str]:

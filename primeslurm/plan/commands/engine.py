@@ -28,7 +28,7 @@ CORE_GATE = "primeslurm.inference.core_gate.CoreGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
 """The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""
-UNQUANTISED = ("*.in_proj_a", "*.in_proj_b")
+UNQUANTISED = ("*.in_proj_a", "*.in_proj_b", "*.gate")
 """By the names of checkpoints: vLLM would quantise these weights. Released FP8 checkpoints do not, and the trainer does
 not (`wire.weight_transfer.tensor_names.in_fp8`); what else stays in full precision there, vLLM keeps so by itself."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}

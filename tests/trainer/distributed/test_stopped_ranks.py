@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,7 @@ LOOK_S, FASTER = 0.1, 10.0
 class Ranks:
     """All ranks, and the agent of each."""
 
-    processes: Sequence[Forked]
+    processes: Sequence[Forked | subprocess.Popen[str]]
     pages: Sequence[BeatPage]
     agents: Sequence[Vitals]
     now: float = 0.0
@@ -78,9 +79,9 @@ class Ranks:
 
 
 @contextmanager
-def training(model: Path, directory: Path, size: int, **sections: Any) -> Iterator[Ranks]:
+def training(source: Path, directory: Path, size: int, /, **sections: Any) -> Iterator[Ranks]:
     """So many ranks that train a model, from their second step on."""
-    recipe = make_recipe(model, max_steps=10**6, checkpoint={"interval": 2, "keep": 1}, **sections)
+    recipe = make_recipe(source, max_steps=10**6, checkpoint={"interval": 2, "keep": 1}, **sections)
     (directory / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
     (directory / "run").mkdir()
     pages = [BeatPage(f"rank-{rank}") for rank in range(size)]

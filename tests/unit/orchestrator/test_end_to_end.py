@@ -15,6 +15,7 @@ from primeslurm.orchestrator.environments import reverse_text
 from primeslurm.wire.batches.rollouts import RankShard, Row
 from primeslurm.wire.transport.link import LinkError
 from tests.support.fake_engine import FakeEngine, write_tokenizer
+from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 
 
@@ -66,7 +67,7 @@ def check_whole_run(run: FakeRun) -> None:
     assert len(prompts) == len(set(prompts)) == STEPS * 2, "every step trains two prompts that no other step trains"
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-    assert all(row["staleness/max"] <= OFF_POLICY for row in rows)
+    check_staleness(rows, OFF_POLICY)
     assert all(row["trainer/loss"] == 0.5 and 0 < row["reward/mean"] <= 1 for row in rows)
     assert any(row["reward/mean"] < 1 for row in rows), "every other answer of the engine has a mistake"
     assert not list((run.run_dir / "rollouts").glob("*.damaged"))
