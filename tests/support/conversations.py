@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, TraceTask
 
+from primeslurm.orchestrator.rendering import harmony
 from primeslurm.orchestrator.rendering.choosing import Rendering
 from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS
 from primeslurm.orchestrator.rendering.remembering import remember
@@ -36,6 +39,18 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
+O200K = "fb374d419588a4632f3f557e76b4b70aebbca790"
+"""The vocabulary `o200k_base` in caches of tiktoken."""
+HARMONY = {
+    200002: "<|return|>",
+    200003: "<|constrain|>",
+    200005: "<|channel|>",
+    200006: "<|start|>",
+    200007: "<|end|>",
+    200008: "<|message|>",
+    200012: "<|call|>",
+}
+"""Special tokens of gpt-oss that conversations have."""
 START: Sequence[Message] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look it up."})
 
 
@@ -72,6 +87,26 @@ def with_tokens(special: Sequence[str]) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
     fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in special])
     return fast
+
+
+def write_harmony_tokenizer(directory: Path) -> Path:
+    """A tokenizer with gpt-oss's vocabulary and no merges: it is asked for words of one token. Returns its directory.
+
+    litellm, a package of mini-swe-agent (`./just harness mini_swe_agent`), has the vocabulary as tiktoken's caches do.
+    """
+    places = Path(sys.prefix).glob("harnesses/mini_swe_agent/lib/python3*/site-packages/litellm/litellm_core_utils")
+    (file,) = (place / "tokenizers" / O200K for place in places)
+    lines = (line.split() for line in file.read_bytes().splitlines())
+    alphabet = harmony._alphabet()
+    ranks = {"".join(alphabet[byte] for byte in base64.b64decode(token)): int(rank) for token, rank in lines}
+    core = Tokenizer(models.BPE(vocab=ranks, merges=[], ignore_merges=True))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core)
+    special = [HARMONY.get(i, f"<|reserved_{i}|>") for i in range(len(ranks), max(HARMONY) + 1)]
+    fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in special])
+    fast.save_pretrained(directory)
+    return directory
 
 
 def missing_tokens(tokenizer: Any, config: Any) -> list[str]:

@@ -6,12 +6,14 @@ import ast
 import itertools
 import json
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, DockerConfig, PodmanConfig, Runtime, make_runtime
 
@@ -146,3 +148,48 @@ async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: P
     assert binds == [f"{path}:{path}:ro" for path in shown]
     for prefix in (sys.prefix, sys.base_prefix):
         assert any(Path(prefix).is_relative_to(path) for path in shown)
+
+
+APPTAINER = """#!/bin/sh
+# A stand-in that logs instances where apptainer 1.4 does.
+echo "$1 $2 ${APPTAINER_CONFIGDIR:-$HOME/.apptainer} ${APPTAINER_CACHEDIR:-$HOME/.apptainer/cache}" >>"$0.asked"
+[ "$1 $2" = "instance start" ] || exit 0
+for last; do :; done
+logs=${APPTAINER_CONFIGDIR:-$HOME/.apptainer}/instances/logs/node/user
+mkdir -p "$logs" && touch "$logs/$last.out" "$logs/$last.err"
+"""
+
+
+async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, run, image = tmp_path / "home", tmp_path / "run" / "containers", tmp_path / "image.sif"
+    image.touch()
+    for login in (".apptainer/docker-config.json", ".docker/config.json"):
+        (home / login).parent.mkdir(parents=True)
+        (home / login).write_text(login)
+    (tmp_path / "apptainer").write_text(APPTAINER)
+    (tmp_path / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(home))
+    for name in ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR"):
+        monkeypatch.setenv(name, "")  # what is set below goes with the test
+    for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
+        monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
+    containers.write_below(run)
+    containers.mark("tasks-0")
+    ended, killed = (make_runtime(ApptainerConfig(image=str(image))) for _ in range(2))
+    await ended.start()
+    await killed.start()
+    logs = run / "config" / "instances" / "logs" / "node" / "user"
+    assert {path.stem for path in logs.iterdir()} == {ended._instance, killed._instance}
+    asked = (tmp_path / "apptainer.asked").read_text().splitlines()
+    assert len(asked) == 8 and all(line.endswith(f"{run}/config {run}/cache") for line in asked), asked
+    assert (run / "config/docker-config.json").read_text() == ".apptainer/docker-config.json"
+    assert (run / "config/config.json").read_text() == ".docker/config.json"
+    await ended.stop()
+    assert {path.stem for path in logs.iterdir()} == {killed._instance}
+    containers.sweep(["apptainer"], "tasks-0")
+    assert not list(logs.iterdir())
+    assert len([path for path in home.rglob("*") if path.is_file()]) == 2, "there is more at home than there was"
+    shutil.rmtree(killed._dir)

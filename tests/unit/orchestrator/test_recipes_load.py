@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents
+from primeslurm.orchestrator.environments import agents, host_needs
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import sees_packages
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMED = [
@@ -30,6 +31,15 @@ def test_it_loads(environment: Environment, tmp_path: Path) -> None:
     args = {name: stand_ins.get(str(value), value) for name, value in environment.args.items()}
     env = environments.load(environment.id, args, agents.agent_options(environment))
     assert next(iter(env.taskset)).data.prompt
+    assert host_needs.notes(environment, env) == [], "its rollouts download their harness"
+
+
+def test_harnesses_are_installed_by_a_command_that_the_recipe_names() -> None:
+    for path in sorted((ROOT / "recipes").glob("*.yaml")):
+        for environment in load_recipe(path).environments:
+            if environment.harness is not None and sees_packages(environment.runtime):
+                assert f"`./just harness {environment.harness.id}`" in path.read_text(), path.name
+                assert (ROOT / "requirements" / "harnesses" / f"{environment.harness.id}.txt").is_file()
 
 
 def test_what_recipes_need_is_said() -> None:

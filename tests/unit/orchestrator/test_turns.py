@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import verifiers.v1 as vf
+from openai_harmony import Author, DeveloperContent, Role, SystemContent, ToolDescription
+from openai_harmony import Conversation as Conversations
+from openai_harmony import Message as HarmonyMessage
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -33,6 +36,7 @@ from tests.support.conversations import (
     calling,
     converse,
     sampled,
+    write_harmony_tokenizer,
     write_tokenizer,
 )
 
@@ -41,7 +45,6 @@ QUESTION = 9
 """The turn that ends the work; then the user asks on."""
 NAMES = sorted(
     {name for family in bundled() if family.renderer for name in (family.renderer, *family.renderers.values())}
-    - {"gpt-oss"}  # openai_harmony renders by a vocabulary of its own, which it fetches
     | {"deepseek-v4"}  # of no family: named in a recipe
 )
 THINKING: dict[str, dict[str, Any]] = {
@@ -100,10 +103,13 @@ def assert_trained_as_seen(rollouts: tuple[Rollout, ...], engine: ScriptedEngine
 @pytest.mark.parametrize("name", NAMES)
 async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -> None:
     config = named(name, THINKING.get(name, {}))
-    model = write_tokenizer(tmp_path, config)
+    model = write_harmony_tokenizer(tmp_path) if name == "gpt-oss" else write_tokenizer(tmp_path, config)
     renderer = create_renderer(load_tokenizer(str(model)), config)
     said = messages_of(name)
-    engine = ScriptedEngine([sampled(renderer, message) for message in said])
+    speaking = renderer
+    if name == "gpt-oss":  # an answer's thoughts are in no prompt
+        speaking = create_renderer(renderer._tokenizer, named(name, {"auto_drop_analysis": False}))
+    engine = ScriptedEngine([sampled(speaking, message) for message in said])
     async with engine.serving():
         found = await converse(model, Rendering(config), engine, replies)
     rollouts = trained(found)
@@ -118,6 +124,8 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
         thoughts = [m.get("reasoning_content", "").strip() for m in found.messages if m["role"] == "assistant"]
         assert thoughts == [message["reasoning_content"] for message in said]
     assert_rendered_as_a_whole(renderer, engine, found)
+    if name == "gpt-oss":
+        assert_rendered_as_by_its_makers(renderer, engine, found)
 
 
 def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
@@ -130,6 +138,48 @@ def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, found: Con
         told += 2
     assert told == len(found.messages) + 1
     assert list(START) == found.messages[:2]
+
+
+def assert_rendered_as_by_its_makers(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
+    """OpenAI's encoder makes the same of the conversation, but that it leaves the channel of the answer open.
+
+    It is not shown thoughts before the last question: it drops them after an answer, and has them back after a call.
+    """
+    opened = [renderer._channel, *renderer._encode("analysis"), renderer._message]
+    date = renderer._conversation_start_date_resolved
+    tools = [ToolDescription.new(**TOOL["function"])]
+    about = DeveloperContent.new().with_instructions(START[0]["content"]).with_function_tools(tools)
+    head = [
+        HarmonyMessage.from_role_and_content(Role.SYSTEM, SystemContent.new().with_conversation_start_date(date)),
+        HarmonyMessage.from_role_and_content(Role.DEVELOPER, about),
+    ]
+    for turn, request in enumerate(engine.requests):
+        question = 3 + 2 * QUESTION if turn > QUESTION else 1
+        told = found.messages[1 : 2 + 2 * turn]
+        said = [part for at, message in enumerate(told, 1) for part in as_harmony(message, thinks=at > question)]
+        history = Conversations.from_messages([*head, *said])
+        theirs = renderer._enc.render_conversation_for_completion(history, Role.ASSISTANT)
+        assert request["token_ids"] == [*theirs, *opened], f"turn {turn}"
+
+
+def as_harmony(message: Message, thinks: bool) -> list[HarmonyMessage]:
+    """A message of the conversation, in the encoder's words."""
+    if message["role"] == "user":
+        return [HarmonyMessage.from_role_and_content(Role.USER, message["content"])]
+    if message["role"] == "tool":
+        author = Author.new(Role.TOOL, "functions.look_up")
+        answer = HarmonyMessage.from_author_and_content(author, message["content"])
+        return [answer.with_recipient("assistant").with_channel("commentary")]
+    made = []
+    if thinks:
+        thought = HarmonyMessage.from_role_and_content(Role.ASSISTANT, message["reasoning_content"])
+        made.append(thought.with_channel("analysis"))
+    for call in message.get("tool_calls") or ():
+        said = HarmonyMessage.from_role_and_content(Role.ASSISTANT, call["function"]["arguments"])
+        made.append(said.with_channel("commentary").with_recipient("functions.look_up"))
+    if message.get("content"):
+        made.append(HarmonyMessage.from_role_and_content(Role.ASSISTANT, message["content"]).with_channel("final"))
+    return made
 
 
 async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Path) -> None:

@@ -7,10 +7,14 @@ labels; apptainer has names only.
 Command lines are for all users of the node to see. Secrets that a recipe names are variables of the worker, and so of
 what it starts: docker and podman are told names alone, apptainer is told a file of the worker's user. What a task makes
 of a secret (`KEY = "${TOKEN}"`) is made of it in the container, by a shell.
+
+apptainer keeps names and logs of its instances at home, and the logs for good. Here both are files of the run, and logs
+go with their instance.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -38,6 +42,10 @@ SWEEP_S = 60.0
 """Longest wait for an answer of an engine."""
 _hidden: set[str] = set()
 """Names of variables; see `hide`."""
+CONFIG = "APPTAINER_CONFIGDIR"
+"""Environment variable: what apptainer uses instead of `~/.apptainer`."""
+_logins: dict[str, Path] = {}
+"""Files of the user, by the names that apptainer looks for in that directory; see `write_below`."""
 
 
 class _Scripted:
@@ -93,6 +101,14 @@ class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._instance = _instances(self.worker) + self._instance.removeprefix("vf-")
+
+    async def start(self) -> None:
+        _link_logins()
+        await super().start()
+
+    def cleanup(self) -> None:
+        super().cleanup()
+        _remove_logs(self._instance)
 
     def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
         hidden = _own(env) | {name: env[name] for name in _made(env)}
@@ -168,6 +184,37 @@ def hide(names: Iterable[str]) -> None:
     _hidden.update(names)
 
 
+def write_below(directory: Path) -> None:
+    """Have apptainer write below a directory what it writes at home by itself. The user's logins at registries stay.
+
+    Args:
+        directory: of the run, on a file system that all its nodes share.
+    """
+    given = os.environ.get(CONFIG)
+    theirs = Path(given) if given else Path.home() / ".apptainer"
+    docker = theirs if given else Path.home() / ".docker"  # so apptainer looks for what docker has
+    _logins.update({name: theirs / name for name in ("docker-config.json", "remote.yaml")})
+    _logins["config.json"] = docker / "config.json"
+    os.environ |= {"APPTAINER_CACHEDIR": str(directory / "cache"), CONFIG: str(directory / "config")}
+
+
+def _link_logins() -> None:
+    """Show apptainer the user's logins, where it looks for them now."""
+    if config := os.environ.get(CONFIG):
+        Path(config).mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name, path in _logins.items():
+            with contextlib.suppress(FileExistsError):  # another worker's
+                if path.is_file():
+                    Path(config, name).symlink_to(path)
+
+
+def _remove_logs(instances: str) -> None:
+    """Remove the logs of instances whose names begin so."""
+    if config := os.environ.get(CONFIG):
+        for path in Path(config).glob(f"instances/logs/*/*/{instances}*"):
+            path.unlink(missing_ok=True)
+
+
 def mark(worker: str, shown: Sequence[Path] = ()) -> None:
     """Have verifiers mark the containers of this process.
 
@@ -202,6 +249,7 @@ def sweep(kinds: Iterable[str], worker: str) -> None:
                     timeout=SWEEP_S,
                     check=False,
                 )
+                _remove_logs(_instances(worker))
         except (OSError, subprocess.SubprocessError) as error:
             log.warning("containers that an earlier worker may have left were not looked for: %s", error)
 

@@ -10,7 +10,7 @@ from verifiers.v1 import runtimes
 from verifiers.v1.runtimes import apptainer, e2b, limiters
 from verifiers.v1.runtimes import subprocess as unprotected
 
-from primeslurm.orchestrator.environments.sandbox import limits, scripts
+from primeslurm.orchestrator.environments.sandbox import containers, limits, scripts
 from primeslurm.orchestrator.environments.sandbox.limits import GB, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, Runtime, SubprocessRuntime
@@ -22,7 +22,7 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     Args:
         runtime: the recipe's, if it says one.
         files: directory for what this process's rollouts write outside of sandboxes.
-        images: directory for container images, which all processes of the run share.
+        images: directory for container images and apptainer's own files, which all processes of the run share.
         hidden: directories that no sandbox may see: the run's, and others'.
     """
     kind: type[runtimes.Runtime] = TrustedRuntime
@@ -35,7 +35,8 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     unprotected.CACHE_DIR = files
     apptainer._ROOT = images
     e2b._TEMPLATE_LOCK_DIR, limiters.LIMITER_DIR = files / "e2b", files / "limiter"
-    os.environ |= {"APPTAINER_CACHEDIR": str(images / "cache"), "UV_CACHE_DIR": str(files / "uv")}
+    os.environ["UV_CACHE_DIR"] = str(files / "uv")
+    containers.write_below(images)
     limits.sweep()
 
 
