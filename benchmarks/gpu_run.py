@@ -7,7 +7,8 @@
 
 Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
 finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which
-OUT.CELL.tar.gz keeps. Without names: all cells that the GPUs suffice for. To share GPUs takes NCCL 2.30.
+OUT.CELL.tar.gz keeps. Without names: all cells that the GPUs suffice for. Where GPUs are shared and NCCL is older than
+2.30, policies go by files.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import msgspec
 
 from benchmarks.rl_on_gpus import report
 from benchmarks.support.machine import machine, versions
-from benchmarks.support.shared_gpu import SharedGpus, shared_gpus
+from benchmarks.support.shared_gpu import SharedGpus, shared_gpus, shared_settings
 from primeslurm.records.metrics import Row
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
@@ -113,7 +114,8 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: Share
         shared: how processes share this machine's GPUs; None: each has its own.
     """
     run_name = f"{name}-{time.strftime('%H%M%S')}"
-    settings = [*(f"{key}={value}" for key, value in {**cell.settings, **start(name, cell)}.items()), *more]
+    changes = {**cell.settings, **start(name, cell), **(shared_settings() if shared else {})}
+    settings = [*(f"{key}={value}" for key, value in changes.items()), *more]
     words = [word for setting in settings for word in ("--set", setting)]
     local = ["submit", str(RECIPES / cell.recipe), "--local", "--name", run_name, "--wait"]
     if shared:

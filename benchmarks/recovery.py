@@ -1,7 +1,7 @@
 """Seconds until a run is whole again: after an engine of two replicas was killed, then after a trainer rank was.
 
     timeout 600 python -m benchmarks recovery OUT.json 2      # GPUs of the trainer; each replica has one, too
-    timeout 600 python -m benchmarks recovery OUT.json 2 --gpus 0 1 0 1      # two GPUs, shared; takes NCCL 2.30
+    timeout 600 python -m benchmarks recovery OUT.json 2 --gpus 0 1 0 1      # two GPUs, shared
     scripts/warm_start.sh .primeslurm/reverse-text
     python -m benchmarks recovery OUT.json 1 --model .primeslurm/reverse-text/model --patience-s 1200
 
@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from benchmarks.rl_on_gpus import HERE, make_model
 from benchmarks.support.machine import machine, versions
-from benchmarks.support.shared_gpu import shared_gpus
+from benchmarks.support.shared_gpu import shared_gpus, shared_settings
 from primeslurm.api.loading import load
 from primeslurm.api.runs import Run
 from primeslurm.records.base import Event
@@ -210,12 +210,13 @@ def main(words: list[str]) -> None:
         "model.path": str(model.resolve()),
         "deployment.train.gpus_per_node": str(options.trainer_gpus),
     }
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *options.set]
     site = None
     if options.gpus:
+        settings |= shared_settings()
         shared = shared_gpus(Path(".primeslurm/shared-gpus").resolve(), Path("runs").resolve(), options.gpus)
         os.environ |= shared.env
         site = shared.site
+    overrides = [*(f"{key}={value}" for key, value in settings.items()), *options.set]
     name = f"recovery-{time.strftime('%H%M%S')}"
     loaded = load(HERE / "recovery.yaml", site=site, local=True, overrides=overrides, name=name)
     result: dict[str, Any] = {

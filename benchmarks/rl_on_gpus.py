@@ -98,7 +98,7 @@ def make_model(directory: Path) -> None:
 def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, Any]:
     """Run a cell and report what it left behind."""
     run_name = f"{name}-{time.strftime('%H%M%S')}"
-    settings = {**cell.settings, **(shared_gpu.SETTINGS if shared else {})}
+    settings = {**cell.settings, **(shared_gpu.shared_settings() if shared else {})}
     options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     env = dict(os.environ)
     if shared:

@@ -1,12 +1,13 @@
 """Runs whose trainer and engines share the GPUs of this machine, each of which believes that it has one of its own.
 
 What a pool without enough GPUs can show: numbers of trainer and engines beside one another, and what follows a fault.
-Seconds are of processes that get in each other's way. NCCL takes a GPU twice from 2.30 on; where torch brings an older
-one, policies go by files.
+Seconds are of processes that get in each other's way. NCCL takes a GPU twice from 2.30 on; where an older one is
+loaded, policies go by files.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,7 @@ from pathlib import Path
 
 from primeslurm.api.sites import local_site
 
-SETTINGS = {"weights.transport": "filesystem", "weights.timeout_s": "120"}
-"""What a recipe has otherwise where there are GPUs enough, and NCCL is older than 2.30."""
+FILES = {"weights.transport": "filesystem", "weights.timeout_s": "120"}
 STAND_IN = """#!/usr/bin/env bash
 # A stand-in for nvidia-smi: tells of a GPU as often as it is shared.
 words=()
@@ -36,6 +36,28 @@ class SharedGpus:
 
     site: Path
     env: Mapping[str, str]
+
+
+def nccl_version() -> tuple[int, int]:
+    """Ask the NCCL that torch loads for its version; `torch.cuda.nccl.version` tells that which torch was built with.
+
+    Returns:
+        Major and minor; (0, 0) where there is none.
+    """
+    import torch  # noqa: F401 - which loads NCCL
+
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return 0, 0
+    found = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(found))
+    return found.value // 10_000, found.value // 100 % 100
+
+
+def shared_settings() -> dict[str, str]:
+    """Return what a recipe has otherwise where processes share GPUs, by dotted path."""
+    return {} if nccl_version() >= (2, 30) else FILES
 
 
 def shared_gpus(directory: Path, runs: Path, gpus: Sequence[int]) -> SharedGpus:

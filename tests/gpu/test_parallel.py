@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenMetadata, create_varlen_metadata_for_document
 
+from benchmarks.support.shared_gpu import nccl_version
 from primeslurm.trainer import compat
 from primeslurm.trainer.components import varlen_attention
 from primeslurm.trainer.distributed.context_parallel import local_documents
@@ -73,7 +74,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpus_for(ranks: int) -> bool:
     """Whether each rank can have a GPU, which others may share."""
     gpus = torch.cuda.device_count()
-    return gpus >= ranks or (gpus > 0 and torch.cuda.nccl.version() >= (2, 30))
+    return gpus >= ranks or (gpus > 0 and nccl_version() >= (2, 30))
 
 
 def check(size: int, layouts: list[Layout], references: Path) -> None:
