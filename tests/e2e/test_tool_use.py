@@ -13,7 +13,7 @@ from tests.support.unmeasured import unmeasured
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
-STEPS = 12
+STEPS = 22
 
 
 @pytest.fixture(scope="module")
@@ -33,5 +33,5 @@ def test_a_policy_learns_to_use_its_tool(demo: Demo, tool_model: Path) -> None:
     rewards, commands = ([row[name] for row in table] for name in ("reward/mean", "tool-use/commands"))
     # A batch has the rollouts of eight tasks: one alone says little.
     assert sum(commands[:4]) / 4 > 0.5, "the warm start does not call its tool"
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, f"rewards {rewards}"
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.3, f"rewards {rewards}"
     assert sum(commands[-4:]) / 4 > sum(commands[:4]) / 4 + 0.1, f"commands {commands}"
