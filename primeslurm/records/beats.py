@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import math
 import mmap
 import os
 import signal
@@ -94,6 +95,7 @@ class BeatPage:
         if number == again:  # or it is being written just now
             begun: int = _COLLECTIVES.unpack_from(self._page, _COLLECTIVES_AT)[0]
             words = phase.rstrip(b"\0").decode(errors="replace")
+            limit_s = limit_s if 0 < limit_s < math.inf else 0.0  # or it would hang at once, or never
             self._last = Beat(number, words, None if step < 0 else step, limit_s, begun)
         return self._last
 

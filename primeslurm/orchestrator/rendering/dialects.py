@@ -158,7 +158,7 @@ def _arguments(call: ToolCall) -> dict[str, Any]:
     """Arguments as an object, which these protocols ask for; of what a model wrote otherwise there are none."""
     try:
         found = json.loads(call.arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -86,11 +86,12 @@ class Publisher:
         self._world.agree(_attempt(lambda: _flush(directory, self._world.rank)), f"flushing v{version}")
 
     def discard_after(self, version: int) -> None:
-        """Delete versions newer than `version`: an earlier attempt made them after its last commit."""
+        """Delete versions newer than `version`, which an earlier attempt made after its last commit, and prune."""
         if self._world.is_main:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
                     until_written(partial(_remove, filesystem.version_dir(self._run_dir, newer)))
+            until_written(lambda: self._prune(version))
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
@@ -120,8 +121,10 @@ class Publisher:
         filesystem.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)
         partial.rename(final)
-        needed = {version, *checkpoints.committed(self._run_dir)}
-        filesystem.prune(self._run_dir, self._keep, needed)
+        self._prune(version)
+
+    def _prune(self, version: int) -> None:
+        filesystem.prune(self._run_dir, self._keep, {version, *checkpoints.committed(self._run_dir)})
 
     def _check(self, index: dict[str, str], written: int) -> None:
         names = {name for name in index if not name.endswith(tensor_names.FP8_SCALE)}

@@ -86,10 +86,14 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         raise ValueError(f"{path}: cut short, {size} bytes of {end}")
     if unknown := sorted({entry.dtype for entry in entries.values()} - set(_DTYPES)):
         raise ValueError(f"{path}: tensors of dtype {', '.join(unknown)} are not read")
-    return {
+    found = {
         name: TensorLocation(path.name, start + entry.data_offsets[0], entry.shape, entry.dtype)
         for name, entry in entries.items()
     }
+    for name, entry in entries.items():  # room is made for what a shape says
+        if found[name].nbytes != entry.data_offsets[1] - entry.data_offsets[0]:
+            raise ValueError(f"{path}: {name} of {entry.dtype}{list(entry.shape)} is not at {list(entry.data_offsets)}")
+    return found
 
 
 def _entries(path: Path, header: bytes) -> dict[str, _Entry]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import threading
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,11 +17,19 @@ from numpy.typing import NDArray
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
 from primeslurm.trainer.weights.headers import TensorLocation, read_header
+from primeslurm.wire.decoding import DamagedError, json_value
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 INDEX = "model.safetensors.index.json"
 _AT_ONCE = 8
 """Headers that are read side by side: each is a wait for the file system, and hardly any work."""
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What of an index is read."""
+
+    weight_map: dict[str, str]
+    """Tensor name to file name."""
 
 
 @dataclass(frozen=True)
@@ -136,5 +144,8 @@ class OpenFiles:
 def _file_names(directory: Path) -> list[str]:
     index = directory / INDEX
     if index.is_file():
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        try:
+            return sorted(set(json_value(index.read_bytes(), _Index).weight_map.values()))
+        except DamagedError as error:
+            raise ValueError(f"{index}: cannot be read: {error}") from error
     return sorted(file.name for file in directory.glob("*.safetensors"))

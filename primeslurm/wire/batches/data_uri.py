@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 
 _START = "data:image/"
 _SHOWN = 80
@@ -33,5 +32,5 @@ def decode(source: str) -> bytes:
         raise ValueError(f"{shown(source)}: an image must be in base64 (data:image/...;base64,...)")
     try:
         return base64.b64decode("".join(text.split()), validate=True)
-    except binascii.Error as error:
+    except ValueError as error:  # binascii's is one
         raise ValueError(f"{shown(source)}: an image is no base64: {error}") from error

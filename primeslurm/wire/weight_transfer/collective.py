@@ -229,7 +229,7 @@ class Channel:
 
     def _reason(self) -> str:
         try:
-            return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+            return self._store.get("failed").decode(errors="replace") if self._store.check(["failed"]) else ""
         except RuntimeError:
             return "the trainer's store is gone"
 

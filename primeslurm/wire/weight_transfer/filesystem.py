@@ -65,21 +65,28 @@ def damage(directory: Path) -> list[str]:
 
 def published(run_dir: Path) -> list[int]:
     """List all complete versions, ascending."""
+    return [version for version in _directories(run_dir) if (version_dir(run_dir, version) / MANIFEST).is_file()]
+
+
+def _directories(run_dir: Path) -> list[int]:
+    """The versions that have a directory, complete or not, ascending."""
     root = run_dir / "weights"
     if not root.is_dir():
         return []
-    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
-    return sorted(version for version, path in found if (path / MANIFEST).is_file())
+    return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.match(path.name)))
 
 
 def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
     """Delete published versions beyond the newest `keep`, but never one in `needed`.
 
+    Also what is left of others: versions appear complete, so one that is not was being deleted when its process died.
+
     Returns:
         The versions that were deleted, ascending.
     """
-    versions = published(run_dir)
-    doomed = [v for v in versions[:-keep] if v not in needed]
+    whole = published(run_dir)
+    kept = {*whole[-keep:], *(version for version in whole if version in needed)}
+    doomed = [version for version in _directories(run_dir) if version not in kept]
     for version in doomed:
         directory = version_dir(run_dir, version)
         durable.remove(directory / MANIFEST)  # first: a half-deleted version must not look complete

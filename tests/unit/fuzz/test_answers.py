@@ -18,10 +18,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from renderers.base import ParsedToolCall, ToolCallParseStatus
 from verifiers.v1.runtimes import Runtime
+from verifiers.v1.types import ToolCall
 
 from primeslurm.inference.router.workers import WorkerDifference, Workers, compare, listed
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
+from primeslurm.orchestrator.rendering import deepseek_v31, dialects
 from primeslurm.orchestrator.rollouts.generate_endpoint import (
     Completion,
     GenerateEndpoint,
@@ -320,3 +323,14 @@ async def test_arguments_of_a_call_are_what_the_model_says(arguments: Any) -> No
     """Nothing is run, so that there is no need of anything to run it in."""
     harness, nothing = ShellHarness(ShellConfig(id="shell")), cast(Runtime, None)
     assert (await harness._output({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
+
+
+CALL = b'{"city": "Rome", "days": [1, 2]}'
+
+
+@fuzzed()
+@given(texts(CALL).map(lambda data: data.decode(errors="replace")) | st.just("[" * 100_000))
+def test_arguments_that_are_read_for_protocols(text: str) -> None:
+    assert isinstance(dialects._arguments(ToolCall(id="c", name="look_up", arguments=text)), dict)
+    call = deepseek_v31._read(ParsedToolCall(raw=f"look_up{deepseek_v31.SEPARATOR}{text}", name=None, arguments=None))
+    assert call.name == "look_up" and call.status in set(ToolCallParseStatus)

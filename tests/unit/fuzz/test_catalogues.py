@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
+from hypothesis import strategies as st
 
 from primeslurm.wire.weight_transfer import collective
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, TensorInfo, buffer, outgoing, unpack
-from primeslurm.wire.weight_transfer.collective import TransferError, unpacked
+from primeslurm.wire.weight_transfer.collective import Channel, TransferError, unpacked
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
 
 CATALOGUE: Catalogue = [
@@ -65,3 +67,34 @@ def test_a_catalogue_that_would_fill_the_memory_is_refused(monkeypatch: pytest.M
     bomb = zlib.compress(bytes(64 << 20), 9)
     with bounded(1 << 20, factor=3), pytest.raises(TransferError, match="longer than"):
         unpacked(bomb)
+
+
+def session(**left: bytes) -> Channel:
+    """This rank's end of a session, in whose store others have left words."""
+    found = Channel.__new__(Channel)
+    found._store = dist.HashStore()
+    for name, word in left.items():
+        found._store.set(name.replace("_", "/"), word)  # type: ignore[arg-type]  # torch's stub knows str alone
+    return found
+
+
+EXPERTS = msgspec.msgpack.encode(frozenset({0, 5}))
+
+
+@fuzzed()
+@given(trees([0, 5]).map(msgspec.msgpack.encode) | texts(EXPERTS))
+def test_experts_of_receivers(data: bytes) -> None:
+    with bounded(len(data), factor=64):
+        try:
+            found = session(experts_2=data).experts(2)
+        except TransferError:
+            return
+        for layer in CATALOGUE:
+            for message in outgoing(layer, 0, found):
+                assert sum(piece.room for piece in message) <= 1024
+
+
+@fuzzed()
+@given(texts(b"rank 1: it hung up") | st.binary(max_size=40))
+def test_why_others_left(data: bytes) -> None:
+    assert isinstance(session(failed=data)._reason(), str)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.errors import RunError
+from primeslurm.errors import ClusterError, RunError
 from primeslurm.files import Watched, read_json
 from primeslurm.orchestrator.dispatch import curricula
 from primeslurm.orchestrator.evaluation.archive import Archive, Begun
@@ -19,10 +23,16 @@ from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
 from primeslurm.plan import plan_file
 from primeslurm.records import events, reading
+from primeslurm.records.beats import Beat, BeatPage, Pulse
 from primeslurm.records.events.training import StepReported
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
+from primeslurm.run.directory import Attempt
 from primeslurm.run.ledger import Ledger
+from primeslurm.run.status.placement import placement_of
+from primeslurm.slurm.inventory import _parse
+from primeslurm.wire import environment_probe
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.stored.manifest import FileRecord
 from primeslurm.wire.transport.addresses import FILE, AddressBook
@@ -228,10 +238,64 @@ FOLDED = {
 
 @fuzzed(2)
 @given(damaged(FOLDED))
-def test_plans(data: bytes) -> None:
+def test_plans(directory: Path, data: bytes) -> None:
+    attempt = Attempt(directory / "run", 1)
+    attempt.plan_file.parent.mkdir(parents=True, exist_ok=True)
+    attempt.plan_file.write_bytes(data)
+    with contextlib.suppress(RunError):
+        placement_of(attempt)
     try:
         with bounded(len(data), factor=64):
             assert isinstance(plan_file.plain(data), dict)
         plan_file.from_file(data)
     except ValueError:
         return
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[BeatPage]:
+    found = BeatPage("p")
+    yield found
+    found.close()
+
+
+PAGE = Pulse()
+PAGE.enter("train", 3, 60.0)
+BEAT = bytes(PAGE._page[:136])
+
+
+@fuzzed(2)
+@given(texts(BEAT) | st.floats().map(lambda limit: BEAT[:16] + struct.pack("<d", limit) + BEAT[24:]))
+def test_beats(page: BeatPage, data: bytes) -> None:
+    """A process that writes anywhere in its memory must not be one that never hangs."""
+    page._page[: len(BEAT)] = data[: len(BEAT)].ljust(len(BEAT), b"\xff")
+    found = page.read()
+    assert isinstance(found, Beat) and math.isfinite(found.limit_s) and found.limit_s >= 0
+    page._page[: len(BEAT)] = BEAT
+    assert page.read() == Beat(1, "train", 3, 60.0, 0)
+
+
+PROBED = {
+    "environments": [
+        {"answer": {"violations": [], "missing": ["x"], "notes": [], "tools": []}, "code": 0, "stderr": ""}
+    ],
+    "model": {"answer": None, "code": -9, "stderr": "x"},
+}
+
+
+@fuzzed()
+@given(damaged(PROBED).map(lambda data: data.decode(errors="replace")))
+def test_what_a_look_at_environments_found(text: str) -> None:
+    with bounded(len(text), factor=64), contextlib.suppress(DamagedError):
+        found = environment_probe.decoded(text, environment_probe.ProbeResults)
+        assert environment_probe.decoded(environment_probe.encoded(found), environment_probe.ProbeResults) == found
+
+
+PARTS = {"node": "n0", "parts": {"python": "3.11.9", "cuda": None}}
+
+
+@fuzzed()
+@given(damaged(PARTS))
+def test_what_nodes_have_installed(data: bytes) -> None:
+    with contextlib.suppress(ClusterError):
+        assert set(_parse(data.decode(errors="replace"))) <= {str(PARTS["node"])} or data != lines(PARTS)

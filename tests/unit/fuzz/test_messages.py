@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
+from primeslurm.orchestrator.rollouts.spool import open_group
 from primeslurm.wire import decoding
-from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches import batch_files, data_uri
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import digests
@@ -57,6 +58,7 @@ ROLLOUT = [bytes(part) for part in rollout().encode()]
 BATCH = [bytes(part) for part in batch().encode()]
 GROUP = RolloutGroup("e-0", "e", 0, 3, ((rollout(),), (rollout(), rollout(9)))).to_bytes()
 RESULT = [bytes(part) for part in job_protocol.encode_result("j", (rollout(), rollout(9)))]
+INLINE = "data:image/png;base64,aGVsbG8gd29ybGQ="
 WORDS = [
     *(
         {"type": "GetBatch", "step": 1, "dp_rank": 0, "dp_world": 1, "cp_world": 1, "offset": 0},
@@ -173,6 +175,31 @@ def test_spooled_groups(data: bytes) -> None:
             is_a_rollout(sequence)
         assert len(found.rewards) == len(found.rollouts) > 0
         found.cut(4)
+
+
+@fuzzed(2)
+@given(texts(GROUP))
+def test_files_of_groups_of_which_the_head_is_read_first(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "e-0.group"
+    path.write_bytes(data)
+    with bounded(len(data)):
+        try:
+            group = open_group(path)
+            whole = group.whole()
+        except DamagedError:
+            return
+    assert whole.size == group.size and whole.scored == group.scored
+
+
+@fuzzed()
+@given(texts(INLINE.encode()).map(lambda data: data.decode(errors="surrogateescape")))
+def test_images_within_messages(source: str) -> None:
+    told = source
+    try:
+        assert len(data_uri.decode(source)) <= len(source)
+    except ValueError as error:
+        told = str(error)
+    assert told.startswith(source[:20])
 
 
 @fuzzed()

@@ -332,6 +332,108 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
         thread.join()
 
 
+@contextlib.contextmanager
+def said_to(kind: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
+    """A socket of an orchestrator that says what it likes to who shows it the secret."""
+    with zmq.Context.instance().socket(kind) as fake:
+        secret.demand(fake)
+        fake.setsockopt(zmq.LINGER, 0)
+        yield fake, f"tcp://127.0.0.1:{fake.bind_to_random_port('tcp://127.0.0.1')}"
+
+
+BATCH_ANSWER = [msgspec.msgpack.encode(Answer("batch")), *(bytes(part) for part in batch().encode())]
+ANSWERS = [{"kind": kind} for kind in ("wait", "stop", "transfer", "batch", "error", "ok")] + [WORDS[-1]]
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[tuple[list[list[bytes]], TrainerLink]]:
+    """A trainer's end, and what it is answered: one after the other, the last one again and again."""
+    answers_: list[list[bytes]] = []
+    ended = threading.Event()
+
+    def answer(fake: zmq.Socket[bytes]) -> None:
+        while not ended.is_set():
+            if fake.poll(50):
+                fake.recv()
+                fake.send_multipart(answers_.pop(0) if len(answers_) > 1 else answers_[0])
+
+    with said_to(zmq.REP) as (fake, address):
+        thread = threading.Thread(target=answer, args=(fake,))
+        thread.start()
+        found = TrainerLink(address, timeout_s=30, empty=lambda size: np.zeros(size, np.uint8))
+        yield answers_, found
+        found.close()
+        ended.set()
+        thread.join()
+
+
+@fuzzed()
+@given(
+    messages(BATCH_ANSWER) | st.sampled_from(ANSWERS).flatmap(trees).map(lambda each: [_packed(each)]), st.booleans()
+)
+def test_whatever_a_trainer_is_answered_is_a_batch_or_its_one_error(
+    trainer: tuple[list[list[bytes]], TrainerLink], monkeypatch: pytest.MonkeyPatch, parts: list[bytes], first: bool
+) -> None:
+    monkeypatch.setattr(link, "LARGEST_BATCH", 1 << 20)
+    answers_, asking = trainer
+    answers_[:] = [BATCH_ANSWER[:2], parts or [b""]] if first else [parts or [b""]]
+    try:
+        found = asking.get_batch(1, RankShard(0, 1), timeout_s=0)
+        assert found is None or found.info.step == 1
+    except (link.LinkError, link.TransferWanted):
+        pass
+    answers_[:] = [BATCH_ANSWER]
+    assert asking.get_batch(1, RankShard(0, 1), timeout_s=60) is not None
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[tuple[zmq.Socket[bytes], bytes]]:
+    """A socket by which a worker is told what to do, and the worker's name there. Its rollouts fail."""
+    ended = threading.Event()
+
+    async def fails(job: Job) -> tuple[Rollout, ...]:
+        raise job_protocol.RolloutError(f"as told: {job.id}")
+
+    async def serve(address: str) -> None:
+        serving = asyncio.create_task(job_protocol.JobRunner("e", 0, address, fails).serve())
+        while not ended.is_set() and not serving.done():
+            await asyncio.sleep(0.02)
+        alive.append(not serving.done())
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    alive: list[bool] = []
+    with said_to(zmq.ROUTER) as (fake, address):
+        thread = threading.Thread(target=lambda: asyncio.run(serve(address)))
+        thread.start()
+        assert fake.poll(WAIT_MS)
+        yield fake, fake.recv_multipart()[0]
+        ended.set()
+        thread.join()
+    assert alive == [True], "it served to the end"
+
+
+TOLD = [word for word in WORDS if word.get("type") in ("Cancel", "Describe", "Resend")]
+CANCEL = [msgspec.msgpack.encode(TOLD[0]), b"more"]
+
+
+@fuzzed()
+@given(
+    st.lists(st.sampled_from(TOLD).flatmap(trees).map(lambda each: [_packed(each)]) | messages(CANCEL), max_size=4),
+    st.integers(0, 2**62),
+)
+def test_whatever_a_worker_is_told_it_goes_on(
+    worker: tuple[zmq.Socket[bytes], bytes], wrong: list[list[bytes]], number: int
+) -> None:
+    fake, who = worker
+    for parts in [*wrong, [_packed(Job(f"last {number}", "g", "e", 0, 0, "r", "s"))]]:
+        fake.send_multipart([who, *(parts or [b""])])
+    said = b""
+    while f"as told: last {number}".encode() not in said:
+        assert fake.poll(WAIT_MS), "it runs no more jobs"
+        said = b"".join(fake.recv_multipart()[1:])
+
+
 def test_what_a_stranger_of_a_whole_run_says_is_heard_where_nobody_asks_for_a_secret() -> None:
     """`tests/emulated` says it to every port of a run, where it is not."""
     said = MESSAGES["a client of ZMQ"]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -226,6 +230,37 @@ def test_pruning_keeps_the_newest_and_whatever_is_being_written(tmp_path: Path) 
     save(tmp_path, 20, committed=False)
     assert checkpoints.prune(tmp_path, keep=2) == [5, 12]
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015", "step_000020"]
+
+
+KILLED = """
+import os, shutil, signal, sys
+from pathlib import Path
+from {module} import prune
+
+def die(directory, **options):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+shutil.rmtree = die
+prune(Path(sys.argv[1]), 1, set())
+"""
+
+
+@pytest.mark.parametrize(
+    ("make", "store", "directory"),
+    [(publish, filesystem, filesystem.version_dir), (save, checkpoints, checkpoints.step_dir)],
+    ids=["policies", "checkpoints"],
+)
+def test_what_a_killed_process_had_begun_to_delete_is_deleted_by_the_next(
+    make: Callable[[Path, int], Path], store: Any, directory: Callable[[Path, int], Path], tmp_path: Path
+) -> None:
+    (beside := tmp_path / "weights" / "mine").mkdir(parents=True)
+    for number in (1, 2):
+        make(tmp_path, number)
+    command = [sys.executable, "-c", KILLED.format(module=store.__name__), str(tmp_path)]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert directory(tmp_path, 1).is_dir(), "no longer complete, and not gone"
+    assert store.prune(tmp_path, 1, set()) == [1]
+    assert not directory(tmp_path, 1).exists() and directory(tmp_path, 2).exists() and beside.is_dir()
 
 
 class Server:

@@ -1,0 +1,132 @@
+"""Handshakes of emulated ranks: who does not show the secret is no rank, and nobody is rank 0 in its place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.emulated import ranks
+from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
+from primeslurm.wire.transport.handshake import PROOF_BYTES as PROOF
+from primeslurm.wire.transport.handshake import proof
+from tests.unit.fuzz.mutations import fuzzed, texts
+from tests.unit.fuzz.test_doors import HOST, exactly, exchange
+
+KEY = ranks.key_for(ranks.USE)
+SHOWN = NONCE + PROOF
+"""Bytes that a rank shows."""
+
+
+class Leader:
+    """Rank 0's door, kept by a thread until `close`; whoever is let in is told so."""
+
+    def __init__(self) -> None:
+        self.admitted = 0
+        self._listener = socket.create_server((HOST, 0), backlog=64)
+        self.port = int(self._listener.getsockname()[1])
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with self._listener, ranks._Doorkeeper(self._listener) as doorkeeper:
+            while not self._closing.is_set():
+                for rank in doorkeeper.admitted(0.05):
+                    self.admitted += 1
+                    rank.sendall(ranks.GO)
+                    rank.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def leader() -> Iterator[Leader]:
+    found = Leader()
+    yield found
+    assert found.alive, "it kept the door to the end"
+    found.close()
+
+
+def admits_a_rank(leader: Leader) -> bool:
+    before = leader.admitted
+    with ranks._entered(socket.create_connection((HOST, leader.port)), KEY, 60) as rank:
+        return rank.recv(1) == ranks.GO and leader.admitted == before + 1
+
+
+@fuzzed()
+@given(texts(bytes(SHOWN)) | st.binary(max_size=4 * SHOWN))
+def test_whoever_says_anything_is_no_rank(leader: Leader, said: bytes) -> None:
+    before = leader.admitted
+    assert len(exchange(leader.port, said)) <= NONCE, "random bytes, and nothing that proves anything"
+    assert leader.admitted == before and admits_a_rank(leader)
+
+
+@fuzzed()
+@given(st.integers(0, 8 * SHOWN - 1) | st.sampled_from([b"rank 0", b"gate", b""]))
+def test_nearly_a_proof_is_none(leader: Leader, wrong: int | bytes) -> None:
+    before = leader.admitted
+    with socket.create_connection((HOST, leader.port), timeout=60) as peer:
+        theirs, mine = exactly(peer, NONCE), os.urandom(NONCE)
+        shown = bytearray(mine + proof(KEY, wrong if isinstance(wrong, bytes) else b"rank", theirs, mine))
+        if isinstance(wrong, int):
+            shown[wrong // 8] ^= 1 << wrong % 8
+        peer.sendall(shown)
+        with contextlib.suppress(ConnectionError):
+            assert peer.recv(PROOF) == b""
+    assert leader.admitted == before and admits_a_rank(leader)
+
+
+def test_strangers_do_not_fill_its_memory(leader: Leader) -> None:
+    before = psutil.Process().memory_info().rss
+    with socket.create_connection((HOST, leader.port), timeout=60) as peer, contextlib.suppress(OSError):
+        peer.settimeout(5)
+        for _ in range(192):
+            peer.sendall(bytes(1 << 20))
+    assert psutil.Process().memory_info().rss - before < 96 << 20 and admits_a_rank(leader)
+
+
+@fuzzed()
+@given(texts(bytes(NONCE + PROOF)) | st.integers(0, 8 * (NONCE + PROOF) - 1))
+def test_a_rank_takes_nobody_for_rank_0(said: bytes | int) -> None:
+    """Whoever listens at its address, or has cut in: a rank raises what has it try again."""
+    impostor, rank = socket.socketpair()
+
+    def lie() -> None:
+        mine = os.urandom(NONCE)
+        if isinstance(said, int):
+            impostor.sendall(flipped(mine, said))
+            shown = exactly(impostor, SHOWN)
+            impostor.sendall(flipped(proof(KEY, b"rank 0", shown[:NONCE], mine), said - 8 * NONCE))
+        else:
+            impostor.sendall(said)
+        impostor.shutdown(socket.SHUT_WR)
+
+    liar = threading.Thread(target=lie)
+    liar.start()
+    with impostor:
+        with pytest.raises((PermissionError, ConnectionError)):
+            ranks._entered(rank, KEY, 60)
+        liar.join()
+    assert rank.fileno() == -1, "closed"
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """The bytes with one bit changed, if they have that one."""
+    found = bytearray(data)
+    if 0 <= bit < 8 * len(data):
+        found[bit // 8] ^= 1 << bit % 8
+    return bytes(found)
