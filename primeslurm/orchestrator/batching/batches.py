@@ -129,11 +129,16 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, share)
 
     async def read(self, step: int) -> list[RolloutGroup]:
-        """Return the groups of a step, read from disk off the event loop; none if they are not kept any more."""
+        """Return the groups of a step, for what is said about them; none if they are not kept any more.
+
+        Those on disk are read one after another, in a thread, and come without routed experts: the batch stays there.
+        """
         groups = self._groups.get(step, [])
-        if not any(isinstance(group, SpooledGroup) for group in groups):
-            return groups
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, step) or []
+        try:
+            return [await asyncio.to_thread(_slim, one) if isinstance(one, SpooledGroup) else one for one in groups]
+        except DamagedError as error:
+            log.error("nothing is said about the batch of step %d, a group on disk is damaged: %s", step, error)
+            return []
 
     def close(self) -> None:
         """Pack and encode nothing more."""
@@ -197,6 +202,10 @@ class Batches:
         )
         rows = pack(docs, recipe.seq_len, ranks, smallest)
         return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
+
+
+def _slim(group: SpooledGroup) -> RolloutGroup:
+    return group.whole().slim()  # in one expression: what is not kept is gone before the next one is read
 
 
 def documents(
