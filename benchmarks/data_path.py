@@ -19,6 +19,7 @@ PARTS = {
     "receive": "from environment workers to disk",
     "fetch": "from the orchestrator to 96 ranks of a trainer",
     "files": "the same by files",
+    "restart": "what a restarted orchestrator reads to report a step",
 }
 """Modules `benchmarks.support.data_path_PART`, whose `measure` returns figures."""
 

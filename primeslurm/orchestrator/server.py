@@ -412,7 +412,7 @@ class OrchestratorServer:
         if groups is None:
             return False
         known = self._progress.now.memory.get(step, {})
-        after = dict(self._algorithm.remember(known, groups))
+        after = dict(await asyncio.to_thread(self._algorithm.remember, known, groups))
 
         def formed(now: RunProgress) -> dict[str, Any]:
             batches = {**now.batches, step: [group.id for group in groups]}

@@ -68,7 +68,8 @@ class Batches:
         self._recipe = recipe
         self._on_disk = on_disk
         self._committed = committed
-        self._trimming = threading.Lock()
+        self._using = threading.Lock()
+        """Held for moments only, as the event loop takes it, too."""
         self._recent: list[int] = []
         """Steps whose batches may be in memory."""
         self._algorithm = algorithm
@@ -85,35 +86,34 @@ class Batches:
     def add(self, step: int, groups: Sequence[RolloutGroup], memory: Memory | None = None) -> None:
         """Keep the groups that `step` trains on.
 
-        Those of earlier steps are kept on disk until they are committed: a trainer that is started again asks for
-        them. What is not on disk is forgotten.
+        Those of earlier steps are kept on disk until they are committed, as soon as a share of `step` is asked for: a
+        trainer that is started again asks for them. What is not on disk is forgotten.
 
         Args:
             step: that asks for them.
             groups: of its batch.
             memory: what the algorithm knew before it. None: nothing.
         """
+        self._use(step)  # first, or a thread that trims would take it for an old one
         self._groups[step], self._memory[step] = list(groups), memory or {}
-        self._use(step)
 
     def committed(self, step: int) -> None:
         """Note that no step up to this one is asked for any more."""
-        with self._trimming:
-            self._committed = max(step, self._committed)
-            self._trim()
+        self._committed = max(step, self._committed)
 
     def handed_over(self, share: StepShard) -> None:
         """Forget how a share is encoded, as it will not be asked for here again."""
         self._encoded.pop(share, None)
 
     def _use(self, step: int) -> None:
-        """Have a step's batch in memory, in place of the one that was asked for longest ago."""
-        with self._trimming:
+        """Let a step's batch be in memory, in place of the one that was asked for longest ago."""
+        with self._using:
             self._recent = [*(other for other in self._recent if other != step), step][-KEPT_STEPS:]
-            self._trim()
 
     def _trim(self) -> None:
-        for old in [step for step in list(self._groups) if step not in self._recent]:
+        """Have no other batch in memory. It opens files, and gives tens of gigabytes back: not for the event loop."""
+        known = list(self._groups)
+        for old in [step for step in known if step not in self._recent]:
             kept = [self._on_disk(group) for group in self._groups[old]] if old > self._committed else []
             if kept and None not in kept:
                 self._groups[old] = [group for group in kept if group is not None]
@@ -122,18 +122,23 @@ class Batches:
         for packed in [key for key in list(self._packed) if key[0] not in self._recent]:
             del self._packed[packed]
         for share in [key for key in list(self._encoded) if key.step not in self._recent]:
-            del self._encoded[share]
+            self._encoded.pop(share, None)  # it may be handed over at this moment
 
     async def serve(self, share: StepShard) -> list[Frame] | None:
         """As `get`, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, share)
 
     async def read(self, step: int) -> list[RolloutGroup]:
-        """Return the groups of a step, read from disk off the event loop; none if they are not kept any more."""
+        """Return the groups of a step, for what is said about them; none if they are not kept any more.
+
+        Those on disk are read one after another, in a thread, and come without routed experts: the batch stays there.
+        """
         groups = self._groups.get(step, [])
-        if not any(isinstance(group, SpooledGroup) for group in groups):
-            return groups
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._read, step) or []
+        try:
+            return [await asyncio.to_thread(_slim, one) if isinstance(one, SpooledGroup) else one for one in groups]
+        except DamagedError as error:
+            log.error("nothing is said about the batch of step %d, a group on disk is damaged: %s", step, error)
+            return []
 
     def close(self) -> None:
         """Pack and encode nothing more."""
@@ -165,6 +170,9 @@ class Batches:
         return frames
 
     def _read(self, step: int) -> list[RolloutGroup] | None:
+        if step in self._groups and step > self._committed and step not in self._recent:
+            self._use(step)
+        self._trim()  # before it is read: others make room for it
         groups = self._groups.get(step)
         if groups is None:
             return None
@@ -173,9 +181,7 @@ class Batches:
         except DamagedError as error:
             log.error("the batch of step %d cannot be given again, a group on disk is damaged: %s", step, error)
             return None
-        if step in self._groups and any(isinstance(group, SpooledGroup) for group in groups):
-            self._groups[step] = whole
-            self._use(step)
+        self._groups[step] = whole
         return whole
 
     def _pack(self, step: int, groups: list[RolloutGroup], memory: Memory, ranks: int) -> _Packed:
@@ -196,6 +202,10 @@ class Batches:
         )
         rows = pack(docs, recipe.seq_len, ranks, smallest)
         return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
+
+
+def _slim(group: SpooledGroup) -> RolloutGroup:
+    return group.whole().slim()  # in one expression: what is not kept is gone before the next one is read
 
 
 def documents(

@@ -118,6 +118,11 @@ class RolloutGroup:
         rollouts = tuple(tuple(_cut(branch, seq_len) for branch in branches) for branches in self.rollouts)
         return replace(self, rollouts=rollouts)
 
+    def slim(self) -> RolloutGroup:
+        """Copy all of it but routed experts: a fiftieth where there are many."""
+        rollouts = tuple(tuple(_slim(branch) for branch in branches) for branches in self.rollouts)
+        return replace(self, rollouts=rollouts)
+
     def to_parts(self) -> list[Frame]:
         """Encode it as the content of a spool file, in parts: arrays, which are not copied, and what is between them.
 
@@ -229,6 +234,12 @@ def _mean(values: Sequence[float]) -> float:
 
 def _masked_before(sequence: Rollout, version: int) -> Rollout:
     return replace(sequence, mask=sequence.mask & (sequence.versions >= version))
+
+
+def _slim(sequence: Rollout) -> Rollout:
+    found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
+    arrays = {name: array.copy() for name, array in found.items() if array is not None and name != "routed_experts"}
+    return Rollout(sequence.info, **arrays)
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:

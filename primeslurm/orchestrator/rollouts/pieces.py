@@ -32,8 +32,13 @@ def cut(parts: Sequence[Frame]) -> list[Frame]:
     return [head, *(view[start : start + PIECE] for view in views for start in range(0, view.nbytes, PIECE))]
 
 
+def is_cut(parts: Sequence[Frame]) -> bool:
+    """Tell whether a message came in pieces."""
+    return bool(parts) and bytes(parts[0][:1]) == _MARK
+
+
 def joined(parts: list[Frame]) -> list[Frame]:
-    """Put a message together again.
+    """Put a message together again: a copy, in which others have their turn after each piece.
 
     Args:
         parts: what came; emptied on the way, so that not all of it is in memory twice.
@@ -44,7 +49,7 @@ def joined(parts: list[Frame]) -> list[Frame]:
     Raises:
         DamagedError: it is not as long as it says.
     """
-    if not parts or bytes(parts[0][:1]) != _MARK:
+    if not is_cut(parts):
         return parts
     lengths = value(parts[0][1:], list[Size])
     come = sum(len(part) for part in parts[1:])
@@ -59,12 +64,12 @@ def _taken(rest: list[Frame], length: int) -> Frame:
     """The next bytes of what is left, whose next piece is last."""
     if length and len(rest[-1]) == length:
         return rest.pop()
-    room = np.empty(length, np.uint8).data
+    room = np.empty(length, np.uint8)
     done = 0
     while done < length:
-        piece = rest.pop()
+        piece = np.frombuffer(rest.pop(), np.uint8)  # unlike a memoryview, it is copied without the interpreter's lock
         if done + len(piece) > length:
             raise DamagedError(f"a piece of {len(piece)} bytes where {length - done} are left")
         room[done : done + len(piece)] = piece
         done += len(piece)
-    return room
+    return room.data

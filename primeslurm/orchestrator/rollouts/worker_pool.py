@@ -33,7 +33,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
     shortened,
 )
-from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, joined
+from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, is_cut, joined
 from primeslurm.silence import held_up_s
 from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError, value
@@ -175,14 +175,20 @@ class WorkerPool:
         return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}
 
     async def serve(self) -> None:
-        """Receive until cancelled."""
+        """Receive until cancelled.
+
+        What came in pieces is put together in a thread. The next message waits for it: of one worker a result counts
+        before the status that lacks its job.
+        """
         try:
             while True:
                 came = await self._socket.recv_multipart(copy=False)  # parts are views of it; cut ones are copied once
                 identity, parts = came[0].bytes, list[Frame](part.buffer for part in came[1:])
                 came.clear()
                 try:
-                    if not (parts := joined(parts)):
+                    if is_cut(parts):
+                        parts = await asyncio.to_thread(joined, parts)
+                    if not parts:
                         raise DamagedError("it has no parts")
                     await self._receive(identity, parts[0], parts[1:])
                 except DamagedError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import Counter
@@ -43,8 +44,13 @@ class _Logprob(msgspec.Struct):
     logprob: float
 
 
+_Entry = dict[str, _Logprob] | None
+"""By token; null for the first one."""
+
+
 class _Choice(msgspec.Struct):
-    prompt_logprobs: list[dict[str, _Logprob] | None]
+    prompt_logprobs: list[msgspec.Raw]
+    """An `_Entry` for each token."""
 
 
 class _Answer(msgspec.Struct):
@@ -94,14 +100,9 @@ class Teacher:
             body["model"] = self._model
         answer: httpx.Response = await insisting(UnavailableError)(self._try, body)
         try:
-            found = json_value(answer.content, _Answer).choices[0].prompt_logprobs
-            given = zip(token_ids[1:], found[1:], strict=True)
-            values = [0.0, *((entry or {})[str(token)].logprob for token, entry in given)]
-            if not all(abs(value) <= LARGEST_LOGPROB for value in values):
-                raise ValueError(f"a log-probability of {max(values, key=abs)}")
+            return await asyncio.to_thread(_logprobs_in, answer.content, token_ids)
         except (LookupError, ValueError) as error:
             raise TeacherError(f"{answer.url}: no log-probabilities of the prompt: {error!r}") from error
-        return np.array(values, np.float32)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -132,6 +133,28 @@ class Teacher:
             raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {words(answer)}")
         self._avoided[url] = self._clock() + AVOID_S
         raise UnavailableError(f"{url}: no answer")
+
+
+def _logprobs_in(content: bytes, token_ids: Sequence[int]) -> Float32:
+    """Read an answer about a prompt of these tokens: 0.1 s for 131,072, so not on the event loop.
+
+    Entries are decoded one by one: what decodes all at once lets nobody else compute meanwhile.
+
+    Raises:
+        LookupError: a token's log-probability is missing.
+        ValueError: it is no answer, or about another number of tokens, or has what is no log-probability.
+    """
+    found = json_value(content, _Answer).choices[0].prompt_logprobs
+    given = zip(token_ids[1:], found[1:], strict=True)
+    values = [0.0, *(_logprob_in(entry, token) for token, entry in given)]
+    if not all(abs(value) <= LARGEST_LOGPROB for value in values):
+        raise ValueError(f"a log-probability of {max(values, key=abs)}")
+    return np.array(values, np.float32)
+
+
+def _logprob_in(entry: msgspec.Raw, token: int) -> float:
+    found: _Entry = json_value(entry, _Entry)  # type: ignore[arg-type]  # a union is no type
+    return (found or {})[str(token)].logprob
 
 
 def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:

@@ -260,6 +260,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
         assert info.loss_tokens == 4 + 8 + 29 and info.max_steps == 10
     first.add(2, groups)
     first.add(3, groups)
+    assert first.get(StepShard(3, RankShard(0, 2))) is not None
     assert first.encoded(StepShard(1, RankShard(0, 2))) is None and first.get(StepShard(1, RankShard(0, 2))) is None
 
 

@@ -6,8 +6,11 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from weakref import ReferenceType, ref
 
+import numpy as np
 import pytest
 
 from primeslurm.orchestrator.algorithms import from_recipe
@@ -141,6 +144,8 @@ def test_a_full_or_read_only_disk_is_waited_for_and_said(
         share = StepShard(4, RankShard(0, 1))
         for _ in range(3):
             assert await files.answer(share, unreadable=False, within_s=0.05) == Answer("wait")
+        while not caplog.records:
+            await asyncio.sleep(0.01)
         assert [record.message for record in caplog.records].count(
             f"a share of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
@@ -180,6 +185,7 @@ def held(batches: Batches) -> set[int]:
 
 
 def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_path: Path, batches: Batches) -> None:
+    batches.get(StepShard(4, RankShard(0, 1)))
     assert held(batches) == {3, 4}
     first = {step: [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] for step in (1, 2, 3, 4)}
     assert all(first.values())
@@ -189,6 +195,39 @@ def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_pa
         assert {key[0] for key in batches._packed} <= held(batches)
     batches.committed(3)
     assert batches.get(StepShard(2, RankShard(0, 1))) is None and batches.get(StepShard(4, RankShard(0, 1))) is not None
+
+
+async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, routed = Spool(tmp_path / "rollouts"), np.zeros((10, 3, 2), np.uint8)
+    for number in range(3):
+        (first,), *others = group([5, 9], [1.0, 0.0]).rollouts
+        replayed = replace(first, routed_experts=routed[: len(first.token_ids)])
+        spool.put(RolloutGroup(f"g-{number}", "reverse-text", number, 0, ((replayed,), *others)))
+    restarted = Batches(RECIPE, from_recipe(RECIPE), spool.on_disk)
+    restarted.add(1, spool.load())
+    read, whole = list[ReferenceType[RolloutGroup]](), SpooledGroup.whole
+
+    def watched(one: SpooledGroup) -> RolloutGroup:
+        assert all(before() is None for before in read), "it is still in memory"
+        found = whole(one)
+        read.append(ref(found))
+        return found
+
+    monkeypatch.setattr(SpooledGroup, "whole", watched)
+    told = await restarted.read(1)
+    assert len(read) == 3 and held(restarted) == set()
+    monkeypatch.undo()
+    for mine, one in zip(told, spool.load(), strict=True):
+        for slim, sequence in zip(mine.sequences, one.sequences, strict=True):
+            assert slim.routed_experts is None and slim.info == sequence.info
+            for name in ("token_ids", "mask", "logprobs", "versions"):
+                array = getattr(slim, name)
+                assert np.array_equal(array, getattr(sequence, name)) and array.base is None
+    (tmp_path / "rollouts" / "g-1.group").write_bytes(b"")
+    assert await restarted.read(1) == [] == await restarted.read(2)
+    restarted.close()
 
 
 def test_a_file_that_stays_unreadable_ends_the_wait_with_its_name(tmp_path: Path) -> None:

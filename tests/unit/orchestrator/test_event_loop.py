@@ -1,0 +1,154 @@
+"""The event loop only decides: what takes time with the size of the data is the work of threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import zmq.asyncio
+
+from primeslurm.orchestrator.algorithms import Memory, from_recipe
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.batching.batches import Batches, StepShard
+from primeslurm.orchestrator.rollouts import worker_pool
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
+from primeslurm.orchestrator.rollouts.pieces import PIECE, cut
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.orchestrator.server import OrchestratorServer
+from primeslurm.orchestrator.teacher import client
+from primeslurm.recipe import Recipe
+from primeslurm.wire.batches.rollouts import RankShard, Rollout
+from primeslurm.wire.transport import secret
+from tests.support.recipes import recipe_data
+from tests.unit.orchestrator.test_packing import group
+
+RECIPE = Recipe.model_validate(recipe_data())
+LABEL = RECIPE.environments[0].label
+
+
+class Watched:
+    """A function, and the threads that called it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.threads: set[threading.Thread] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        self.threads.add(threading.current_thread())
+        return self._function(*args)
+
+
+def elsewhere(watched: Watched) -> bool:
+    """Whether it was called, and never on the event loop."""
+    return bool(watched.threads) and threading.current_thread() not in watched.threads
+
+
+def long_rollout() -> Rollout:
+    """One whose arrays travel in pieces."""
+    one, size = group([3], [1.0]).rollouts[0][0], 2 * PIECE
+    return replace(
+        one,
+        token_ids=np.arange(size, dtype=np.int32),
+        mask=np.ones(size, np.bool_),
+        logprobs=np.zeros(size, np.float32),
+        versions=np.zeros(size, np.int32),
+    )
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_what_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[str, object]] = []
+    pool = WorkerPool(
+        f"ipc://{tmp_path}/envs",
+        lambda job, outcome: heard.append((job, outcome)),
+        lambda job: heard.append((job, "lost")),
+        lambda *unusable: pytest.fail(str(unusable)),
+    )
+    watched, held, joined = Watched(worker_pool.joined), threading.Event(), worker_pool.joined
+    monkeypatch.setattr(worker_pool, "joined", watched)
+    watched._function = lambda parts: (held.wait(5), joined(parts))[1]
+    serving = asyncio.create_task(pool.serve())
+    worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+    secret.present(worker)
+    worker.connect(f"ipc://{tmp_path}/envs")
+    status = partial(Status, LABEL, 0, "1", node="n")
+    await worker.send(msgspec.msgpack.encode(status([])))
+    await until(lambda: pool.available)
+    await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
+    number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
+    await worker.send_multipart(cut(encode_result("j", [long_rollout()])))
+    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # it has ended
+    await until(lambda: watched.threads)
+    assert elsewhere(watched) and not heard, "the loop goes on while it is held"
+    held.set()
+    await until(lambda: heard)
+    ((job, outcome),) = heard
+    assert job == "j" and isinstance(outcome, tuple) and len(outcome[0].token_ids) == 2 * PIECE
+    serving.cancel()
+    await asyncio.wait([serving])
+    worker.close(linger=0)
+
+
+async def test_batches_leave_memory_beside_it(tmp_path: Path) -> None:
+    spool = Spool(tmp_path / "rollouts")
+    watched = Watched(spool.on_disk)
+    batches = Batches(RECIPE, from_recipe(RECIPE), watched)
+    for step in (1, 2, 3, 4):
+        one = RolloutGroup(f"g-{step}", LABEL, step, 0, group([5, 9], [1.0, 0.0]).rollouts)
+        spool.put(one)
+        batches.add(step, [one])
+        assert await batches.serve(StepShard(step, RankShard(0, 1)))
+    batches.committed(2)
+    assert await batches.serve(StepShard(3, RankShard(0, 1))), "it is on disk"
+    assert await batches.serve(StepShard(2, RankShard(0, 1))) is None
+    assert elsewhere(watched)
+    batches.close()
+
+
+async def test_a_teacher_s_answer_is_read_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [None, {"6": {"logprob": -0.5}}, {"7": {"logprob": -1.0}, "8": {"logprob": -0.1}}]
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": entries}]})
+
+    watched = Watched(client.json_value)
+    monkeypatch.setattr(client, "json_value", watched)
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    assert (await client.Teacher(lambda: ["http://t/v1"], http).logprobs([5, 6, 7])).tolist() == [0.0, -0.5, -1.0]
+    assert elsewhere(watched)
+
+
+async def test_an_algorithm_looks_at_a_batch_beside_it(tmp_path: Path) -> None:
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
+    server = OrchestratorServer(RECIPE, arguments)
+
+    def remember(memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        return {"groups": float(len(groups))}
+
+    watched = Watched(remember)
+    server._algorithm = type("Counting", (), {"remember": watched})()
+    size = RECIPE.group_size(RECIPE.environments[0])
+    needed = RECIPE.orchestrator.batch_size // size
+    for number in range(needed):
+        rollouts = group([3] * size, [0.0] * size).rollouts
+        assert server._dispatch.add_ready(RolloutGroup(f"{LABEL}-{number:08d}", LABEL, number, 0, rollouts))
+    assert await server._form_batch(False)
+    assert elsewhere(watched) and server._progress.now.memory == {2: {"groups": float(needed)}}
