@@ -47,7 +47,7 @@ def test_shared_gpus_are_planned_as_more(tmp_path: Path, monkeypatch: pytest.Mon
     assert said.stdout.splitlines() == [f"--id={gpu} --query-gpu=index" for gpu in (0, 1, 0)]
     assert found.env["CUDA_VISIBLE_DEVICES"] == "0,1,0"
     site = load_site(found.site)
-    settings = [f"{key}={value}" for key, value in shared_gpu.SETTINGS.items()]
+    settings = [f"{key}={value}" for key, value in shared_gpu.FILES.items()]
     recipe = load_recipe(HERE / CELLS["fp8"].recipe, [*settings, "model.path=none"])
     assert site.nodes["default"].gpus == 3 and recipe.weights.transport == "filesystem"
 
