@@ -1,4 +1,7 @@
-"""torchtitan's own training step, on its own model: what ours is timed beside."""
+"""torchtitan's own training step, on its own model: what ours is timed beside.
+
+It takes the `World` of `primeslurm.trainer`, which whoever has one has imported before torchtitan.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -18,6 +20,7 @@ from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.distributed.world import World
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from primeslurm.api.planning import emulated_plan_of, look_at_files, plan_of, st
 from primeslurm.api.sites import find_site, with_python
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.planner import RecipeFiles, as_findings, refusals, refuse, to_run
+from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, refusals, refuse
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import load_recipe
 
@@ -71,6 +71,8 @@ class LoadedRecipe:
     """What is known of the recipe's files; None for an emulated run, which needs none."""
     cluster: ClusterSpec | None = None
     """The embedded cluster that an emulated run needs, if it was given no site."""
+    planned: Planned | None = None
+    """What was worked out before its embedded cluster was up."""
 
     @property
     def emulated(self) -> bool:
@@ -86,11 +88,13 @@ class LoadedRecipe:
             UsageError: the recipe cannot be placed on this site; every reason at once.
         """
         if self.files is None:
-            return emulated_plan_of(self.recipe, self.site)
-        return plan_of(self.recipe, self.site, self.files, local=self.local)
+            return self.to_run().plan
+        return plan_of(self.recipe, self.site, self.files, local=self.local).plan
 
-    def strict_plan(self) -> Plan:
-        """Work out the plan of what is to run. Raises UsageError also for files that cannot be used."""
+    def to_run(self) -> Planned:
+        """Work out what is to run, and try it as far as it can be here. Raises UsageError for what cannot be used."""
+        if self.planned is not None:
+            return self.planned
         if self.files is None:
             return emulated_plan_of(self.recipe, self.site)
         return strict_plan_of(self.recipe, self.site, self.files, local=self.local)
@@ -98,7 +102,7 @@ class LoadedRecipe:
     def check(self) -> Check:
         """Say everything that is wrong or doubtful: placement, compatibility, memory, files. Raises nothing for it."""
         try:
-            return Check(self.strict_plan())
+            return Check(self.to_run().plan)
         except UsageError as error:
             return Check(None, error.violations)
 
@@ -142,27 +146,17 @@ class LoadedRecipe:
         """Make the run directory and submit the job, on a cluster that is up. Raises as `submit`."""
         from primeslurm.api import submission
 
-        plan = self.strict_plan()
-        kept = to_run(self.recipe, self.site, self.files, local=self.local) if self.files else self.recipe
-        return submission.submit(plan, kept, self.source, self.site.slurm_conf)
-
-    def refuse_unfit(self) -> None:
-        """Raise UsageError if anything that is known without asking Slurm speaks against a submission."""
-        from primeslurm.api import submission
-
-        plan = self.strict_plan()
-        submission.refuse_unfit(plan)
-        if self.cluster is not None:
-            from primeslurm.api import emulation
-
-            emulation.refuse_too_large(plan)
+        return submission.submit(self.to_run(), self.source, self.site.slurm_conf)
 
     @contextmanager
-    def on_cluster(self, *, keep: bool = False) -> Iterator[LoadedRecipe]:
+    def on_cluster(
+        self, *, keep: bool = False, starting: Callable[[ClusterSpec], None] = lambda _: None
+    ) -> Iterator[LoadedRecipe]:
         """Start the embedded cluster that an emulated run needs, if any; yields the same recipe on its site.
 
         Args:
             keep: leave the cluster when the block ends without an error.
+            starting: is called before the cluster starts, once nothing that is known speaks against the run.
 
         Raises:
             UsageError: `submit` would refuse the recipe.
@@ -171,11 +165,15 @@ class LoadedRecipe:
         if self.cluster is None:
             yield self
             return
-        from primeslurm.api import emulation
+        from primeslurm.api import emulation, submission
 
-        self.refuse_unfit()
+        planned = self.to_run()
+        submission.refuse_unfit(planned.plan)
+        emulation.refuse_too_large(planned.plan)
+        starting(self.cluster)
         with emulation.running(self.cluster, keep=keep) as site:
-            yield replace(self, site=with_python(site), cluster=None)
+            placed = planned.listening_at(site.network.addresses)
+            yield replace(self, site=with_python(site), cluster=None, planned=placed)
 
 
 def load(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.teacher import teacher_problems
-from primeslurm.plan.model import Finding, Plan
+from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.inference import served
-from primeslurm.plan.planner import RecipeFiles, make_emulated_plan, make_plan, refusals
+from primeslurm.plan.planner import Planned, RecipeFiles, make_emulated_plan, make_plan, refusals
 from primeslurm.recipe import Recipe, Site
 
 
@@ -23,12 +24,12 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
     return RecipeFiles(located, model, of_teacher, problems, (data,) if data else ())
 
 
-def plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
+def plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Planned:
     """Work out the plan; files that cannot be used block it. Raises UsageError if the recipe cannot be placed."""
     return make_plan(recipe, site, _run_dir(recipe, site), files, local=local)
 
 
-def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
+def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Planned:
     """Work out the plan of what is to run, and try its environments.
 
     Raises:
@@ -39,15 +40,16 @@ def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: boo
     tried = environment_problems(files.located, site, local=local) if not files.blocked else ([], [_BLOCKED])
     problems, untried = [*files.problems, *tried[0]], tried[1]
     try:
-        plan = plan_of(recipe, site, files, local=local)
+        planned = plan_of(recipe, site, files, local=local)
     except UsageError as error:
         raise UsageError([*problems, *error.violations]) from None
     if problems:
         said = [(each.field, each.why) for each in problems]  # by who looked closer
-        more = refusals(plan.findings, "error")
+        more = refusals(planned.plan.findings, "error")
         more = [each for each in more if not any(each.field == field and why in each.why for field, why in said)]
         raise UsageError([*problems, *more])
-    return plan.model_copy(update={"findings": (*plan.findings, *untried)})
+    findings = (*planned.plan.findings, *untried)
+    return replace(planned, plan=planned.plan.model_copy(update={"findings": findings}))
 
 
 _BLOCKED = Finding(
@@ -55,7 +57,7 @@ _BLOCKED = Finding(
 )
 
 
-def emulated_plan_of(recipe: Recipe, site: Site) -> Plan:
+def emulated_plan_of(recipe: Recipe, site: Site) -> Planned:
     """Work out the plan of an emulated run; its files need not be there. Raises UsageError."""
     return make_emulated_plan(recipe, site, _run_dir(recipe, site), model_files(recipe).shape)
 

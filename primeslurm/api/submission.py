@@ -11,8 +11,8 @@ from primeslurm import durable
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.plan.planner import refuse
-from primeslurm.recipe import Recipe, Site
+from primeslurm.plan.planner import Planned, refuse
+from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
@@ -80,12 +80,11 @@ def refuse_unfit(plan: Plan) -> None:
         raise UsageError(problems)
 
 
-def submit(plan: Plan, recipe: Recipe, source: Path, slurm_conf: str | None) -> Submitted:
+def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
     """Make the run directory and submit the job; its cluster is up.
 
     Args:
-        plan: of the run.
-        recipe: as it will be kept in the run directory.
+        planned: the run, whose recipe is kept in the run directory.
         source: the recipe's file, of which a copy is kept beside it.
         slurm_conf: SLURM_CONF of the run's cluster, where it is not the system's own.
 
@@ -93,13 +92,14 @@ def submit(plan: Plan, recipe: Recipe, source: Path, slurm_conf: str | None) -> 
         UsageError: something speaks against the plan; every reason at once.
         ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
     """
+    plan = planned.plan
     refuse_unfit(plan)
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)
         if problems := _placement(plan, slurm_conf):
             raise UsageError(problems)
     script = _script(plan)
-    return _start(create(recipe, plan, source), plan, script, slurm_conf)
+    return _start(create(planned.recipe, plan, source), plan, script, slurm_conf)
 
 
 def resume(directory: RunDirectory) -> Submitted:

@@ -15,6 +15,7 @@ from primeslurm.families.family import (
     Capabilities,
     Family,
     Parsers,
+    RendererTraits,
     Traits,
     VisionDefaults,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "Capabilities",
     "Family",
     "Parsers",
+    "RendererTraits",
     "Traits",
     "VisionDefaults",
     "bundled",

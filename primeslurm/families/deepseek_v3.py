@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from primeslurm.families.family import EXPERTS, LATENT, SWIGLU, Capabilities, Family, Parsers
+from primeslurm.families.family import EXPERTS, LATENT, SWIGLU, Capabilities, Family, Parsers, RendererTraits
+
+V31_RENDERER = "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer"
 
 FAMILY = Family(
     name="deepseek_v3",
@@ -20,7 +22,8 @@ FAMILY = Family(
     renderer="deepseek-v3",
     renderers={
         r"deepseek-?r1": "deepseek-r1",
-        r"deepseek-?v3\.1": "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer",
+        r"deepseek-?v3\.1": V31_RENDERER,
     },
+    renderer_traits={V31_RENDERER: RendererTraits(describes_tools=True)},
     lora_targets=LATENT | SWIGLU | EXPERTS | {"q_proj"},
 )

@@ -84,6 +84,20 @@ class Traits:
     """None if no encoder of images is run."""
 
 
+@dataclass(frozen=True)
+class RendererTraits:
+    """What a renderer does, or forgets, beside the chat template of its models."""
+
+    calls_apart: tuple[str, str] | None = None
+    """End and beginning of calls that the template has a line break between, which `renderers` 0.1.12 forgets."""
+    line_after: str | None = None
+    """End of a turn that the template has a line break after, which `renderers` 0.1.12 forgets in its bridge."""
+    harmony: bool = False
+    """It is OpenAI's encoder, which reads its vocabulary from a file; the chat template is a copy that differs."""
+    describes_tools: bool = False
+    """It shows tools as the model's makers describe it; the template shows none."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """Models that share an architecture."""
@@ -101,6 +115,8 @@ class Family:
     """What the package `renderers` calls the way from messages to tokens, or `module:Class`; None: there is none."""
     renderers: Mapping[str, str] = field(default_factory=dict)
     """Others, by a pattern in the name of a model, in lower case: not all of a family have one chat template."""
+    renderer_traits: Mapping[str, RendererTraits] = field(default_factory=dict)
+    """Of those of its renderers that have any, by the renderer's name."""
     lora_targets: frozenset[str] = frozenset()
     """Layers that recipes may name for adapters, over all of its model types."""
 

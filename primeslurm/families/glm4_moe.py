@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.families.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Parsers
+from primeslurm.families.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Parsers, RendererTraits
 
 FAMILY = Family(
     name="glm4_moe",
@@ -21,5 +21,6 @@ FAMILY = Family(
         r"glm-?4\.7": "glm-5",
         r"intellect-?3": "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer",
     },
+    renderer_traits={"glm-4.5": RendererTraits(calls_apart=("</tool_call>", "<tool_call>"))},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

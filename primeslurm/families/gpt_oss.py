@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.families.family import ATTENTION, Capabilities, Family, Parsers, Traits
+from primeslurm.families.family import ATTENTION, Capabilities, Family, Parsers, RendererTraits, Traits
 
 FAMILY = Family(
     name="gpt_oss",
@@ -14,5 +14,6 @@ FAMILY = Family(
     traits=Traits(output_bias=True, expert_bias=True, expert_stacks=True, sinks=True),
     parsers={r"gpt-?oss": Parsers("openai", "openai_gptoss")},
     renderer="gpt-oss",
+    renderer_traits={"gpt-oss": RendererTraits(harmony=True)},
     lora_targets=ATTENTION,
 )

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Collection
 
+from primeslurm.families.family import RendererTraits
 from primeslurm.families.registry import families, family_of
 
 AUTO = "auto"
@@ -74,6 +75,12 @@ def renderers_of(model_type: str, model: str) -> tuple[str, ...]:
     )
     first = [renderer for _, renderer in reversed(named)]
     return tuple(dict.fromkeys([*first, family.renderer, *family.renderers.values()]))
+
+
+def renderer_traits(name: str) -> RendererTraits:
+    """Find what is to be known of a renderer, by its name or import path; families say it."""
+    found = (family.renderer_traits[name] for family in families() if name in family.renderer_traits)
+    return next(found, RendererTraits())
 
 
 def without_tools(model_type: str | None, model: str, asked: str, options: Collection[str]) -> str:

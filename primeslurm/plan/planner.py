@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -50,7 +50,20 @@ class RecipeFiles:
         return bool(self.absent or any(models))
 
 
-def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Plan:
+@dataclass(frozen=True)
+class Planned:
+    """What was worked out of a recipe."""
+
+    plan: Plan
+    recipe: Recipe
+    """What the processes of the plan read: the recipe with its files where they lie, and all that it left open."""
+
+    def listening_at(self, addresses: dict[str, str]) -> Planned:
+        """The same on nodes whose addresses were not known yet: by name, as in `Site.network`."""
+        return replace(self, plan=self.plan.model_copy(update={"addresses": addresses}))
+
+
+def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Planned:
     """Work out a whole run, with all findings and the estimate. Files that cannot be used block it.
 
     Args:
@@ -72,20 +85,8 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
     findings += [*advise(recipe, plan), *files.absent, *as_findings(files.problems, "blocked")]
-    return plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
-
-
-def to_run(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool = False) -> Recipe:
-    """The recipe that the processes of a plan read: with its files where they lie, and all that it left open.
-
-    Args:
-        recipe: what is asked for; it can be placed.
-        site: as of `make_plan`.
-        files: likewise.
-        local: likewise.
-    """
-    requests, _ = requests_of(decided(recipe, files.model.model_type, site.device), site, local=local)
-    return _settled(site, requests, files)[0]
+    plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
+    return Planned(plan, located)
 
 
 def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Amount]]:
@@ -95,7 +96,7 @@ def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) ->
     return decided(recipe, files.model.model_type, site.device), limits
 
 
-def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Plan:
+def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Planned:
     """Work out a run of stand-ins, with what is known to go wrong with what they stand for. It needs no files.
 
     Args:
@@ -114,7 +115,7 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelSh
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
     findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *advise(recipe, plan))
-    return plan.model_copy(update={"findings": findings})
+    return Planned(plan.model_copy(update={"findings": findings}), recipe)
 
 
 def refuse(plan: Plan, *levels: str) -> None:

@@ -12,11 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from primeslurm import durable
-from primeslurm.files import read_json, write_atomic
+from primeslurm.files import write_atomic
 from primeslurm.records.attempt import LockRecord
+from primeslurm.records.reading import find_record, last_lines, whole_lines
 
 EVALUATION = "eval/"
 """Prefix of what evaluations measured: it comes when they are done, as a row of its own of the step evaluated."""
@@ -117,6 +116,30 @@ def of_evaluation(row: Row) -> bool:
     return any(name.startswith(EVALUATION) for name in row)
 
 
+def rows(path: Path) -> list[Row]:
+    """Read the rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL.
+
+    What evaluations measured is with the step that they evaluated.
+    """
+    return _rows(whole_lines(path))
+
+
+def recent_rows(path: Path) -> list[Row]:
+    """Read the last complete rows, as many as fit into 256 KiB; none if there is no such file."""
+    return _rows(last_lines(path))
+
+
+def _rows(lines: list[bytes]) -> list[Row]:
+    found, evaluated = [], {}
+    for row in filter(None, map(row_of, lines)):
+        if of_evaluation(row):
+            evaluated[row["step"]] = row
+        else:
+            found.append(by_one_name(row))
+    # The model before the first step has been evaluated, but no step made it.
+    return [{**evaluated.get(row["step"], {}), **row} for row in found]
+
+
 def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
     """Forget the rows of later steps, and what is left of a row whose writer was killed.
 
@@ -167,7 +190,7 @@ def _wandb(run_dir: Path, options: Mapping[str, Any]) -> Any:
     """
     import wandb
 
-    lock = msgspec.convert(read_json(run_dir / "lock.json") or {}, LockRecord)
+    lock = find_record(run_dir / "lock.json", LockRecord) or LockRecord()
     found = wandb.init(**options, id=lock.run_id or run_dir.name, resume="allow", dir=run_dir)
     found.define_metric(f"{EVALUATION}*", step_metric=f"{EVALUATION}step")
     return found

@@ -9,7 +9,6 @@ from typing import TypeVar
 import msgspec
 
 from primeslurm.files import Watched, read_json
-from primeslurm.records.metrics import Row, by_one_name, of_evaluation, row_of
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
@@ -67,30 +66,3 @@ def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
     except OSError:
         return []
     return (data.partition(b"\n")[2] if begin else data).split(b"\n")[:-1]
-
-
-def rows(path: Path) -> list[Row]:
-    """Read the rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL.
-
-    What evaluations measured is with the step that they evaluated.
-    """
-    return _rows(whole_lines(path))
-
-
-def recent_rows(path: Path) -> list[Row]:
-    """Read the last complete rows, as many as fit into 256 KiB; none if there is no such file."""
-    return _rows(last_lines(path))
-
-
-def _rows(lines: list[bytes]) -> list[Row]:
-    found, evaluated = [], {}
-    for line in lines:
-        value = row_of(line)
-        if value is None:
-            continue
-        if of_evaluation(value):
-            evaluated[value.get("step")] = value
-        else:
-            found.append(by_one_name(value))
-    # The model before the first step has been evaluated, but no step made it.
-    return [{**evaluated.get(row.get("step"), {}), **row} for row in found]

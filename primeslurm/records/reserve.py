@@ -68,8 +68,34 @@ def shortage(directory: Path, least: int = LEAST_FREE) -> str:
     return f"{free / 2**30:.2f} GiB free in {directory}, a run needs {least / 2**30:.2f} GiB"
 
 
-def until_written(action: Callable[[], T], within_s: float = math.inf, pause_s: float = PAUSE_S) -> T:
-    """Call something until the file system takes it. Raises its last error after `within_s`, and any other at once."""
+def warn(error: Exception) -> None:
+    """Say in the log what the file system did not take, and why."""
+    log.warning("waits for the file system: %s", error)
+
+
+def pause(pause_s: float) -> None:
+    """Let seconds pass between two tries. Who waits does not hang."""
+    pulse().beat()
+    time.sleep(pause_s)
+
+
+def until_written(
+    action: Callable[[], T],
+    within_s: float = math.inf,
+    pause_s: float = PAUSE_S,
+    refused: Callable[[Exception], None] = warn,
+) -> T:
+    """Call something until the file system takes it.
+
+    Args:
+        action: writes; it begins anew each time.
+        within_s: for how long it is tried, in seconds.
+        pause_s: between two tries, in seconds.
+        refused: is told why the file system did not take it, each time that it is going to be tried again.
+
+    Raises:
+        Exception: what `action` raised last after `within_s`, and at once what is no fault of the file system.
+    """
     deadline = time.monotonic() + within_s
     while True:
         try:
@@ -77,9 +103,8 @@ def until_written(action: Callable[[], T], within_s: float = math.inf, pause_s: 
         except Exception as error:
             if not may_pass(error) or time.monotonic() > deadline:
                 raise
-            log.warning("waits for the file system: %s", error)
-            pulse().beat()  # who waits does not hang
-            time.sleep(pause_s)
+            refused(error)
+        pause(pause_s)
 
 
 class Reserve:
@@ -132,3 +157,22 @@ class Reserve:
             if not is_full(error) or not self.give_up():
                 raise
         return write()
+
+    def give_way(self, write: Callable[[], object]) -> str:
+        """Write what is large, but not into space that was given up: that is for records.
+
+        Returns:
+            Why it has to be written later; empty if it is written.
+
+        Raises:
+            OSError: it cannot be written, and the file system is neither full nor read-only.
+        """
+        if self.given_up:
+            return GIVEN_UP
+        try:
+            write()
+        except OSError as error:
+            if not may_pass(error):
+                raise
+            return str(error)
+        return ""

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import read_json, write_json
+from primeslurm.files import write_json
 from primeslurm.plan.model import Finding, Plan
+from primeslurm.records.reading import find_record
 
 DIRECTORY = ".bad-nodes"
 FIELD = "bad nodes"
@@ -73,9 +74,9 @@ class Ledger:
     def _read(self) -> list[tuple[Path, BadNode]]:
         found = []
         for path in sorted(self._path.glob("*.json")):
-            with contextlib.suppress(msgspec.ValidationError, OSError):
-                if self._is_trusted(path):
-                    found.append((path, msgspec.convert(read_json(path), BadNode)))
+            with contextlib.suppress(OSError):
+                if self._is_trusted(path) and (entry := find_record(path, BadNode)) is not None:
+                    found.append((path, entry))
         return found
 
     def _is_trusted(self, path: Path) -> bool:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from primeslurm.records import reading
+from primeslurm.records import metrics
 from primeslurm.records.base import Event
 from primeslurm.records.events import decode, in_order
 from primeslurm.records.metrics import Row
@@ -20,7 +20,7 @@ NOTABLE_FILES = 24
 
 def rows(run_dir: Path) -> list[Row]:
     """Read the rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
-    return reading.rows(run_dir / "metrics.jsonl")
+    return metrics.rows(run_dir / metrics.FILE)
 
 
 def events(run: RunDirectory) -> list[Event]:

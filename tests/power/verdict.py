@@ -11,7 +11,8 @@ from primeslurm.api import submission
 from primeslurm.orchestrator.progress import restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.records.reading import rows, whole_lines
+from primeslurm.records.metrics import rows
+from primeslurm.records.reading import whole_lines
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem

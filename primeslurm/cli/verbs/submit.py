@@ -24,6 +24,8 @@ EmulateOpt = Annotated[
 ]
 WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
+_STARTING = "starting an embedded cluster of {spec.nodes} GPU nodes and {spec.control_nodes} control nodes"
+
 
 def submit(
     recipe: RecipeArg,
@@ -41,14 +43,10 @@ def submit(
     if dry_run:
         _show_dry_run(loaded.dry_run(), as_json)
         return
-    cluster = loaded.cluster
-    if cluster is not None:
-        loaded.refuse_unfit()  # before a cluster is started for it
-        note(f"starting an embedded cluster of {cluster.nodes} GPU nodes and {cluster.control_nodes} control nodes")
-    with loaded.on_cluster(keep=not wait) as ready:
+    with loaded.on_cluster(keep=not wait, starting=lambda spec: note(_STARTING.format(spec=spec))) as ready:
         _announce(ready.start(), wait, as_json)
-    if cluster is not None:
-        note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(cluster.name)}")
+    if loaded.cluster is not None:
+        note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(loaded.cluster.name)}")
 
 
 def eval_(

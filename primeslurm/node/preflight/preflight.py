@@ -23,7 +23,7 @@ from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import NODE_START_S, Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
-from primeslurm.records.reserve import may_pass
+from primeslurm.records.reserve import until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
 
@@ -193,11 +193,8 @@ class Preflight:
             if not self.file_system or time.monotonic() > give_up:
                 self._deadline = time.monotonic() + self._timings.limit_s
                 return found
-            self._wait_for_file_system()
-
-    def _wait_for_file_system(self) -> None:
-        self._deadline = math.inf
-        time.sleep(self._timings.full_poll_s)
+            self._deadline = math.inf
+            time.sleep(self._timings.full_poll_s)
 
     def _models(self) -> list[PreflightCheck]:
         if self._plan.emulated:
@@ -232,18 +229,21 @@ class Preflight:
 
     def _tell_reference(self) -> list[PreflightCheck]:
         """The head tells the others what to compare with."""
-        give_up = time.monotonic() + self._plan.stall_timeout_s
-        while self._rank == 0:
+        if self._rank == 0:
             reference = PreflightReference(digest(self._attempt.plan_file), installed_packages())
-            try:
-                write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
-                break
-            except OSError as error:
-                if not may_pass(error) or time.monotonic() > give_up:
-                    raise
-                self.file_system = f"cannot write to {self._attempt.path}: {error.strerror}"
-            self._wait_for_file_system()
+            until_written(
+                lambda: write_json(self._attempt.reference_file, msgspec.to_builtins(reference)),
+                self._plan.stall_timeout_s,
+                self._timings.full_poll_s,
+                self._refused,
+            )
         return []
+
+    def _refused(self, error: Exception) -> None:
+        """The file system does not take a record: the others hear of it, and no time runs out here meanwhile."""
+        why = error.strerror if isinstance(error, OSError) else error
+        self.file_system = f"cannot write to {self._attempt.path}: {why}"
+        self._deadline = math.inf
 
     def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node

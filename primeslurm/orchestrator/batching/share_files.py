@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from primeslurm import durable
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.records.reserve import GIVEN_UP, Reserve, may_pass
+from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.rollouts import Frame
 from primeslurm.wire.transport.link import Answer
@@ -99,26 +99,13 @@ class ShareFiles:
         if frames is None:
             return None
         waits = False
-        while (why := await self._threaded(lambda: self._put(path, frames))) is not None:
+        while why := await self._threaded(lambda: self._reserve.give_way(lambda: _put(path, frames))):
             if not waits:
                 log.warning("a share of the batch of step %d waits for the file system: %s", share.step, why)
             waits = True
             await asyncio.sleep(self._retry_s)
         self._batches.handed_over(share)
         return path
-
-    def _put(self, path: Path, frames: Sequence[Frame]) -> str | None:
-        """Write a share; returns why it has to wait."""
-        if self._reserve.given_up:  # what was given up is for records
-            return GIVEN_UP
-        try:
-            durable.make_directory(path.parent)
-            batch_files.write(path, frames)
-        except OSError as error:
-            if may_pass(error):
-                return str(error)
-            raise
-        return None
 
     def _path(self, share: StepShard) -> Path:
         step, shard = share
@@ -135,3 +122,8 @@ class ShareFiles:
 
     def _threaded(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._writers, function)
+
+
+def _put(path: Path, frames: Sequence[Frame]) -> None:
+    durable.make_directory(path.parent)
+    batch_files.write(path, frames)

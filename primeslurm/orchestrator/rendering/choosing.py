@@ -20,15 +20,12 @@ from renderers.base import load_tokenizer
 from renderers.configs import CustomRendererConfig
 
 from primeslurm.families import family_of, model_types
-from primeslurm.families.renderers import AUTO, DEFAULT, is_import_path, renderers_of, without_tools
+from primeslurm.families.renderers import AUTO, DEFAULT, is_import_path, renderer_traits, renderers_of, without_tools
 from primeslurm.model_files import model_directory
 from primeslurm.orchestrator.rendering import probing
 from primeslurm.orchestrator.rendering.extending import extending
 
 log = logging.getLogger(__name__)
-
-DESCRIBED = frozenset({"primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer"})
-"""Renderers that show tools as the model's makers describe it, beside a chat template that shows none."""
 
 
 class RenderingError(ValueError):
@@ -77,7 +74,7 @@ def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any], i
     shown = probing.shows_tools(tokenizer, options)
     differences = []
     for name in candidates:
-        described = name in DESCRIBED
+        described = renderer_traits(name).describes_tools
         for config in _variants(tokenizer, name, options):
             difference = probing.unlike_template(tokenizer, config, options, probing.probes(shown, described))
             if not difference:

@@ -15,12 +15,10 @@ from renderers import RenderedTokens, config_from_name
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 from renderers.configs import BaseRendererConfig, CustomRendererConfig
 
+from primeslurm.families.family import RendererTraits
+from primeslurm.families.renderers import renderer_traits
 from primeslurm.orchestrator.rendering import ChatMessage, harmony
 
-CALLS_APART = {"glm-4.5": ("</tool_call>", "<tool_call>")}
-"""Ends and beginnings of calls that this template has a line break between, which `renderers` 0.1.12 forgets."""
-LINE_AFTER = {"laguna-m.1": "</assistant>", "laguna-xs.2": "</assistant>"}
-"""Ends of turns that these templates have a line break after, which `renderers` 0.1.12 forgets in its bridge."""
 THOUGHTS = ("<think>", "</think>")
 """Tokens around thoughts. What a model without them thinks is left to its renderer."""
 
@@ -45,7 +43,7 @@ class ExtendingRenderer:
     def __new__(cls, tokenizer: Any, config: ExtendingConfig) -> Any:
         """Make it."""
         own = type(config_from_name(config.renderer))(**config.options)
-        with harmony.vocabulary_of(tokenizer) if config.renderer == "gpt-oss" else nullcontext():
+        with harmony.vocabulary_of(tokenizer) if renderer_traits(config.renderer).harmony else nullcontext():
             made = _extending(config.renderer)(tokenizer, own)
         made.system = config.system
         return made
@@ -61,8 +59,7 @@ def extending(renderer: str, options: dict[str, Any], system: str | None = None)
 @cache
 def _extending(renderer: str) -> type:
     _populate_registry()
-    own = {"line_after": LINE_AFTER.get(renderer), "calls_apart": CALLS_APART.get(renderer)}
-    return type("Extending", (Extending, RENDERER_REGISTRY[renderer]), own)
+    return type("Extending", (Extending, RENDERER_REGISTRY[renderer]), {"traits": renderer_traits(renderer)})
 
 
 class Extending:
@@ -70,8 +67,7 @@ class Extending:
 
     _tokenizer: Any
     effective_thinking_retention: str
-    line_after: ClassVar[str | None] = None
-    calls_apart: ClassVar[tuple[str, str] | None] = None
+    traits: ClassVar[RendererTraits] = RendererTraits()
     system: str | None = None
 
     def render(self, messages: list[ChatMessage], **kwargs: Any) -> Any:
@@ -89,9 +85,9 @@ class Extending:
 
     def _apart(self, rendered: RenderedTokens) -> RenderedTokens:
         """Put the line break between calls of an answer."""
-        if self.calls_apart is None:
+        if self.traits.calls_apart is None:
             return rendered
-        end, begin = (self._tokenizer.convert_tokens_to_ids(mark) for mark in self.calls_apart)
+        end, begin = (self._tokenizer.convert_tokens_to_ids(mark) for mark in self.traits.calls_apart)
         ids, sampled = rendered.token_ids, rendered.sampled_mask
         pairs = [i for i in range(1, len(ids)) if ids[i] == begin and ids[i - 1] == end and sampled[i]]
         line = self._tokenizer.encode("\n", add_special_tokens=False)
@@ -117,7 +113,8 @@ class Extending:
 
     def _bridge(self, prompt: list[int], completion: list[int], *args: Any, **kwargs: Any) -> RenderedTokens | None:
         found: RenderedTokens | None = super().bridge_to_next_turn(prompt, completion, *args, **kwargs)  # type: ignore[misc]
-        ends = self._tokenizer.convert_tokens_to_ids(self.line_after) if self.line_after else None
+        line_after = self.traits.line_after
+        ends = self._tokenizer.convert_tokens_to_ids(line_after) if line_after else None
         if found is None or ends is None or completion[-1:] != [ends]:
             return found
         line = self._tokenizer.encode("\n", add_special_tokens=False)

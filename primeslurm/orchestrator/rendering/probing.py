@@ -15,6 +15,7 @@ from typing import Any
 
 from renderers import RendererConfig, create_renderer
 
+from primeslurm.families.renderers import renderer_traits
 from primeslurm.orchestrator.rendering import ChatMessage
 
 SYSTEM = "Be brief."
@@ -29,8 +30,6 @@ TOOLS: Sequence[dict[str, Any]] = (
         },
     },
 )
-BY_REFERENCE = frozenset({"gpt-oss"})
-"""Renderers that are the encoder of those who made the model. Their chat template is a copy that differs from it."""
 EMPTY_THOUGHTS = "<think>\n\n</think>\n\n"
 """A model that does not think is given these to begin its answer with."""
 SOME_DAY = datetime(2024, 7, 26)
@@ -112,7 +111,7 @@ def unlike_template(
         renderer = create_renderer(tokenizer, config)
     except Exception as error:  # an assertion that names a special token, for one
         return str(error) or type(error).__name__
-    if not tokenizer.chat_template or (config.model_extra or {}).get("renderer") in BY_REFERENCE:
+    if not tokenizer.chat_template or renderer_traits((config.model_extra or {}).get("renderer", "")).harmony:
         return ""
     found = (_unlike(tokenizer, renderer, probe, options or {}) for probe in compared)
     return next(filter(None, found), "")

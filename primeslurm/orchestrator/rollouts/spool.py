@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rollouts.groups import (
     has_head,
     head_size,
 )
-from primeslurm.records.reserve import Reserve, may_pass
+from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.decoding import DamagedError
 
@@ -134,19 +134,18 @@ class Spool:
         Returns:
             False if that was not possible: it is in memory only, and `waiting` if the file system may take it later.
         """
-        self.waiting.pop(group.id, None)
+        waited = self.waiting.pop(group.id, None)
         self.damaged.pop(group.id, None)
-        if self._reserve.given_up:  # what was given up is for records
-            self.waiting[group.id] = group
-            return False
         try:
-            durable.write(self._path(group.id), group.to_parts())
+            why = self._reserve.give_way(lambda: durable.write(self._path(group.id), group.to_parts()))
         except OSError as error:
             log.warning("group %s stays in memory only: %s", group.id, error)
-            if may_pass(error):
-                self.waiting[group.id] = group
             return False
-        return True
+        if why:
+            self.waiting[group.id] = group
+            if waited is None:  # or every try would say so
+                log.warning("group %s waits in memory: %s", group.id, why)
+        return not why
 
     def load(self) -> list[RolloutGroup]:
         """Open all groups, by name: only heads are read. Files without a readable one are `damaged`."""

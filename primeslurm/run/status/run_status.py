@@ -15,8 +15,7 @@ import msgspec
 
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
-from primeslurm.records.metrics import Row
-from primeslurm.records.reading import recent_rows
+from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of

@@ -8,7 +8,6 @@ It does not matter how many ranks wrote the checkpoint.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ from primeslurm.trainer.checkpoints.shards import Moved, ShardReader, threads_of
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
-from primeslurm.trainer.weights.tensor_files import INDEX, OpenFiles, TensorFiles
+from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exits
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
@@ -75,8 +74,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
     if frozen := expected - set(index):
         write(_frozen(files, frozen, encoding.dtype), "model-frozen.safetensors")
-    (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
-    huggingface.copy_companions(source, partial, encoding.dtype_name, encoding.quantization(set(index)))
+    huggingface.write_companions(source, partial, index, encoding.dtype_name, encoding.quantization(set(index)))
     durable.sync_tree(partial)
     durable.rename(partial, out)
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from primeslurm.records.beats import pulse
-from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass
+from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass, pause, warn
 from primeslurm.trainer.distributed.world import RankError, World
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -44,16 +40,14 @@ def waiting_for_space(
     reserve = Reserve(run_dir)
     while True:
         while world.decide(int(reserve.given_up)):  # what is left is for records
-            pulse().beat()  # who waits does not hang
-            time.sleep(pause_s)
+            pause(pause_s)
         try:
             return write()
         except RankError as error:
             if not for_want_of_space(world, run_dir, error):
                 raise
-            log.warning("waits for the file system: %s", error)
+            warn(error)
             if world.is_main:
                 for directory in partial:
                     shutil.rmtree(directory, ignore_errors=True)
-            pulse().beat()
-            time.sleep(pause_s)
+            pause(pause_s)

@@ -6,7 +6,6 @@ given each version (`FilesystemTransfer`), or the run keeps the last one.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -21,7 +20,7 @@ from primeslurm.records.reserve import until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights import huggingface, peft, tensor_files
+from primeslurm.trainer.weights import huggingface, peft
 from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.wire.stored import checkpoints, manifest
 from primeslurm.wire.stored.manifest import FileRecord
@@ -114,9 +113,7 @@ class Publisher:
         index = {name: file for names, _ in written for name, file in names.items()}
         self._check(index, sum(len(names) for names, _ in written))
         quantization = self._encoding.quantization(set(index))
-        huggingface.copy_companions(self._policy.source, partial, self._encoding.dtype_name, quantization)
-        document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
-        (partial / tensor_files.INDEX).write_text(json.dumps(document, indent=2) + "\n")
+        huggingface.write_companions(self._policy.source, partial, index, self._encoding.dtype_name, quantization)
         records = [record for _, files in written for record in files]
         filesystem.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)

@@ -27,7 +27,7 @@ from primeslurm.trainer.weights import four_bits, huggingface
 from primeslurm.trainer.weights.four_bits import FourBits
 from primeslurm.trainer.weights.headers import TensorLocation
 from primeslurm.trainer.weights.loading import dequantised
-from primeslurm.trainer.weights.tensor_files import INDEX, OpenFiles, TensorFiles
+from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exits
 from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
 
@@ -144,11 +144,9 @@ def convert(source: Path, out: Path) -> None:
                 threads.shutdown(cancel_futures=True)
                 raise
     index = {name: file for file, of_file in names.items() for name in of_file}
-    size = sum(conversion.entry(name)[2] for name in index)
-    huggingface.copy_companions(source, partial, "bfloat16", None)
+    huggingface.write_companions(source, partial, index, "bfloat16")
     for code in source.glob(_CODE):
         shutil.copyfile(code, partial / code.name)
-    (partial / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}, indent=2) + "\n")
     (partial / _RECORD).unlink()
     durable.sync_tree(partial)
     durable.rename(partial, out)

@@ -50,10 +50,20 @@ def _reads_four_bits(model_type: str, stored: Mapping[str, Any]) -> bool:
     return code is not None and able is not None and bool(getattr(able, f"{code}_checkpoint"))
 
 
-def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[str, Any] | None) -> None:
-    """Copy config, tokenizer and generation settings. Raises OSError.
+def write_companions(
+    source: Path, target: Path, index: Mapping[str, str], dtype: str, quantization: dict[str, Any] | None = None
+) -> None:
+    """Write what a model directory has beside its weights: index, config, tokenizer and generation settings.
 
-    The config then names dtype and quantisation of what is published, whatever it was made from.
+    Args:
+        source: model directory that the weights were made from.
+        target: directory of the weights.
+        index: name of the file that each tensor is in.
+        dtype: of the weights; the config names it, whatever that of `source` names.
+        quantization: likewise.
+
+    Raises:
+        OSError: one cannot be read or written.
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
@@ -67,3 +77,5 @@ def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[s
     if quantization is not None:
         config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
+    (target / INDEX).write_text(json.dumps(document, indent=2) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,15 @@ import pytest
 import yaml
 
 import primeslurm
+from primeslurm.api import emulation
+from primeslurm.api.planning import emulated_plan_of
+from primeslurm.api.sites import with_python
 from primeslurm.files import write_json
 from primeslurm.plan import planner
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.embedded.config import LoopbackPlace
+from primeslurm.slurm.embedded.config import site as embedded_site
 from tests.support.cli import primeslurm as command
 from tests.support.cli import run_python
 from tests.support.plans import plan_of, python
@@ -90,14 +96,41 @@ def test_recipe_and_site_are_read_before_anything_is_said(place: Path) -> None:
     assert [violation.field for violation in refused.value.violations] == ["max_steps", "nowhere.yaml"]
 
 
-@pytest.mark.parametrize("emulate", [False, True])
-def test_needs_are_worked_out_once(place: Path, monkeypatch: pytest.MonkeyPatch, emulate: bool) -> None:
-    loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
-    calls = []
+@pytest.fixture
+def placements(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was asked each time that the needs of a recipe were worked out."""
+    calls: list[Any] = []
     work_out = planner.resource_requests
     monkeypatch.setattr(planner, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
-    assert loaded.plan().emulated == emulate
-    assert len(calls) == 1
+    return calls
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_submission_is_worked_out_once(place: Path, placements: list[Any], emulate: bool) -> None:
+    write(place, model={"path": str(model_dir(place))})
+    loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
+    assert loaded.dry_run().plan.emulated == emulate
+    assert len(placements) == 1
+    with pytest.raises(primeslurm.ClusterError, match="no controller"):
+        loaded.submit()
+    assert len(placements) == 2
+
+
+def test_an_emulated_run_is_worked_out_once_and_listens_where_its_cluster_is(
+    place: Path, placements: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded, elsewhere = primeslurm.load("r.yaml", emulate=True), LoopbackPlace(3)
+    assert loaded.cluster is not None
+    up = with_python(embedded_site(loaded.cluster, elsewhere))
+    monkeypatch.setattr(emulation, "running", lambda spec, *, keep: nullcontext(embedded_site(spec, elsewhere)))
+    told = []
+    with loaded.on_cluster(starting=told.append) as ready:
+        found = ready.plan()
+        with pytest.raises(primeslurm.ClusterError):
+            ready.start()
+    assert len(placements) == 1 and told == [loaded.cluster]
+    assert found == emulated_plan_of(loaded.recipe, up).plan
+    assert found.addresses == up.network.addresses != loaded.site.network.addresses
 
 
 def test_commands_that_only_look_end_well_without_slurm_and_model(place: Path) -> None:

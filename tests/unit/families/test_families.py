@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,12 +10,20 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import UsageError
-from primeslurm.families import Parsers, bundled, families, family_of, parsers_of
+from primeslurm.families import Parsers, RendererTraits, bundled, families, family_of, parsers_of
+from primeslurm.families.renderers import DEFAULT, RENDERERS, renderer_traits, renderers_of
+
+ROOT = Path(__file__).resolve().parents[3]
 
 FAMILY = """
-from primeslurm.families import Capabilities, Family
+from primeslurm.families import Capabilities, Family, RendererTraits
 
-FOUND = Family(name="found", model_types={"found": Capabilities(), "found_moe": Capabilities(ep=True)})
+FOUND = Family(
+    name="found",
+    model_types={"found": Capabilities(), "found_moe": Capabilities(ep=True)},
+    renderer="other_package:Renderer",
+    renderer_traits={"other_package:Renderer": RendererTraits(describes_tools=True)},
+)
 AGAIN = Family(name="again", model_types={"qwen3": Capabilities()})
 """
 
@@ -54,6 +63,24 @@ def test_a_family_of_an_installed_package_is_found(site_packages: Path) -> None:
     assert families()[:-1] == bundled()
     found = family_of("found_moe")
     assert found is not None and found.name == "found" and found.model_types["found_moe"].ep
+    assert renderers_of("found", "m") == ("other_package:Renderer",)
+    assert renderer_traits("other_package:Renderer").describes_tools
+    assert renderer_traits("other_package:Another") == RendererTraits()
+
+
+def test_what_a_renderer_is_like_is_said_by_its_family_alone() -> None:
+    """By the names of renderers in the code around: none but that of the plain chat template."""
+    own = {name for family in bundled() for name in (family.renderer, *family.renderers.values()) if name}
+    names = {*RENDERERS, *own} - {DEFAULT}
+    for family in bundled():
+        assert family.renderer_traits.keys() <= {family.renderer, *family.renderers.values()}
+    found = [
+        (path.name, node.value)
+        for path in (ROOT / "primeslurm" / "orchestrator").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert found == []
 
 
 @pytest.mark.parametrize(

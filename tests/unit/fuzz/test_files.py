@@ -22,7 +22,7 @@ from primeslurm.orchestrator.evaluation.archive import Archive, Begun
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
 from primeslurm.plan import plan_file
-from primeslurm.records import events, reading
+from primeslurm.records import events, metrics, reading
 from primeslurm.records.beats import Beat, BeatPage, Pulse
 from primeslurm.records.events.training import StepReported
 from primeslurm.records.metrics import MetricsLog
@@ -118,13 +118,13 @@ ROWS = [{"step": 1, "time": 1.0, "loss": 0.5, "seconds/data": 1.0}, {"step": 2, 
 def test_metrics(directory: Path, data: list[bytes]) -> None:
     path = directory / "metrics.jsonl"
     path.write_bytes(b"\n".join([lines(ROWS[1]), *data, b""]))
-    for row in (*reading.rows(path), *reading.recent_rows(path)):
+    for row in (*metrics.rows(path), *metrics.recent_rows(path)):
         assert isinstance(row, dict)
     log = MetricsLog(directory, 2, tensorboard=False)
     log.write(3, {"reward/mean": 1.0})
     log.close()
-    assert reading.rows(path)[-1]["step"] == 3
-    assert any(row["step"] == 2 for row in reading.rows(path))
+    assert metrics.rows(path)[-1]["step"] == 3
+    assert any(row["step"] == 2 for row in metrics.rows(path))
 
 
 RECORD = {"name": "model-00000.safetensors", "bytes": 10, "digest": "00"}

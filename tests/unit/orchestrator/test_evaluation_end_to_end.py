@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from primeslurm.records.evaluation import EvaluationRecord, evaluations, step_dir
-from primeslurm.records.reading import rows
+from primeslurm.records.metrics import rows
 from primeslurm.wire.stored import checkpoints
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.runs import check_staleness

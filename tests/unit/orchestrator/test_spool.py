@@ -73,7 +73,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
 def test_a_full_or_read_only_disk_is_reported_and_survived(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     def full(path: Path, data: Content) -> None:
         raise OSError(number, os.strerror(number))
@@ -81,7 +81,8 @@ def test_a_full_or_read_only_disk_is_reported_and_survived(
     spool = Spool(tmp_path)
     monkeypatch.setattr("primeslurm.durable.write", full)
     made = group([3], [0.5])
-    assert not spool.put(made)
+    assert not spool.put(made) and not spool.put(made)
+    assert len(caplog.records) == 1, "who tries again every second says so once"
     assert list(tmp_path.iterdir()) == []
     assert spool.waiting == {made.id: made}
     monkeypatch.undo()

@@ -12,8 +12,7 @@ from primeslurm.families.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.time_limits import with_limits
-from primeslurm.plan.model import Plan
-from primeslurm.plan.planner import RecipeFiles, make_plan, requests_of, to_run
+from primeslurm.plan.planner import Planned, RecipeFiles, make_plan, requests_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
@@ -27,7 +26,7 @@ def recipe_of(name: str, **changes: dict[str, Any]) -> Recipe:
     return Recipe.model_validate(data | {part: data.get(part, {}) | new for part, new in changes.items()})
 
 
-def plan_of(recipe: Recipe, directory: Path) -> Plan:
+def planned(recipe: Recipe, directory: Path) -> Planned:
     return make_plan(recipe, SITE, directory, RecipeFiles(recipe, model_files(recipe), None))
 
 
@@ -74,7 +73,8 @@ def test_what_the_recipe_says_stays() -> None:
 
 def test_processes_are_given_their_limits_and_the_plan_shows_them(tmp_path: Path) -> None:
     recipe = recipe_of("glm5_pd")
-    plan = plan_of(recipe, tmp_path)
+    found = planned(recipe, tmp_path)
+    plan, kept = found.plan, found.recipe
     starts, loads = seconds(recipe)
     engines = [process for process in plan.processes() if process.role in ("prefill", "decode")]
     assert {process.health.start_timeout_s for process in engines if process.health} == {starts}
@@ -83,7 +83,6 @@ def test_processes_are_given_their_limits_and_the_plan_shows_them(tmp_path: Path
     shown = {amount.name: (amount.value, amount.how) for amount in plan.estimate.amounts}
     assert shown["engine start"] == (starts, "at most: 3600 s, and 668.6 GB of a node at 0.2 GB/s")
     assert shown["trainer loading"][0] == loads
-    kept = to_run(recipe, SITE, RecipeFiles(recipe, model_files(recipe), None))
     assert PhaseLimits.of(kept).long_s == loads
     ranks = [process for process in plan.processes() if process.role == "trainer"]
     heartbeats = {process.env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] for process in ranks}

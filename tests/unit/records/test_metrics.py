@@ -13,8 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from primeslurm.files import write_json
 from primeslurm.recipe import Recipe
-from primeslurm.records.metrics import MetricsLog, by_one_name
-from primeslurm.records.reading import rows
+from primeslurm.records.metrics import MetricsLog, by_one_name, rows
 
 
 def recipe(**monitor: Any) -> Recipe:
@@ -103,6 +102,17 @@ def test_attempts_of_a_run_share_a_wandb_run_and_runs_of_one_name_do_not(
             log.write(step, {"loss": float(step)})
         log.close()
     assert fake.runs == {"test-1": [1, 2, 3], "test-2": [1]} and fake.names == {"test"}
+
+
+@pytest.mark.parametrize("lock", [["run_id"], {"run_id": 7}])
+def test_a_damaged_lock_file_costs_wandb_the_runs_id_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock: object
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    write_json(tmp_path / "lock.json", lock)
+    MetricsLog(tmp_path, 0, **recipe(tensorboard=False, wandb={"project": "p"}).metrics_options()).close()
+    assert fake.runs == {tmp_path.name: []}
 
 
 def test_what_evaluations_measured_joins_the_step_that_was_evaluated(

@@ -82,6 +82,27 @@ def test_waiting_for_the_file_system(error: OSError) -> None:
         until_written(fails(1, OSError(errno.EIO, "Input/output error")), pause_s=0.0)
 
 
+def test_who_waits_for_the_file_system_may_tell_of_it_himself(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[Exception] = []
+    assert until_written(fails(2), pause_s=0.0, refused=told.append) == "written"
+    assert told == [FULL, FULL] and not caplog.records
+    with pytest.raises(OSError, match="No space"):
+        until_written(fails(1), within_s=-1.0, refused=told.append)
+    assert len(told) == 2, "what is not tried again is raised"
+
+
+def test_what_is_large_leaves_what_was_given_up_to_records(tmp_path: Path) -> None:
+    kept, tries = Reserve(tmp_path, SIZE), []
+    kept.fill()
+    assert kept.give_way(lambda: tries.append(1)) == ""
+    assert kept.give_way(fails(1, READ_ONLY)) == str(READ_ONLY)
+    assert kept.give_way(fails(1)) == str(FULL) and not kept.given_up, "only records may spend it"
+    with pytest.raises(OSError, match="Input/output"):
+        kept.give_way(fails(1, OSError(errno.EIO, "Input/output error")))
+    kept.give_up()
+    assert kept.give_way(lambda: tries.append(2)) == reserve.GIVEN_UP and tries == [1]
+
+
 def test_a_shortage_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reserve, "free_bytes", lambda _: 2**27)
     assert shortage(tmp_path) == f"0.12 GiB free in {tmp_path}, a run needs 0.25 GiB"

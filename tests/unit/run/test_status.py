@@ -30,7 +30,7 @@ from primeslurm.records.fleet import (
     Outcome,
     ProcessReport,
 )
-from primeslurm.records.reading import recent_rows
+from primeslurm.records.metrics import recent_rows
 from primeslurm.records.reserve import Reserve
 from primeslurm.records.state import EngineRecord
 from primeslurm.run.directory import RunDirectory, create, name_in_use
