@@ -42,12 +42,14 @@ FUZZED = {
     "orchestrator/rollouts/job_protocol.py:JobRunner._listen": (
         "test_sockets:test_whatever_a_worker_is_told_it_goes_on"
     ),
+    "orchestrator/rollouts/pieces.py:_taken": ("test_sockets:test_pieces_that_do_not_fit_are_damaged_and_nothing_else"),
     "orchestrator/rollouts/pieces.py:joined": ("test_sockets:test_pieces_that_do_not_fit_are_damaged_and_nothing_else"),
     "orchestrator/rollouts/worker_pool.py:WorkerPool._receive": (
         "test_sockets:test_what_no_worker_says_is_passed_over"
     ),
     "orchestrator/rollouts/worker_pool.py:WorkerPool.serve": "test_sockets:test_what_no_worker_says_is_passed_over",
-    "orchestrator/teacher/client.py:Teacher.logprobs": "test_answers:test_answers_of_teachers",
+    "orchestrator/teacher/client.py:_logprob_in": "test_answers:test_answers_of_teachers",
+    "orchestrator/teacher/client.py:_logprobs_in": "test_answers:test_answers_of_teachers",
     "orchestrator/weight_transfer/engine_client.py:EngineClient.status": (
         "test_answers:test_whoever_asks_gets_a_value_or_the_error_that_says_so"
     ),
@@ -59,7 +61,6 @@ FUZZED = {
     "records/metrics.py:row_of": "test_files:test_metrics",
     "records/reading.py:changed_record": "test_files:test_records",
     "records/reading.py:read_record": "test_files:test_records",
-    "run/ledger.py:Ledger._read": "test_files:test_bad_nodes",
     "run/status/placement.py:placement_of": "test_files:test_plans",
     "slurm/inventory.py:_parse": "test_files:test_what_nodes_have_installed",
     "trainer/weights/headers.py:_entries": "test_model_files:test_headers_of_tensors",
@@ -118,7 +119,6 @@ OWN = {
         "orchestrator/rendering/probing.py",
         "orchestrator/rollouts/worker.py",
         "plan/plan_file.py",
-        "records/metrics.py",
         "run/diff.py",
         "slurm/embedded/cluster.py",
         "slurm/inventory.py",
