@@ -46,5 +46,5 @@ def buffered_amount(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typic
     size = per_token * rollouts * recipe.seq_len
     if recipe.orchestrator.rollout_transport == "zmq":
         size += encoded_bytes * TRAINED_BATCHES * recipe.orchestrator.batch_size * recipe.seq_len
-    how = f"{per_token} bytes a token, at most {rollouts} rollouts of seq_len; {size / typical / 1e9:.1f} of a quarter"
-    return Amount(name=BUFFERED, value=round(size / 1e9, 1), unit="GB on the head node", how=how)
+    how = f"{rollouts} of seq_len x {per_token} B; {size / typical / 1e9:.1f} if 1/{typical} of that"
+    return Amount(name=BUFFERED, value=round(size / 1e9, 1), unit="GB", how=how)
