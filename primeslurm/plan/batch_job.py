@@ -11,7 +11,7 @@ from primeslurm.hostlists import expand
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes
 from primeslurm.recipe.sections.slurm import (
     DEFAULT_TIME,
     Apptainer,
@@ -124,8 +124,6 @@ def _component(recipe: Recipe, role: NodeRole) -> Component:
 
 def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:
     kind = request.kind
-    # One amount of memory: the recipe's, in whichever unit, before the site's.
-    memory = component if component.mem or component.mem_per_gpu else kind
     return HetGroup(
         index=index,
         name=name,
@@ -134,7 +132,7 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
         partition=component.partition or kind.partition,
         gres=f"{kind.gres}:{request.gpus}" if request.gpus else None,
         cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=_memory(memory, request.gpus),
+        mem=_memory(component, request),
         constraint=component.constraint or kind.constraint,
         nodelist=component.nodelist or kind.nodelist,
         switches=component.switches or kind.switches,
@@ -142,12 +140,28 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
     )
 
 
-def _memory(options: ComponentOptions, gpus: int) -> str | None:
-    """Memory per node. Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here."""
+def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
+    """Bytes of a role's node that the job may use: as many as it asks for, or all that the site says there are.
+
+    Returns:
+        None if nobody says.
+    """
+    asked = _memory(_component(recipe, request.role), request)
+    if asked is not None and (size := bytes_of(asked)):  # 0 is all that there is
+        return size
+    return None if request.kind.memory_gib is None else int(request.kind.memory_gib * 2**30)
+
+
+def _memory(component: Component, request: ResourceRequest) -> str | None:
+    """Memory per node that is asked for: the recipe's, in whichever unit, before the site's.
+
+    Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here.
+    """
+    options = component if component.mem or component.mem_per_gpu else request.kind
     if options.mem_per_gpu is None:
         return options.mem
     amount = options.mem_per_gpu.rstrip("KMGT")
-    return f"{int(amount) * max(gpus, 1)}{options.mem_per_gpu[len(amount) :]}"
+    return f"{int(amount) * max(request.gpus, 1)}{options.mem_per_gpu[len(amount) :]}"
 
 
 def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from primeslurm.plan.batch_job import node_memory
+from primeslurm.plan.memory.buffered import BUFFERED
+from primeslurm.plan.memory.estimate import TYPICAL
 from primeslurm.plan.memory.forecast import Estimate, RoleMemory
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
@@ -18,7 +21,7 @@ def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate
     found: list[Finding] = []
     for role in estimate.roles:
         found += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
-    found += _host(requests, estimate) + _disk(recipe, requests, estimate)
+    found += _host(requests, estimate) + _head(recipe, requests, estimate) + _disk(recipe, requests, estimate)
     return found + _concurrency(recipe, estimate)
 
 
@@ -78,6 +81,26 @@ def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     what = "offloaded states and activations, and copies of checkpoints"
     text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {there:g} GiB"
     return [Finding(level="error", field="trainer.memory", text=text, fix="more train nodes")]
+
+
+def _head(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
+    """What is buffered of rollouts must fit the head node, the first one, beside what a trainer there offloads."""
+    buffered = next((amount for amount in estimate.amounts if amount.name == BUFFERED), None)
+    there = node_memory(recipe, requests[0]) if requests else None
+    if buffered is None or there is None:
+        return []
+    offloaded = sum(role.host_gib_per_node for role in estimate.roles if role.role == requests[0].role)
+    longest, room = buffered.value * 1e9 / GIB, there / GIB - offloaded
+    if longest <= room:
+        return []
+    typical, field = longest / TYPICAL, "orchestrator.batch_size"
+    fix = f"slurm.{requests[0].role}.mem: {longest + offloaded:.0f}G, a smaller batch, or less max_off_policy_steps"
+    of = f"{room:.0f} GiB of the head node's memory"
+    if typical > room:
+        text = f"does not fit: buffered rollouts of a quarter of seq_len take {typical:.0f} of {of}"
+        return [Finding(level="error", field=field, text=text, fix=fix)]
+    text = f"may not fit: buffered rollouts of seq_len would take {longest:.0f} of {of}"
+    return [Finding(level="note", field=field, text=text, fix=fix)]
 
 
 def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:

@@ -8,6 +8,7 @@ from primeslurm.families.shape import ModelShape
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
+from primeslurm.plan.memory.buffered import buffered_amount
 from primeslurm.plan.memory.engine import (
     DEFAULT_BATCHED_TOKENS,
     EngineLayout,
@@ -193,6 +194,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         found += _update(recipe, site, train, requests, shape)
         found += _replay(recipe, shape)
         found += _batch_files(recipe, site, shape)
+        found.append(buffered_amount(recipe, _routed_bytes(recipe, shape), BATCH_BYTES, TYPICAL))
     found += _host_tier(recipe, requests, shape)
     found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
     return found
