@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from primeslurm.errors import UsageError, Violation
 
 VERBS: dict[str, tuple[str, str]] = {
     "submit": ("submit:submit", "Validate a recipe, place it, and submit it as one job."),
@@ -81,6 +86,22 @@ class VerbGroup(TyperGroup):
         """Find the command that the first word names, and the rest of the words."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_verb(name) if name and command else command, rest
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb. What is wrong with its words is JSON, too, for who asked for that."""
+        try:
+            return super().invoke(ctx)
+        except typer.TyperException as error:
+            if asks_for_json(sys.argv):
+                from primeslurm.cli.output import report_json
+
+                report_json(UsageError([Violation("command", "", error.format_message())]))
+            raise  # what called this group prints it for people
+
+
+def asks_for_json(words: Sequence[str]) -> bool:
+    """Whether a command's words have `--json`, before those of another command."""
+    return "--json" in takewhile(lambda word: word != "--", words)
 
 
 def load_verb(name: str) -> Any:

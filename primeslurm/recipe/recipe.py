@@ -28,7 +28,8 @@ class Recipe(Section):
     task: Literal["rl", "sft", "serve", "eval"] = "rl"
     """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled. eval:
     engines and the environments of `evaluation`, until `model` has been evaluated once."""
-    seed: int = 0
+    seed: int = Field(0, ge=0, le=2**32 - 1)
+    """Of everything random. numpy, which engines and environments use, takes 32 bits."""
     max_steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
     seq_len: PositiveInt

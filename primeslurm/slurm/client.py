@@ -85,6 +85,16 @@ class JobState:
         return self.state not in _ENDED
 
 
+def require_conf(slurm_conf: str | None) -> None:
+    """Refuse a cluster whose slurm.conf is gone: Slurm's commands would look for another one for a minute.
+
+    Raises:
+        ClusterError: the file is not there.
+    """
+    if slurm_conf is not None and not Path(slurm_conf).is_file():
+        raise ClusterError(f"{slurm_conf} does not exist; is the cluster up?")
+
+
 class SlurmClient:
     """Commands against one Slurm cluster. Every method raises ClusterError with what the command printed."""
 
@@ -196,9 +206,7 @@ class SlurmClient:
         return rows
 
     def _run(self, *argv: str) -> str:
-        if self._slurm_conf is not None and not Path(self._slurm_conf).is_file():
-            # Slurm's commands would look for a controller in the DNS, for a minute.
-            raise ClusterError(f"{self._slurm_conf} does not exist; is the cluster up?")
+        require_conf(self._slurm_conf)
         try:
             done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=self._timeout_s)
         except FileNotFoundError as error:

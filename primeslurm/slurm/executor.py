@@ -14,6 +14,7 @@ from primeslurm import durable
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.render import submitit_folder
 
 Agent = Callable[[], object]
@@ -33,8 +34,9 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
         The job id (the leader's, for a heterogeneous job).
 
     Raises:
-        ClusterError: sbatch refused, with its own words.
+        ClusterError: sbatch refused, with its own words, or the cluster's slurm.conf is gone.
     """
+    require_conf(slurm_conf)
     executor = PlanExecutor(plan, script_path, slurm_conf)
     try:
         job_id = str(executor.submit(agent).job_id)

@@ -34,6 +34,10 @@ _BOUNDS = {
 """Types of errors: the bound's name, the words, and how far from it the nearest whole number is."""
 
 
+_MANY = 3
+"""A key that has more places than these says nothing about which one was meant."""
+
+
 def violation(model: type[BaseModel], details: Any, source: str) -> Violation:
     """Say what one error means to whoever wrote the input.
 
@@ -46,7 +50,11 @@ def violation(model: type[BaseModel], details: Any, source: str) -> Violation:
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     if kind == "extra_forbidden":
         names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
-        return Violation(path, _show(value), "no such key", suggestion(path.rsplit(".", 1)[-1], names))
+        key = path.rsplit(".", 1)[-1]
+        elsewhere = fields_named(model, key)
+        far = 0 < len(elsewhere) <= _MANY
+        fix = f"did you mean {' or '.join(elsewhere)}?" if far else suggestion(key, names)
+        return Violation(path, _show(value), "no such key", fix)
     if kind == "missing":
         return Violation(path, "", f"is required but missing in {source}")
     if kind == "union_tag_not_found":
@@ -85,6 +93,22 @@ def suggestion(given: str, valid: Sequence[str]) -> str:
     if near:
         return f"did you mean {near[0]}?"
     return f"valid: {', '.join(sorted(valid))}" if valid else ""
+
+
+def fields_named(section: type[BaseModel], key: str, above: str = "") -> list[str]:
+    """List the fields of a section, and of those below it, that have this name: paths as they are written.
+
+    What lists hold is left out: which of their entries is meant is not known.
+    """
+    found: list[str] = []
+    for name, info in section.model_fields.items():
+        path = f"{above}{info.alias or name}"
+        if (info.alias or name) == key:
+            found.append(path)
+        for member in members(info.annotation):
+            if isinstance(member, type) and issubclass(member, BaseModel):
+                found += fields_named(member, key, f"{path}.")
+    return list(dict.fromkeys(found))
 
 
 def _show(value: object) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.run.directory import create
-from tests.support.cli import primeslurm
+from tests.support.cli import primeslurm, run_python
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -245,3 +247,40 @@ def test_verbs_over_a_run_that_does_not_exist_name_the_nearest(place: Path, verb
         2,
         f"error: RUN = othr: no such run in {place}/runs (did you mean other?)\n",
     )
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "--json"], ["check", "r.yaml", "--jsno", "--json"], ["plna", "r.yaml", "--json"]]
+)
+def test_wrong_words_are_json_for_who_asked_for_json(place: Path, words: list[str]) -> None:
+    result = primeslurm(*words, cwd=place)
+    assert result.code == 2
+    error = json.loads(result.out)
+    assert error["exit_code"] == 2 and error["violations"][0]["field"] == "command"
+    assert error["error"].removeprefix("command: ")[:12] in result.err
+
+
+def test_an_error_of_the_file_system_is_json_for_who_asked_for_json(place: Path) -> None:
+    (place / "runs").write_text("no directory")
+    result = primeslurm("submit", "r.yaml", "--local", "--json", cwd=place)
+    assert result.code == 1
+    assert json.loads(result.out)["exit_code"] == 1 and "runs" in json.loads(result.out)["error"]
+    assert result.err.startswith("error: ")
+
+
+@pytest.mark.parametrize("closing", [">&-", "2>&-", "> /dev/full", "2> /dev/full"])
+@pytest.mark.parametrize("words", ["plan r.yaml", "check nope.yaml --json"])
+def test_output_that_goes_nowhere_is_no_traceback(place: Path, words: str, closing: str) -> None:
+    command = f"{sys.executable} -m primeslurm {words} {closing}"
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(place)}
+    done = subprocess.run(["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True)
+    assert done.returncode in (0, 1, 2)
+    assert "Traceback" not in done.stderr
+    if closing == "2>&-" and words.startswith("plan"):
+        assert done.stdout.startswith("test-run: ") and "warning" not in done.stdout
+
+
+def test_a_stdout_without_unicode_gets_question_marks(tmp_path: Path) -> None:
+    code = "import primeslurm.cli as cli; cli.prepare_streams(); print('reward ▁█')"
+    done = run_python("-c", code, cwd=tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.code, done.out, done.err) == (0, "reward ??\n", "")

@@ -26,6 +26,10 @@ def messages(path: Path, *overrides: str) -> list[str]:
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_step": 3}, ["max_step = 3: no such key (did you mean max_steps?)"]),
+    ({"batch_size": 3}, ["batch_size = 3: no such key (did you mean orchestrator.batch_size or sft.batch_size?)"]),
+    ({"trainer": {"ep": 8}}, ["trainer.ep = 8: no such key (did you mean trainer.parallelism.ep?)"]),
+    ({"seed": 2**32}, ["seed = 4294967296: must be at most 4294967295 (nearest: 4294967295)"]),
+    ({"seed": -1}, ["seed = -1: must be at least 0 (nearest: 0)"]),
     ({"max_steps": 0}, ["max_steps = 0: must be greater than 0 (nearest: 1)"]),
     ({"model": {"dtype": "float"}}, ["model.dtype = 'float': is not a valid choice (did you mean float32?)"]),
     (

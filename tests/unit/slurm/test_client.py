@@ -8,6 +8,8 @@ import pytest
 
 from primeslurm.errors import ClusterError
 from primeslurm.slurm.client import JobComponent, SlurmClient, parse_job, parse_sacct
+from primeslurm.slurm.executor import submit
+from tests.support.slurm_plans import group, plan
 
 HET = """\
 JobId=2 HetJobId=1 HetJobOffset=1 HetJobIdSet=1-2 JobName=demo UserId=root(0) Priority=4294901754 JobState=RUNNING \
@@ -67,3 +69,9 @@ def test_sacct() -> None:
 
 def test_sacct_knows_nothing() -> None:
     assert parse_sacct("") is None
+
+
+def test_a_job_for_a_cluster_that_is_gone_is_refused_before_sbatch_waits(tmp_path: Path) -> None:
+    conf = str(tmp_path / "slurm.conf")
+    with pytest.raises(ClusterError, match="does not exist; is the cluster up"):
+        submit(plan(tmp_path, group(0, "train")), lambda: None, tmp_path / "job.sbatch", conf)
