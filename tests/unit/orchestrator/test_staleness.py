@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import Batches
-from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.dispatch.durations import Durations
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -71,7 +71,7 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     assert len(made.sweep(3).cancelled) == 4 and made.returned == [("a", 0)]
     if restarted:
         state = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
-        made = Dispatcher(made.limits, ["r0"], "run", "later", **state)
+        made = Dispatcher(made.limits, ["r0"], "run", "later", examples=Examples(made.limits.ratios, **state))
     made.version = 2
     jobs = run_all(made)
     finish(made, jobs[:done], 2)
@@ -95,9 +95,11 @@ def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     made.step = 5
     state = {"cursors": made.cursors, "unfinished": made.unfinished}
     assert made.cut() == [group] and made.returned == [("a", 0)], "it is on no record yet"
-    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, returned=made.returned, **state)
+    examples = Examples(made.limits.ratios, returned=made.returned, **state)
+    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
-    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, taken={group.id}, returned=made.returned, **state)
+    examples = Examples(made.limits.ratios, taken={group.id}, returned=made.returned, **state)
+    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
     made.uncut([group])
     assert made.cut() == [group]
