@@ -442,7 +442,7 @@ class Dispatcher:
         """Have the rollouts of a group that run go on in another one."""
         self.counts["rollouts_carried"] += len(group.jobs)
         known = (self.open, self._finishing, self._examples.taken)
-        names = ((n, group_id(group.environment, group.example, n)) for n in count(group.part + 1))
+        names = ((n, group_id(group.environment, group.example, n)) for n in count(self._first_part()))
         part = next(n for n, name in names if not any(name in those for those in known))
         least = min(self.limits.staleness.at_least, self.limits.group_sizes[group.environment])
         successor = group.successor(part, self.version, least)
@@ -480,7 +480,7 @@ class Dispatcher:
                 return name not in self._examples.taken and name not in self._finishing
             return bool(group.to_dispatch) or group.size < most
 
-        parts = count(PARTS_A_STEP * self.step + 1)  # no name comes twice: steps grow over restarts, too
+        parts = count(self._first_part())
         part, name = next((n, name) for n in parts if has_place(name := group_id(label, example, n)))
         group = self.open.get(name)
         if group is None:
@@ -493,6 +493,10 @@ class Dispatcher:
         newest = self.limits.staleness.counts_tokens
         self.open.reopen_at(group, max(group.version, version) if newest else min(group.version, version))
         return group
+
+    def _first_part(self) -> int:
+        """The least number of a new part. Steps grow over restarts, too: none has the name of one that was trained."""
+        return PARTS_A_STEP * self.step + 1
 
     def _reopen(self, job: Job) -> OpenGroup:
         self._examples.pass_by((job.environment, job.example))
