@@ -9,6 +9,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.curricula import Curricula
+from primeslurm.orchestrator.dispatch.examples import Draws, Examples
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
@@ -41,12 +42,7 @@ def recover(
         salt=f"{arguments.run_id}.{arguments.attempt}",
         incarnation=uuid.uuid4().hex[:6],
         step=progress.next_step,
-        cursors=progress.cursors,
-        unfinished=progress.unfinished,
-        taken={name for ids in progress.batches.values() for name in ids},
-        draws=curricula,
-        drawn=progress.drawn,
-        returned=progress.returned,
+        examples=examples(recipe, progress, curricula),
     )
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
@@ -66,6 +62,23 @@ def recover(
     return dispatch, gone
 
 
+def examples(recipe: Recipe, progress: RunProgress, draws: Draws) -> Examples:
+    """Go on with the examples of each environment where a run's progress is; none of a known batch comes again."""
+    return Examples(
+        _ratios(recipe),
+        cursors=progress.cursors,
+        unfinished=progress.unfinished,
+        taken={name for ids in progress.batches.values() for name in ids},
+        draws=draws,
+        drawn=progress.drawn,
+        returned=progress.returned,
+    )
+
+
+def _ratios(recipe: Recipe) -> dict[str, float]:
+    return {environment.label: environment.ratio for environment in recipe.environments}
+
+
 def limits(recipe: Recipe) -> DispatchLimits:
     """Take what a recipe says about dispatch."""
     options = recipe.orchestrator
@@ -75,7 +88,7 @@ def limits(recipe: Recipe) -> DispatchLimits:
         max_inflight=recipe.max_inflight,
         max_off_policy_steps=options.max_off_policy_steps,
         max_steps=recipe.max_steps,
-        ratios={environment.label: environment.ratio for environment in recipe.environments},
+        ratios=_ratios(recipe),
         oversampling=options.oversampling,
         staleness=options.staleness,
     )

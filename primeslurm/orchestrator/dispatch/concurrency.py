@@ -15,7 +15,8 @@ from statistics import median_high
 from types import MappingProxyType
 
 from primeslurm.orchestrator.dispatch.held import Held, Overcommit
-from primeslurm.orchestrator.dispatch.replica_share import START_PER_ENGINE, ReplicaSample, ReplicaShare
+from primeslurm.orchestrator.dispatch.replica_samples import ReplicaSample
+from primeslurm.orchestrator.dispatch.replica_share import START_PER_ENGINE, ReplicaShare
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import ReplicaLoad
 

@@ -72,7 +72,7 @@ class Curricula:
             self._pools[label].set_tasks(tasks[label])
 
     def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
-        """See `dispatcher.Draws`."""
+        """See `examples.Draws`."""
         return self._pools[label].draw(position, running) if label in self._pools else None
 
     def learn(self, group: RolloutGroup) -> None:

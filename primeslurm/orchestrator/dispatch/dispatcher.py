@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from primeslurm.orchestrator.dispatch.examples import Examples
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
 from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, OpenGroups, group_id
 from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
@@ -33,23 +34,6 @@ CUT_AHEAD_LOSS = 0.02
 """A batch is cut ahead of its time if so much of one is lost by that: the trainer does not wait for its fetch then."""
 MAX_TRIES = 3
 """Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
-
-
-class Draws(Protocol):
-    """Says which task an environment's next group is of."""
-
-    def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
-        """Draw a task.
-
-        Args:
-            label: of the environment.
-            position: of the group in the environment's stream.
-            running: tasks of its open groups.
-
-        Returns:
-            The task's index in the taskset; None: the one that the stream has at `position`.
-        """
-        ...
 
 
 class Swept(NamedTuple):
@@ -74,12 +58,8 @@ class Dispatcher:
     Args:
         salt: prefix of every cache salt, `<run id>.<attempt>`.
         incarnation: makes job ids unique over restarts of the orchestrator.
-        cursors: next position in each environment's task stream.
-        unfinished: positions before the cursors whose groups never finished; they are opened first.
-        taken: ids of groups that exist already (finished or trained) and must not be opened again.
-        draws: of the tasks that groups are of; each environment's own order without it.
-        drawn: tasks of the unfinished groups, by group id, as `drawn` was before a restart.
-        returned: examples that were given up once, and are not again, as `returned` was before a restart.
+        step: whose batch is formed next.
+        examples: that groups are of; of a new run without them.
         clock: tells the time [s].
     """
 
@@ -90,12 +70,8 @@ class Dispatcher:
         salt: str,
         incarnation: str,
         step: int = 1,
-        cursors: dict[str, int] | None = None,
-        unfinished: Iterable[tuple[str, int]] = (),
-        taken: Collection[str] = (),
-        draws: Draws | None = None,
-        drawn: Mapping[str, int] | None = None,
-        returned: Iterable[tuple[str, int]] = (),
+        *,
+        examples: Examples | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
@@ -110,15 +86,7 @@ class Dispatcher:
         """Complete groups of which it is not known yet whether they are trained, or which are not on disk yet."""
         self._salt = salt
         self.incarnation = incarnation
-        self._cursors = {label: (cursors or {}).get(label, 0) for label in limits.ratios}
-        self._unfinished = [(label, example) for label, example in unfinished if label in limits.ratios]
-        self._taken = set(taken)
-        self._draws = draws
-        self._drawn = dict(drawn or {})
-        self._returned = set(returned)
-        """Examples that came again. Those whose rollouts take longer than the bound would do so for ever."""
-        self._returned_in_batches = self._returned_of(self._taken)
-        """Those with a group in the batch of a step that is not committed: a resumed run forms that batch anew."""
+        self._examples = examples or Examples(limits.ratios)
         self._jobs: dict[str, str] = {}
         """Group by job."""
         self._kept: set[str] = set()
@@ -138,7 +106,7 @@ class Dispatcher:
     @property
     def cursors(self) -> dict[str, int]:
         """Return the next position in each environment's task stream."""
-        return dict(self._cursors)
+        return dict(self._examples.cursors)
 
     @property
     def unfinished(self) -> list[tuple[str, int]]:
@@ -146,20 +114,19 @@ class Dispatcher:
         first = [
             group for group in self._unfinished_groups() if not group.part
         ]  # of an example with a later one, one is done
-        return [*((group.environment, group.example) for group in first), *self._unfinished]
+        return [*((group.environment, group.example) for group in first), *self._examples.unfinished]
 
     @property
     def drawn(self) -> dict[str, int]:
         """Return the tasks that were drawn for unfinished groups, by group id."""
         drawn = {group.id: group.task for group in self._unfinished_groups() if group.task is not None}
-        return drawn | self._drawn
+        return drawn | self._examples.drawn
 
     @property
     def returned(self) -> list[tuple[str, int]]:
         """Return the examples that were given up once and are in no committed step, or with a part of them alone."""
         groups = (*self._unfinished_groups(), *self.ready, *self.unscored.values())
-        known = {*self._unfinished, *((group.environment, group.example) for group in groups)}
-        return sorted(self._returned & known | self._returned_in_batches)
+        return self._examples.returned({(group.environment, group.example) for group in groups})
 
     @property
     def ready_rollouts(self) -> int:
@@ -190,7 +157,7 @@ class Dispatcher:
     def holds(self, name: str) -> bool:
         """Tell whether a group that was given up has come again, and is complete. No part comes again."""
         is_part = "." in name.rpartition("-")[2]
-        return name in self._finishing or (name in self._taken and not is_part)
+        return name in self._finishing or (name in self._examples.taken and not is_part)
 
     def keeps(self, job: str) -> bool:
         """Tell whether what a finished job made is in memory only."""
@@ -299,7 +266,7 @@ class Dispatcher:
         Its prompt is not sampled again; another group opens.
         """
         self._settle(group.id)
-        self._taken.add(group.id)
+        self._examples.taken.add(group.id)
         self.counts[f"groups_rejected_{reason}"] += 1
 
     def add_ready(self, group: RolloutGroup) -> bool:
@@ -382,7 +349,7 @@ class Dispatcher:
         if not batch:
             return None
         self.ready.take(batch)
-        self._returned_in_batches |= self._returned_of({group.id for group in batch})
+        self._examples.put_in_batch({group.id for group in batch})
         self.step += 1
         self._ahead.batch_given(ahead)
         return batch
@@ -407,22 +374,19 @@ class Dispatcher:
         self.unscored.pop(name, None)
         self.counts["groups_damaged"] += 1
         task = next((group.task for group in known if group.id == name), None)
-        label, _, example = name.rpartition("-")
-        # as files are named, of which nothing else may be known
-        label = next((each for each in self._cursors if each.replace("/", "_") == label.replace("/", "_")), "")
-        if label and example.isdecimal() and int(example) < self._cursors[label]:  # what is after it is to come
-            self._come_again(group_id(label, int(example)), label, int(example), task)
+        if (position := self._examples.of_file(name)) is not None:
+            self._come_again(group_id(*position), *position, task)
 
     def uncut(self, groups: Sequence[RolloutGroup]) -> None:
         """Take back a batch that could not be given out."""
         self.step -= 1
         self._ahead.batch_taken_back()
-        self._returned_in_batches -= self._returned_of({group.id for group in groups})
+        self._examples.forget_batch({group.id for group in groups})
         self.ready.put_back(groups)
 
     def committed(self, names: Collection[str]) -> None:
         """Note which groups are of committed steps, by id: they never wait for a batch again."""
-        self._returned_in_batches -= self._returned_of(names)
+        self._examples.forget_batch(names)
 
     def _chosen(self) -> list[RolloutGroup]:
         """The ready groups that make the next batch, if there are enough.
@@ -466,7 +430,7 @@ class Dispatcher:
         Also where nothing of it would come again: its example came again already, or it is a part of one.
         """
         is_part = name != group_id(label, example)
-        return self.limits.staleness.rule == "carry" or is_part or (label, example) in self._returned
+        return self.limits.staleness.rule == "carry" or is_part or self._examples.has_returned((label, example))
 
     def _may_end_early(self, group: OpenGroup) -> bool:
         """Whether a group is trained with the rollouts that are done, if the next batch is its last."""
@@ -477,8 +441,8 @@ class Dispatcher:
     def _carry(self, group: OpenGroup) -> None:
         """Have the rollouts of a group that run go on in another one."""
         self.counts["rollouts_carried"] += len(group.jobs)
-        known = (self.open, self._finishing, self._taken)
-        names = ((n, group_id(group.environment, group.example, n)) for n in count(group.part + 1))
+        known = (self.open, self._finishing, self._examples.taken)
+        names = ((n, group_id(group.environment, group.example, n)) for n in count(self._first_part()))
         part = next(n for n, name in names if not any(name in those for those in known))
         least = min(self.limits.staleness.at_least, self.limits.group_sizes[group.environment])
         successor = group.successor(part, self.version, least)
@@ -496,7 +460,7 @@ class Dispatcher:
         if job.group != first and not (runs and job.group.startswith(f"{first}.")):
             return None
         group = self.open.get(first)
-        if group is None and self._is_to_come(job):
+        if group is None and first not in self._finishing and self._examples.is_to_come((job.environment, job.example)):
             return self._reopen(job)
         if group is None:  # its example is trained without it
             carries = goes_on or self.limits.staleness.surplus == "carry"
@@ -513,10 +477,10 @@ class Dispatcher:
 
         def has_place(name: str) -> bool:
             if (group := self.open.get(name)) is None:
-                return name not in self._taken and name not in self._finishing
+                return name not in self._examples.taken and name not in self._finishing
             return bool(group.to_dispatch) or group.size < most
 
-        parts = count(PARTS_A_STEP * self.step + 1)  # no name comes twice: steps grow over restarts, too
+        parts = count(self._first_part())
         part, name = next((n, name) for n in parts if has_place(name := group_id(label, example, n)))
         group = self.open.get(name)
         if group is None:
@@ -530,28 +494,14 @@ class Dispatcher:
         self.open.reopen_at(group, max(group.version, version) if newest else min(group.version, version))
         return group
 
-    def _is_to_come(self, job: Job) -> bool:
-        """Whether the example of a job is one that no group was opened for, as far as is known here."""
-        first = group_id(job.environment, job.example)
-        if first in self._taken or first in self._finishing:
-            return False
-        return job.example >= self._cursors[job.environment] or (job.environment, job.example) in self._unfinished
+    def _first_part(self) -> int:
+        """The least number of a new part. Steps grow over restarts, too: none has the name of one that was trained."""
+        return PARTS_A_STEP * self.step + 1
 
     def _reopen(self, job: Job) -> OpenGroup:
-        self._pass(job.environment, job.example)
-        self._drawn.pop(group_id(job.environment, job.example), None)
+        self._examples.pass_by((job.environment, job.example))
+        self._examples.drawn.pop(group_id(job.environment, job.example), None)
         return self._new_group(job.environment, job.example, job.opened_version, job.router, job.task)
-
-    def _pass(self, label: str, example: int) -> None:
-        """Note that there is a group of an example, wherever the environment's cursor is. What is before it is to come.
-
-        The example would come again otherwise, once its group is trained and forgotten.
-        """
-        cursor = self._cursors[label]
-        self._unfinished += [(label, passed) for passed in range(cursor, example)]
-        self._cursors[label] = max(cursor, example + 1)
-        if (label, example) in self._unfinished:
-            self._unfinished.remove((label, example))
 
     def _settle(self, name: str) -> None:
         """Keep nothing more of a complete group in view of a restart: it is on disk, or not wanted."""
@@ -576,18 +526,10 @@ class Dispatcher:
 
     def _come_again(self, name: str, label: str, example: int, task: int | None) -> None:
         """Have an example sampled again whose group was given up."""
-        if name != group_id(label, example) or (label, example) in self._unfinished:
-            return  # another group of the same example is trained, or it is known already
-        self._taken.discard(name)
-        self._unfinished.append((label, example))
-        self._returned.add((label, example))
-        if task is not None:
-            self._drawn[name] = task
-        self.counts["examples_returned"] += 1
-
-    def _returned_of(self, names: Collection[str]) -> set[tuple[str, int]]:
-        """The examples that came again of some groups. Parts of them need none of it: they go on in any case."""
-        return {mark for mark in self._returned if group_id(*mark) in names}
+        if name != group_id(label, example):
+            return  # another group of the same example is trained
+        if self._examples.come_again((label, example), task):
+            self.counts["examples_returned"] += 1
 
     def _age_of(self, group: RolloutGroup) -> int:
         """The version that a group's staleness counts from."""
@@ -604,19 +546,15 @@ class Dispatcher:
         if self._ahead.given_ahead:  # it waits for the trainer, too, though it is none of those that may get too old
             landing += self.limits.batch_size * self.limits.oversampling
         now = (self.step, self.version, ready, pending, landing)
-        return [name for name in self._cursors if name in available and self.limits.may_open(name, *now)]
+        return [name for name in self._examples.cursors if name in available and self.limits.may_open(name, *now)]
 
     def _open(self, available: Collection[str]) -> OpenGroup | None:
-        position = self._next_position(self._may_open(available))
+        position = self._examples.take_next(self._may_open(available))
         if position is None:
             return None
-        label, example = position
-        name = group_id(label, example)
-        task = self._drawn.pop(name, None)
-        if task is None and self._draws is not None:
-            mine = [group.task for group in self._unfinished_groups() if group.environment == label]
-            task = self._draws.draw(label, example, {other for other in mine if other is not None})
-        return self._new_group(label, example, self.version, self._replicas.roomiest(), task)
+        running = (group.task for group in self._unfinished_groups() if group.environment == position[0])
+        task = self._examples.take_task(position, running)
+        return self._new_group(*position, self.version, self._replicas.roomiest(), task)
 
     def _new_group(self, label: str, example: int, version: int, router: str, task: int | None) -> OpenGroup:
         size = self.limits.group_sizes[label]
@@ -626,23 +564,6 @@ class Dispatcher:
         self._ahead.opened(group)
         self.counts["groups_opened"] += 1
         return group
-
-    def _next_position(self, available: Sequence[str]) -> tuple[str, int] | None:
-        for position in self._unfinished:
-            if position[0] in available:
-                self._unfinished.remove(position)
-                if group_id(*position) not in self._taken:
-                    return position
-                self._drawn.pop(group_id(*position), None)
-                return self._next_position(available)
-        if not available:
-            return None
-        # the environment that is furthest behind its share
-        label = min(available, key=lambda name: (self._cursors[name] + 1) / self.limits.ratios[name])
-        while group_id(label, self._cursors[label]) in self._taken:
-            self._cursors[label] += 1
-        self._cursors[label] += 1
-        return label, self._cursors[label] - 1
 
     def _dispatch(self, group: OpenGroup) -> Job:
         index = self.open.take(group)
@@ -676,14 +597,15 @@ class Dispatcher:
     def _take(self, group: RolloutGroup) -> bool:
         self._settle(group.id)
         stale = self._age_of(group) < self.limits.oldest_version(self.step)
-        comes_again = stale and (group.environment, group.example) in self._unfinished  # as was on record
-        if group.id == group_id(group.environment, group.example) and not comes_again:
-            self._pass(group.environment, group.example)
+        position = (group.environment, group.example)
+        comes_again = stale and position in self._examples.unfinished  # as was on record
+        if group.id == group_id(*position) and not comes_again:
+            self._examples.pass_by(position)
         if stale:
             self._count_stale(group.size)
             self._come_again(group.id, group.environment, group.example, group.task)
             return False
-        self._taken.add(group.id)
+        self._examples.taken.add(group.id)
         return True
 
     def _count_stale(self, rollouts: int) -> None:

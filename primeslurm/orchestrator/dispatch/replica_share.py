@@ -26,9 +26,9 @@ is learned of that slowly. What rollouts will hold bounds its growth, and only w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from primeslurm.orchestrator.dispatch.held import LEAST_HELD, LEAST_KV, SMOOTHED_S, Headroom, Held, Overcommit
+from primeslurm.orchestrator.dispatch.replica_samples import Period, ReplicaSample
 from primeslurm.records.state import Limit
 
 START_PER_ENGINE = 16
@@ -57,37 +57,8 @@ LEAST_RUNNING = 0.5
 """Requests: from fewer nothing is learned of what rollouts hold."""
 IDLE_S = 300.0
 """How long it takes to learn which part of rollouts is at their tools: those whose turns are late are not."""
-FEW_BESIDE = 0.05
-"""An evaluation's rollouts for each one of training: with more, it may be what preempts and evicts."""
 MOSTLY_IDLE = 1.3
 """Rollouts for each request that runs: with fewer, hardly any are at their tools."""
-
-
-@dataclass(frozen=True)
-class ReplicaSample:
-    """What the engines of a replica did since the look before."""
-
-    seconds: float
-    inflight: float
-    """Rollouts of training."""
-    beside: float
-    """Rollouts of an evaluation: what engines show is of these, too."""
-    ended: int
-    """Rollouts of training that are over since the run's start."""
-    running: float
-    """Requests, of engines that sample."""
-    waiting: float
-    """For room; not those that wait for KV from a prefill engine."""
-    prefill_waiting: float
-    """At prefill engines, where these are separate."""
-    kv: float
-    """Used share of the KV cache, mean over the engines that sample."""
-    generated: float
-    """Tokens sampled."""
-    computed: float
-    """Tokens of prompts computed."""
-    preempted: float
-    """Requests."""
 
 
 class ReplicaShare:
@@ -155,75 +126,98 @@ class ReplicaShare:
         """Take what engines did; decide when a period is over."""
         self._looks.append(look)
         if sum(each.seconds for each in self._looks) >= PERIOD_S and len(self._looks) > 1:
-            looks, self._looks = self._looks, []
-            self._decide(looks)
+            period, self._looks = Period(self._looks), []
+            self._decide(period)
 
-    def _decide(self, looks: list[ReplicaSample]) -> None:
-        seconds = sum(look.seconds for look in looks)
-        inflight, running = _mean(looks, "inflight"), _mean(looks, "running")
-        self.generated_per_s = self._generated.add(sum(look.generated for look in looks) / seconds, seconds)
-        if inflight < 1:
+    def _decide(self, period: Period) -> None:
+        self.generated_per_s = self._generated.add(period.generated / period.seconds, period.seconds)
+        if period.inflight < 1:
             return
-        if running < LEAST_RUNNING:
-            self._fill(looks, inflight)
+        if period.running < LEAST_RUNNING:
+            self._fill(period)
             return
-        together = inflight + _mean(looks, "beside")
-        alone = together <= (1 + FEW_BESIDE) * inflight
-        recomputed = self._computed.lost(looks, seconds) if alone else 0.0
-        self._held.add(_mean(looks, "kv") * self._engines, running, inflight, looks[-1].ended, seconds)
-        # more than is wanted: then there is too much for now, and that is known
-        held = together * self._held.mean / self._engines
-        if held < LEAST_HELD / 2:
-            recomputed = 0.0  # nothing was evicted: prompts are new, or as many
-        waiting = _mean(looks, "waiting") + _mean(looks, "prefill_waiting")
-        busy = running + max(0.0, waiting)  # the others are at their tools
-        each = self._held.expected(inflight)
+        self._held.add(period.kv * self._engines, period.running, period.inflight, period.ended, period.seconds)
+        each = self._held.expected(period.inflight)
         share = self._headroom.share(each)
-        preempted = _sum(looks, "preempted") > 0 and held <= share * 1.05
-        if alone:
-            self._headroom.learn(self._held.settled(inflight) if preempted else 0.0, seconds)
-        if alone and (recomputed > 1 or held > TESTED * self._overcommit.share):
-            self._overcommit.learn(recomputed, seconds)
-        running_kv: Limit = "preemption" if self._headroom.is_raised else "kv"
-        fit = share * self._engines / each * max(1.0, together / busy)
-        queue = _without(min(look.waiting for look in looks), running, together)
-        wishes: dict[Limit, float] = {
-            running_kv: fit,
-            "queue": queue if _mean(looks, "kv") < LEAST_KV else max(queue, fit),
-            "prefill": _without(min(look.prefill_waiting for look in looks), running, together),
-        }
-        kept = math.exp(-seconds / IDLE_S)
-        now = together / busy
-        self._idle = now if self._idle is None else self._idle * kept + now * (1 - kept)
-        if self._idle > MOSTLY_IDLE:
-            most = inflight if recomputed > THRASHING else math.inf  # until some of them are over
-            wishes["cache"] = min(self._overcommit.share * self._engines / each, most)
+        recomputed = self._learn(period, share)
+        wishes = self._wishes(period, each, share, recomputed)
         limit = min(wishes, key=lambda name: wishes[name])
-        wanted = wishes[limit]
-        if wanted < self._cap:
-            if limit in (running_kv, "cache"):  # what they will hold bounds growth, what they do takes places away
-                seen = wanted * each / self._held.seen(inflight)
-                least = self._cap * (1 - STEADY * seconds / PERIOD_S) if self._found else 0.0
-                wanted = min(self._cap, max(wanted, seen, least))
-                self._found = True
-            self._cap, self._limit = max(wanted, 1.0 * FLOOR_PER_ENGINE * self._engines), limit
-        elif self._slowness == 1 and inflight >= 0.9 * self._cap:
-            known = self._held.settled(inflight)
-            growth = YOUNG_GROWTH * (1 - known) + (GROWTH - 1) * known
-            if self._found:
-                growth = STEADY * seconds / PERIOD_S
-            self._limit = limit if wanted < self._cap * (1 + growth) else "growing"
-            self._cap = min(wanted, self._cap * (1 + growth))
+        if wishes[limit] < self._cap:
+            self._bound(period, limit, wishes[limit], each)
+        elif self._slowness == 1 and period.inflight >= 0.9 * self._cap:
+            self._grow(period, limit, wishes[limit])
         else:
             self._limit = "demand"
 
-    def _fill(self, looks: list[ReplicaSample], inflight: float) -> None:
+    def _learn(self, period: Period, share: float) -> float:
+        """Learn from what was preempted and computed anew, below this share of the cache, unless others did it.
+
+        Returns:
+            How many prompts are computed anew, as `_Computed.lost`.
+        """
+        if not period.alone:
+            return 0.0
+        recomputed = self._computed.lost(period)
+        # more than is wanted: then there is too much for now, and that is known
+        held = period.together * self._held.mean / self._engines
+        if held < LEAST_HELD / 2:
+            recomputed = 0.0  # nothing was evicted: prompts are new, or as many
+        preempted = period.preempted > 0 and held <= share * 1.05
+        self._headroom.learn(self._held.settled(period.inflight) if preempted else 0.0, period.seconds)
+        if recomputed > 1 or held > TESTED * self._overcommit.share:
+            self._overcommit.learn(recomputed, period.seconds)
+        return recomputed
+
+    def _wishes(self, period: Period, each: float, share: float, recomputed: float) -> dict[Limit, float]:
+        """How many rollouts each limit lets in.
+
+        Args:
+            period: that is over.
+            each: what a rollout holds of the cache, over its life.
+            share: of the cache that requests may fill.
+            recomputed: prompts that are computed anew, as `_learn` says.
+        """
+        idle = period.together / period.busy
+        running_kv: Limit = "preemption" if self._headroom.is_raised else "kv"
+        fit = share * self._engines / each * max(1.0, idle)
+        queue = _without(period.least_waiting, period)
+        wishes: dict[Limit, float] = {
+            running_kv: fit,
+            "queue": queue if period.kv < LEAST_KV else max(queue, fit),
+            "prefill": _without(period.least_prefill_waiting, period),
+        }
+        kept = math.exp(-period.seconds / IDLE_S)
+        self._idle = idle if self._idle is None else self._idle * kept + idle * (1 - kept)
+        if self._idle > MOSTLY_IDLE:
+            most = period.inflight if recomputed > THRASHING else math.inf  # until some of them are over
+            wishes["cache"] = min(self._overcommit.share * self._engines / each, most)
+        return wishes
+
+    def _bound(self, period: Period, limit: Limit, wanted: float, each: float) -> None:
+        """Let in fewer. What they will hold bounds growth, and what they do hold takes places away."""
+        if limit in ("kv", "preemption", "cache"):
+            seen = wanted * each / self._held.seen(period.inflight)
+            least = self._cap * (1 - STEADY * period.seconds / PERIOD_S) if self._found else 0.0
+            wanted = min(self._cap, max(wanted, seen, least))
+            self._found = True
+        self._cap, self._limit = max(wanted, 1.0 * FLOOR_PER_ENGINE * self._engines), limit
+
+    def _grow(self, period: Period, limit: Limit, wanted: float) -> None:
+        """Let in more, up to what the limit lets in."""
+        known = self._held.settled(period.inflight)
+        growth = YOUNG_GROWTH * (1 - known) + (GROWTH - 1) * known
+        if self._found:
+            growth = STEADY * period.seconds / PERIOD_S
+        self._limit = limit if wanted < self._cap * (1 + growth) else "growing"
+        self._cap = min(wanted, self._cap * (1 + growth))
+
+    def _fill(self, period: Period) -> None:
         """Let in more where hardly a request runs, as rollouts are at their tools nearly all the time.
 
         What they hold in the cache is not seen then, and cannot be much of it: once requests run, it is.
         """
-        idle = min(look.waiting + look.prefill_waiting for look in looks) < 1
-        if idle and any(look.generated for look in looks) and self._slowness == 1 and inflight >= 0.9 * self._cap:
+        works = period.least_waiting_anywhere < 1 and period.generated > 0
+        if works and self._slowness == 1 and period.inflight >= 0.9 * self._cap:
             self._cap, self._limit = self._cap * GROWTH, "growing"
 
 
@@ -246,30 +240,20 @@ class _Computed:
         self._generated = self._of_prompts = 0.0
         self._least: float | None = None
 
-    def lost(self, looks: list[ReplicaSample], seconds: float) -> float:
+    def lost(self, period: Period) -> float:
         """Return how many are, beside those that are worth it: 0 if none, more than 1 if too many."""
-        kept = math.exp(-seconds / COMPUTED_S)
-        self._generated = self._generated * kept + _sum(looks, "generated")
-        self._of_prompts = self._of_prompts * kept + _sum(looks, "computed")
+        kept = math.exp(-period.seconds / COMPUTED_S)
+        self._generated = self._generated * kept + period.generated
+        self._of_prompts = self._of_prompts * kept + period.computed
         if self._generated < 1:
             return 0.0
         ratio = self._of_prompts / self._generated
-        forgotten = 1 + BASELINE_UP_PER_S * seconds
+        forgotten = 1 + BASELINE_UP_PER_S * period.seconds
         self._least = ratio if self._least is None else min(ratio, self._least * forgotten)
         return (ratio - self._least) / (RECOMPUTED * self._least + RECOMPUTED_TOKENS)
 
 
-def _without(waiting: float, running: float, inflight: float) -> float:
-    """Rollouts of which none would wait for long, but for a few."""
-    spare = QUEUED * running + 1
-    return inflight - (waiting - spare / 2) if waiting > spare else float("inf")
-
-
-def _sum(looks: list[ReplicaSample], name: str) -> float:
-    return float(sum(getattr(look, name) for look in looks))
-
-
-def _mean(looks: list[ReplicaSample], name: str) -> float:
-    """Weighted by time."""
-    values = sum(getattr(look, name) * look.seconds for look in looks)
-    return float(values / sum(look.seconds for look in looks))
+def _without(waiting: float, period: Period) -> float:
+    """Rollouts of which none would wait for long, but for a few, if as many wait now."""
+    spare = QUEUED * period.running + 1
+    return period.together - (waiting - spare / 2) if waiting > spare else float("inf")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness
@@ -34,8 +34,9 @@ RULES = [
 ]
 
 
-def restarted(limit: DispatchLimits, **state: object) -> Dispatcher:
-    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", **state)  # type: ignore[arg-type]
+def restarted(limit: DispatchLimits, step: int = 1, **known: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", step, examples=examples)
     made.version = 0
     return made
 
@@ -93,10 +94,11 @@ def test_a_carried_rollout_goes_on_though_its_group_is_trained() -> None:
     incarnations = iter(["a", "b"])
 
     def again(taken: set[str]) -> Dispatcher:
-        return Dispatcher(made.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, taken=taken, **known)
+        examples = Examples(made.limits.ratios, taken=taken, **known)
+        return Dispatcher(made.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, examples=examples)
 
     trained = again({"a-00000000"})
-    trained._pass("a", 0)
+    trained._examples.pass_by(("a", 0))
     assert not trained.claim(jobs[1], runs=False), "what has ended may be in the group that is trained"
     assert trained.claim(jobs[2], runs=True) and trained.claim(jobs[3], runs=True)
     assert not trained.claim(jobs[3], runs=True)
@@ -114,8 +116,9 @@ def test_a_carried_rollout_goes_on_though_its_group_is_trained() -> None:
     assert lost.claim(carried, runs=True) and not lost.claim(msgspec.structs.replace(carried, id="ended"), runs=False)
     assert list(lost.open) == [group.id]
     dropped = limits(group_sizes={"a": 4}, ratios={"a": 1.0})
-    plain = Dispatcher(dropped, ["http://r0", "http://r1"], "run.1", "c", 2, taken={group.id}, **known)
-    plain._pass("a", 0)
+    examples = Examples(dropped.ratios, taken={group.id}, **known)
+    examples.pass_by(("a", 0))
+    plain = Dispatcher(dropped, ["http://r0", "http://r1"], "run.1", "c", 2, examples=examples)
     assert not plain.claim(jobs[2], runs=True), "nothing is carried by this rule"
 
 
@@ -176,7 +179,8 @@ class Campaign:
         version, ready = before.version, before.ready
         incarnation = f"i{self.kills}"
         taken = {name for names in self.uncommitted for name in names}
-        self.made = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, taken=taken, **self.known)
+        examples = Examples(self.limits.ratios, taken=taken, **self.known)
+        self.made = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, examples=examples)
         for group in sorted(ready, key=lambda group: group.id):
             self.add(group)
         jobs = [*self.running.values(), *held]

@@ -21,7 +21,7 @@ from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.dispatch.order import first_epoch
 from primeslurm.orchestrator.dispatch.pools import Pools
 from primeslurm.orchestrator.progress import PROGRESS, ProgressFile, RunProgress, restore
-from primeslurm.orchestrator.recovery import limits
+from primeslurm.orchestrator.recovery import examples, limits
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
@@ -160,18 +160,8 @@ class Life:
         progress = restore(self.root, 1)
         self.curricula = Curricula(RECIPE, self.root / OUTCOMES, progress.outcomes, progress.fresh)
         self.curricula.set_tasks({LABEL: 40})
-        self.dispatch = Dispatcher(
-            limits(RECIPE),
-            ["r0"],
-            "run",
-            "i",
-            progress.next_step,
-            progress.cursors,
-            progress.unfinished,
-            {name for ids in progress.batches.values() for name in ids},
-            self.curricula,
-            progress.drawn,
-        )
+        known = examples(RECIPE, progress, self.curricula)
+        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=known)
         self.dispatch.version = progress.next_step - 1
         self.jobs: list[Job] = []
         for group in self.finished:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.dispatch import MAX_TRIES, Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch import MAX_TRIES, Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
@@ -22,8 +22,9 @@ def limits(off_policy: int = 1, **changes: object) -> DispatchLimits:
     return DispatchLimits(max_off_policy_steps=off_policy, **{"group_sizes": sizes, **fields})  # type: ignore[arg-type]
 
 
-def dispatcher(limit: DispatchLimits, **state: object) -> Dispatcher:
-    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "i", **state)  # type: ignore[arg-type]
+def dispatcher(limit: DispatchLimits, **known: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "i", examples=examples)
     made.version = 0
     return made
 
@@ -184,8 +185,8 @@ def test_another_group_opens_in_place_of_one_that_the_algorithm_rejects() -> Non
 
 
 def test_a_restart_opens_unfinished_groups_and_no_known_one() -> None:
-    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), cursors={"a": 2}, unfinished=[("a", 0), ("a", 1)])
-    made._taken |= {"a-00000000", "a-00000002"}
+    known = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
+    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **known)
     groups = []
     for _ in range(2):
         jobs = run_all(made)

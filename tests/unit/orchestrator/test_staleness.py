@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import Batches
-from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.dispatch.durations import Durations
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -71,7 +71,7 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     assert len(made.sweep(3).cancelled) == 4 and made.returned == [("a", 0)]
     if restarted:
         state = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
-        made = Dispatcher(made.limits, ["r0"], "run", "later", **state)
+        made = Dispatcher(made.limits, ["r0"], "run", "later", examples=Examples(made.limits.ratios, **state))
     made.version = 2
     jobs = run_all(made)
     finish(made, jobs[:done], 2)
@@ -82,7 +82,7 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     if done == 1:
         assert not early and [group.version for group in made.open.values()] == [5], "it goes on"
     else:
-        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1"], "and in a part"
+        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], "and in a part"
 
 
 def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
@@ -95,9 +95,11 @@ def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     made.step = 5
     state = {"cursors": made.cursors, "unfinished": made.unfinished}
     assert made.cut() == [group] and made.returned == [("a", 0)], "it is on no record yet"
-    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, returned=made.returned, **state)
+    examples = Examples(made.limits.ratios, returned=made.returned, **state)
+    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
-    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, taken={group.id}, returned=made.returned, **state)
+    examples = Examples(made.limits.ratios, taken={group.id}, returned=made.returned, **state)
+    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
     made.uncut([group])
     assert made.cut() == [group]
@@ -178,7 +180,7 @@ def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
     (early,) = (swept := made.sweep(2)).early
     assert early.size == done and not swept.cancelled and made.inflight == 4 - done
     (later,) = made.open.values()
-    assert (later.id, later.version, later.size) == ("a-00000000.1", 1, 2), "it is not filled up"
+    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), "it is not filled up"
     assert made.unfinished == [("a", 0)], "it is not on disk yet"
     assert made.add_ready(early)
     assert not made.unfinished, "after a restart the example counts as trained"
@@ -225,8 +227,23 @@ def test_nobody_waits_for_stragglers(surplus: str) -> None:
         assert made.inflight == 0
     else:
         assert made.take_surplus() == [] and made.inflight == 2
-        carried = made.open["a-00000000.1"]
+        carried = made.open["a-00000000.1001"]
         assert carried.size == 2 and not carried.to_dispatch
+
+
+def test_no_group_has_the_name_of_one_that_was_trained() -> None:
+    """A restart forgets the names of committed steps, and opens an example anew whose group was not on disk."""
+    made = dispatcher(inflight=6, extra_rollouts=2, surplus="carry")
+    jobs = run_all(made)
+    assert finish(made, jobs[:4]) is not None, "the group is not on disk, what is carried is trained"
+    (part,) = made.open
+    examples = Examples(made.limits.ratios, cursors={"a": 1}, unfinished=[("a", 0)])
+    later = Dispatcher(made.limits, ["r0"], "run", "later", 4, examples=examples)
+    later.version = 3
+    jobs = run_all(later)
+    group = finish(later, jobs[:4])
+    assert group is not None and group.id == "a-00000000"
+    assert len(later.open) == 1 and part not in later.open
 
 
 def test_places_are_rollouts_not_groups() -> None:
