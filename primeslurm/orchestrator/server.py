@@ -7,7 +7,6 @@ orchestrator continues with the same answers.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import math
 import time
@@ -39,8 +38,8 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics, oldes
 from primeslurm.orchestrator.telemetry.scrape import Sample
 from primeslurm.orchestrator.telemetry.stall_diagnosis import suspect
 from primeslurm.orchestrator.telemetry.watch import Watch
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
@@ -104,44 +103,30 @@ class OrchestratorServer:
         self._evaluator = Evaluator(
             recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
         )
-        most = recipe.deployment.max_rollouts_per_node
         self._workers = WorkerPool(
             arguments.env_bind,
             self._on_result,
             self._on_lost,
             self._on_unusable,
-            max_per_node=most,
+            max_per_node=recipe.deployment.max_rollouts_per_node,
             claim=self._on_claim,
-            keeps=lambda job: self._dispatch.keeps(job),
+            keeps=self._dispatch.keeps,
         )
         self._link = OrchestratorLink(arguments.bind, self._handle)
-        url = arguments.addresses.url
-        timeout = recipe.weights.timeout_s
-        self._sessions = TransferSessions(recipe.inference.parallel.tp, timeout)
-        clients = {
-            name: EngineClient(
-                functools.partial(url, name),
-                recipe.model.path,
-                self._sessions.join,
-                trains_encoder=recipe.model.trains_encoder,
-            )
-            for name in arguments.engines
-        }
-        self._policy = PolicyLoop(
-            clients,
+        self._sessions = TransferSessions(recipe.inference.parallel.tp, recipe.weights.timeout_s)
+        self._policy = policy_loop(
+            recipe,
+            arguments,
             self._journal,
-            timeout,
+            sessions=self._sessions,
             before_update=self._before_update,
             after_update=self._after_update,
-            sends=self._sessions.sends,
-            urls={name: url(name) for name in arguments.engines},
         )
         self._watch = Watch(
             recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0, looked=self._on_look
         )
-        adaptive = recipe.orchestrator.concurrency == "adaptive"
         self._concurrency = None
-        if adaptive:
+        if recipe.orchestrator.concurrency == "adaptive":
             self._concurrency = Concurrency(arguments.routers, arguments.engines, recipe.max_inflight)
             self._dispatch.replicas.shares = self._concurrency.shares  # dispatch begins before the first look
         unscored = self._dispatch.unscored.values()

@@ -65,7 +65,7 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(
 
     engines = {name: client(server) for name, server in servers.items()}
     journal = Journal(tmp_path, "orchestrator")
-    async with running(PolicyLoop(engines, journal, 30, 0.2, before, after)) as loop:
+    async with running(PolicyLoop(engines, journal, 30, poll_s=0.2, before_update=before, after_update=after)) as loop:
         await loop.want(PolicyVersion(0, str(model)))
         await loop.wait_for(0, timeout_s=600)
         for name in servers:
@@ -92,7 +92,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(
     start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     server = start_engine()
-    async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, 0.2)) as loop:
+    async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, poll_s=0.2)) as loop:
         await loop.want(PolicyVersion(0, str(model)))
         await loop.wait_for(0, timeout_s=600)
         await loop.want(PolicyVersion(1, str(tmp_path / "nothing")))

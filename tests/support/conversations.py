@@ -271,7 +271,8 @@ async def rollout(
     Returns:
         Its endpoint, its secret, and what makes the conversation of it when it has ended.
     """
-    client = TokenClient("router", lambda: engine.url, str(model), 1 << 20, 60, engine.routed, rendering=rendering)
+    where, options = lambda: engine.url, {"routed": engine.routed, "rendering": rendering}
+    client = TokenClient("router", where, str(model), 1 << 20, 60, **options)
     task = TraceTask(type="Task", data=vf.TaskData(prompt="Look it up."))
     trace = vf.Trace(task=task, agent=AgentInfo(config=AgentConfig()))
     async with InterceptionServer() as server:

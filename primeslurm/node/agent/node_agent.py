@@ -204,9 +204,16 @@ class NodeAgent:
         index = assignment.node_of(self.rank)
         if index is not None and self.processes is None:
             node = self.plan.nodes[index]
-            shared = (self.address, self._values, self.journal)
-            patience = self.timings.probe_timeout_s, self.timings.stopped_s
-            self.processes = ProcessManager(self.plan, node, self.attempt, *shared, *patience)
+            self.processes = ProcessManager(
+                self.plan,
+                node,
+                self.attempt,
+                self.address,
+                self._values,
+                self.journal,
+                probe_timeout_s=self.timings.probe_timeout_s,
+                stopped_s=self.timings.stopped_s,
+            )
             if self._sweeper is not None:
                 for directory in self.processes.scratch:
                     self._sweeper.add(directory)

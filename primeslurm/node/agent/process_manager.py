@@ -70,6 +70,7 @@ class ProcessManager:
         address: str,
         values: Mapping[str, str],
         journal: Journal,
+        *,
         probe_timeout_s: float = TIMEOUT_S,
         stopped_s: float = STOPPED_S,
     ) -> None:

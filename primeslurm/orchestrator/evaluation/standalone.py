@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 import uuid
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
 from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.recipe import Recipe
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import EnvironmentFails, OrchestratorDone, OrchestratorUp, ReplicaLost
@@ -57,15 +56,7 @@ class EvaluationServer:
         workers = {each.label: each.workers for each in recipe.evaluation_environments}
         many = FAILED_BATCHES * recipe.orchestrator.batch_size
         self._failures = RolloutFailures(many, workers, hopeful=self._evaluator.working)
-        url = arguments.addresses.url
-        clients = {
-            name: EngineClient(
-                functools.partial(url, name), recipe.model.path, trains_encoder=recipe.model.trains_encoder
-            )
-            for name in arguments.engines
-        }
-        urls = {name: url(name) for name in arguments.engines}
-        self._policy = PolicyLoop(clients, self._journal, recipe.weights.timeout_s, urls=urls)
+        self._policy = policy_loop(recipe, arguments, self._journal)
         self._wake = asyncio.Event()
 
     async def run(self) -> None:

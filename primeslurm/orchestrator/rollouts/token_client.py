@@ -139,6 +139,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         model: str,
         max_len: int,
         timeout_s: float,
+        *,
         routed: bool = False,
         images: bool = False,
         rendering: Rendering | None = None,

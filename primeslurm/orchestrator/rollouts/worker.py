@@ -111,11 +111,16 @@ class Worker:
         if router not in self._clients:
             where = functools.partial(self._addresses.url, router)
             recipe = self._recipe
-            timeout_s = recipe.orchestrator.request_timeout_s
-            routed = recipe.trainer.router_replay and not self._evaluates
-            images = recipe.model.vlm is not None
-            path, rendering = recipe.model.path, self._rendering
-            client = TokenClient(router, where, path, recipe.max_len, timeout_s, routed, images, rendering)
+            client = TokenClient(
+                router,
+                where,
+                recipe.model.path,
+                recipe.max_len,
+                recipe.orchestrator.request_timeout_s,
+                routed=recipe.trainer.router_replay and not self._evaluates,
+                images=recipe.model.vlm is not None,
+                rendering=self._rendering,
+            )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 

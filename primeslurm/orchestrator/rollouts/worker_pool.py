@@ -118,6 +118,7 @@ class WorkerPool:
         on_result: Callable[[str, tuple[Rollout, ...] | str], None],
         on_lost: Callable[[str], None],
         on_unusable: Callable[[str, int, str], None],
+        *,
         clock: Callable[[], float] = time.monotonic,
         max_per_node: int | None = None,
         claim: Callable[[Job, bool], bool] = lambda job, runs: False,

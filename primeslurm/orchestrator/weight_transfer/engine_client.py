@@ -80,6 +80,7 @@ class EngineClient:
         where: Callable[[], str],
         model_path: str,
         join_session: Callable[[int], Awaitable[SessionPlace]] | None = None,
+        *,
         tries: int = 3,
         retry_s: float = 1.0,
         status_timeout_s: float = LEAST_S,

@@ -10,8 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
+from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
     EngineDownError,
@@ -23,7 +25,8 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
 )
 from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
 from primeslurm.orchestrator.weight_transfer.polls import OwnDelay, Pace
-from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError
+from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError, TransferSessions
+from primeslurm.recipe import Recipe
 from primeslurm.records.events.policy import (
     EngineGivenUp,
     EngineLost,
@@ -66,6 +69,7 @@ class PolicyLoop:
         engines: Mapping[str, EngineClient],
         journal: Journal,
         timeout_s: float,
+        *,
         poll_s: float = 0.5,
         before_update: Hook = _no_hook,
         after_update: Hook = _no_hook,
@@ -249,3 +253,43 @@ class PolicyLoop:
 def _milliseconds(seconds: float | None) -> float | None:
     """Seconds, to the millisecond."""
     return None if seconds is None else round(seconds, 3)
+
+
+def policy_loop(
+    recipe: Recipe,
+    arguments: OrchestratorArguments,
+    journal: Journal,
+    *,
+    sessions: TransferSessions | None = None,
+    before_update: Hook = _no_hook,
+    after_update: Hook = _no_hook,
+) -> PolicyLoop:
+    """Make the loop of all engines of a run.
+
+    Args:
+        recipe: of the run.
+        arguments: of its orchestrator.
+        journal: gets what happens to engines.
+        sessions: with the trainer, which sends policies that no directory holds. Default: there are none.
+        before_update: as of `PolicyLoop`.
+        after_update: likewise.
+    """
+    url = arguments.addresses.url
+    engines = {
+        name: EngineClient(
+            partial(url, name),
+            recipe.model.path,
+            sessions.join if sessions else None,
+            trains_encoder=recipe.model.trains_encoder,
+        )
+        for name in arguments.engines
+    }
+    return PolicyLoop(
+        engines,
+        journal,
+        recipe.weights.timeout_s,
+        before_update=before_update,
+        after_update=after_update,
+        sends=sessions.sends if sessions else lambda version: False,
+        urls={name: url(name) for name in arguments.engines},
+    )

@@ -220,7 +220,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, shape: ModelSh
     if nic is None:
         return found
     times = [
-        step_time(recipe, train.nodes, train.gpus, shape, gpu, nic, rollouts, length)
+        step_time(recipe, shape, gpu, nodes=train.nodes, gpus=train.gpus, gbps=nic, rows=rollouts, length=length)
         for length in (recipe.seq_len, max(1, recipe.seq_len // TYPICAL))
     ]
     return [*found, *(_step(time, how) for time, how in zip(times, _LENGTHS, strict=True))]

@@ -89,16 +89,16 @@ class StepTime:
 
 
 def step_time(
-    recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, gpu: Gpu, gbps: float, rows: int, length: int
+    recipe: Recipe, shape: ModelShape, gpu: Gpu, *, nodes: int, gpus: int, gbps: float, rows: int, length: int
 ) -> StepTime:
     """Predict a step.
 
     Args:
         recipe: of the run.
-        nodes: of the trainer.
-        gpus: of each.
         shape: of the model.
-        gpu: its GPUs' type.
+        gpu: type of the trainer's GPUs.
+        nodes: of the trainer.
+        gpus: of each node.
         gbps: line rate between nodes, for each GPU, in Gbit/s.
         rows: sequences of a batch.
         length: tokens of each.

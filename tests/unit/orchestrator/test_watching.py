@@ -177,8 +177,9 @@ class Peers:
         self.address = address
         self.kept: set[str] = set()
         self.claims: list[Job] = []
-        callbacks = {"claim": self._claim, "keeps": self.kept.__contains__}
-        self.workers = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock, **callbacks)
+        told = (self._result, self.lost.append, self._unusable)
+        asked = {"claim": self._claim, "keeps": self.kept.__contains__}
+        self.workers = WorkerPool(address, *told, clock=self.clock, **asked)
 
     def _claim(self, job: Job, runs: bool) -> bool:
         self.claims.append(job)

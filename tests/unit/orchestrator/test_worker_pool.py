@@ -40,7 +40,8 @@ class Pool:
         self.clock, self.address = Clock(), address
         self.lost: list[str] = []
         self.results: list[str] = []
-        self.pool = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock, max_per_node)
+        told = (self._result, self.lost.append, self._unusable)
+        self.pool = WorkerPool(address, *told, clock=self.clock, max_per_node=max_per_node)
         self.sockets: dict[int, zmq.asyncio.Socket] = {}
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:

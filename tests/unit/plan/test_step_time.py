@@ -31,7 +31,7 @@ def recipe(**trainer: Any) -> Recipe:
 
 
 def predicted(asked: Recipe, shape: ModelShape, nodes: int = 12, length: int = 131072) -> StepTime:
-    return step_time(asked, nodes, 8, shape, GPUS["h200"], 400, 256, length)
+    return step_time(asked, shape, GPUS["h200"], nodes=nodes, gpus=8, gbps=400, rows=256, length=length)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,8 @@ def test_it_is_what_was_measured(shape: str, options: dict[str, Any], layout: di
     wanted |= {"layers": layers, "rows": 1} | options
     alike = [one for one in measured if wanted.items() <= one.items() and not one.get("activation_offload")]
     asked = recipe(**options, parallelism={"ep": gpus, "activation_checkpointing": checkpointing})
-    found = step_time(asked, 1, gpus, shape_of(LAYERS[shape]), GPUS["h200"], 400, gpus, length)
+    model, h200 = shape_of(LAYERS[shape]), GPUS["h200"]
+    found = step_time(asked, model, h200, nodes=1, gpus=gpus, gbps=400, rows=gpus, length=length)
     assert found.network == 0
     assert found.shortest == pytest.approx(alike[-1]["ours"]["seconds"], rel=SPREAD)  # the newest
 
