@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from benchmarks import gpu_run, wide_ep
 from benchmarks.__main__ import benchmarks
-from benchmarks.dispatch import WheneverThereIsRoom
+from benchmarks.dispatch import GROUP, RESULT, SIGMAS, WheneverThereIsRoom, bound_with_waste
 from benchmarks.fault_table import recorded
 from benchmarks.training_speed import arguments
 from benchmarks.training_sweep import cells, whole
@@ -54,6 +55,16 @@ def test_an_example_may_be_dropped_again_and_again_where_groups_begin_whenever_t
     for made.version in (0, 2, 4):
         job = made.next_job({"e"})
         assert job is not None and job.example == 0 and made.sweep(made.version + 2).cancelled == [job.id]
+
+
+def test_what_drop_takes_is_what_it_gives_up() -> None:
+    rows = json.loads(RESULT.read_text())["rows"]
+    plain = [row for row in rows if row["inflight"] >= 512 and "bound_with_waste_s" in row]
+    assert {row["sigma"] for row in plain} == set(SIGMAS)
+    for row in plain:
+        batch = row["inflight"] // 2 // GROUP * GROUP
+        assert row["bound_with_waste_s"] == bound_with_waste(row["inflight"], row["sigma"], batch)
+        assert row["bound_s"] <= row["bound_with_waste_s"] and row["step_s"] <= 1.05 * row["bound_with_waste_s"]
 
 
 def test_documents_name_benchmarks_that_exist() -> None:
