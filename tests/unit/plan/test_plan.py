@@ -177,9 +177,22 @@ def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
         assert set(plan.process(replica.router).after) == set(replica.engines)
 
 
+def test_all_libraries_of_a_node_take_the_same_network_unless_the_site_says_otherwise() -> None:
+    named = {
+        "GLOO_SOCKET_IFNAME": "${interface}",
+        "NCCL_SOCKET_IFNAME": "${nccl_interface}",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
+        "NCCL_IB_HCA": "${nccl_hcas}",
+        "NVSHMEM_HCA_LIST": "${ucx_devices}",
+    }
+    assert named.items() <= plan_for().env.items()
+    own = {"NCCL_SOCKET_IFNAME": "bond0", "NVSHMEM_HCA_LIST": ""}
+    assert (named | own).items() <= plan_for(site_changes={"env": own}).env.items()
+
+
 VALUES = (
     *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", "key"),
-    *("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
+    *("interface", "nccl_interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
 )
 
 
