@@ -102,8 +102,11 @@ def environment(site: Site) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": "${tmp}",
         "GLOO_SOCKET_IFNAME": "${interface}",
-        "NCCL_SOCKET_IFNAME": "${interface}",
+        "NCCL_SOCKET_IFNAME": "${nccl_interface}",
         "NCCL_IB_HCA": "${nccl_hcas}",
+        # DeepEP's NVSHMEM heeds neither: it would take IPoIB or the first Ethernet, and adapters of other networks.
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
+        "NVSHMEM_HCA_LIST": "${ucx_devices}",
     }
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.

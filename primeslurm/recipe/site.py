@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.fields.slurm_syntax import Directory, EnvironmentName, Module, Name, SearchPath
+from primeslurm.recipe.fields.slurm_syntax import Directory, EnvironmentName, Module, Name, SearchPath, share_of
 from primeslurm.recipe.sections.slurm import ComponentOptions, Submission
 
 
@@ -18,7 +18,7 @@ class NodeKind(ComponentOptions):
     gpus: int = Field(0, ge=0, le=128)
     """GPUs per node; 0 for CPU partitions."""
     cpus: PositiveInt
-    """CPU cores per node that a job may use."""
+    """CPU cores per node that a job may use. As of `mem`, a role that uses some of a node's GPUs asks for its share."""
     gres: Name = "gpu"
     """Name of the generic resource, for example gpu or gpu:h200."""
     gpu: str | None = None
@@ -30,6 +30,20 @@ class NodeKind(ComponentOptions):
     scratch: SearchPath | None = None
     """Directory on each node's own disk for what environments write while they run: working directories of rollouts,
     sandboxes. Default: the temporary directory."""
+
+    def share(self, gpus: int) -> NodeKind:
+        """Give the part of a node that goes with some of its GPUs: as large a part of its cores and memory.
+
+        A job that takes all memory of a node with one of its GPUs waits for an empty node, and leaves the others idle.
+        """
+        if not 0 < gpus < self.gpus:
+            return self
+        update = {
+            "cpus": max(1, self.cpus * gpus // self.gpus),
+            "mem": self.mem and share_of(self.mem, gpus, self.gpus),
+            "memory_gib": self.memory_gib and self.memory_gib * gpus / self.gpus,
+        }
+        return self.model_copy(update=update)
 
 
 class Network(Section):

@@ -44,6 +44,7 @@ def placeholders(hcas: Sequence[Hca], interface: str) -> dict[str, str]:
     devices = ",".join(device for hca in hcas for device in hca.devices)
     return {
         "interface": interface,
+        "nccl_interface": f"={interface}" if interface else "",  # as below: ib0 means ib0.8001 as well
         "hcas": ",".join(hca.name for hca in hcas),
         "nccl_hcas": f"={devices}" if devices else "",  # exactly these: without the sign mlx5_1 means mlx5_10 as well
         "ucx_devices": devices,

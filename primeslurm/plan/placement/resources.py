@@ -26,6 +26,7 @@ class ResourceRequest:
     gpus: int
     """GPUs used on each node."""
     kind: NodeKind
+    """Its cores and memory are those that go with these GPUs."""
     nodes_per_replica: int
     """Nodes of this role in one inference replica; 0 for roles outside of inference."""
     spares: int
@@ -129,7 +130,10 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
     if ask.role == "environments" and cpus is not None and cpus > kind.cpus:
         why = f"a job may use {kind.cpus} CPU cores of a node of partition {kind.partition}"
         problems.append(Violation(f"{ask.field}.cpus", str(cpus), why, f"nearest: {kind.cpus}"))
-    return ResourceRequest(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, _spares(recipe, ask.role))
+    component = getattr(recipe.slurm, "train" if recipe.deployment.layout == "single" else ask.role)
+    whole = kind.exclusive if component.exclusive is None else component.exclusive
+    part = kind if whole else kind.share(gpus)
+    return ResourceRequest(ask.role, ask.nodes, gpus, part, ask.nodes_per_replica, _spares(recipe, ask.role))
 
 
 def _spares(recipe: Recipe, role: NodeRole) -> int:

@@ -104,6 +104,14 @@ def bytes_of(memory: str) -> int:
     return int(number) * _UNITS[memory[len(number) :] or "M"]
 
 
+def share_of(memory: str, part: int, whole: int) -> str:
+    """Write `part` of `whole` equal parts of an amount of memory, in its own unit if that divides, else in MiB."""
+    number = memory.rstrip("KMGT")
+    if int(number) * part % whole == 0:
+        return f"{int(number) * part // whole}{memory[len(number) :]}"
+    return f"{bytes_of(memory) * part // whole // _UNITS['M']}M"
+
+
 def fault(why: str, fix: str = "") -> PydanticCustomError:
     """Make the error of a validator, with the nearest valid form."""
     return PydanticCustomError("syntax", "{why}", {"why": why, "fix": fix})

@@ -94,6 +94,7 @@ def test_placeholders_name_exactly_the_active_devices(hgx: Machine) -> None:
     assert values == {
         "interface": "ib0",
         "hcas": "mlx5_0,mlx5_10",
+        "nccl_interface": "=ib0",
         "nccl_hcas": "=mlx5_0:1,mlx5_10:1",
         "ucx_devices": "mlx5_0:1,mlx5_10:1",
     }

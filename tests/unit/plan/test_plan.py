@@ -177,9 +177,22 @@ def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
         assert set(plan.process(replica.router).after) == set(replica.engines)
 
 
+def test_all_libraries_of_a_node_take_the_same_network_unless_the_site_says_otherwise() -> None:
+    named = {
+        "GLOO_SOCKET_IFNAME": "${interface}",
+        "NCCL_SOCKET_IFNAME": "${nccl_interface}",
+        "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
+        "NCCL_IB_HCA": "${nccl_hcas}",
+        "NVSHMEM_HCA_LIST": "${ucx_devices}",
+    }
+    assert named.items() <= plan_for().env.items()
+    own = {"NCCL_SOCKET_IFNAME": "bond0", "NVSHMEM_HCA_LIST": ""}
+    assert (named | own).items() <= plan_for(site_changes={"env": own}).env.items()
+
+
 VALUES = (
     *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", "key"),
-    *("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
+    *("interface", "nccl_interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
 )
 
 
@@ -239,11 +252,12 @@ def test_ranks_of_a_trainer_are_one_unit_and_engines_may_hang_for_a_while() -> N
         ({}, {}, "12"),
         ({"slurm": {"train": {"cpus_per_task": 40}}}, {}, "5"),
         ({"slurm": {"train": {"cpus_per_task": 4}}}, {}, "1"),
-        ({"deployment": {"train": {"gpus_per_node": 4}}}, {}, "24"),
+        ({"deployment": {"train": {"gpus_per_node": 4}}}, {}, "12"),
+        ({"deployment": {"train": {"gpus_per_node": 4}}, "slurm": {"train": {"exclusive": True}}}, {}, "24"),
         ({}, {"env": {"OMP_NUM_THREADS": "3"}}, None),
         ({}, {"device": "cpu"}, None),
     ],
-    ids=["site", "recipe", "few", "half", "said", "cpu"],
+    ids=["site", "recipe", "few", "half", "half but all its own", "said", "cpu"],
 )
 def test_trainer_ranks_share_the_cores_of_their_node(
     changes: dict[str, Any], site_changes: dict[str, Any], threads: str | None
@@ -252,6 +266,31 @@ def test_trainer_ranks_share_the_cores_of_their_node(
     ranks = [process for node in plan.nodes for process in node.processes if process.role == "trainer"]
     assert {rank.env.get("OMP_NUM_THREADS") for rank in ranks} == {threads}
     assert {rank.env["LOCAL_WORLD_SIZE"] for rank in ranks} == {str(len(ranks))}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mem", "exclusive", "asked"),
+    [
+        (8, "1900G", None, (96, "1900G")),
+        (4, "1900G", None, (48, "950G")),
+        (1, "1900G", None, (12, "243200M")),
+        (1, "2000", None, (12, "250")),
+        (4, None, None, (48, None)),
+        (4, "0", None, (48, "0")),
+        (4, "1900G", True, (96, "1900G")),
+    ],
+)
+def test_a_part_of_a_nodes_gpus_takes_that_part_of_its_cores_and_memory(
+    gpus: int, mem: str | None, exclusive: bool | None, asked: tuple[int, str | None]
+) -> None:
+    kind = {"partition": "gpu", "gpus": 8, "cpus": 96, "mem": mem, "exclusive": exclusive}
+    deployment = {"train": {"gpus_per_node": gpus}, "inference": {"gpus_per_node": gpus}}
+    for layout in ("het", "single"):
+        nodes = {"default": kind} if layout == "single" else {"default": kind, "control": {"cpus": 64, "mem": "100G"}}
+        plan = plan_for(site_changes={"nodes": nodes}, deployment={**deployment, "layout": layout})
+        found = {group.name: (group.cpus_per_task, group.mem) for group in plan.groups}
+        assert found.pop("control", (64, "100G")) == (64, "100G")
+        assert set(found.values()) == {asked}
 
 
 @pytest.mark.parametrize(
