@@ -12,7 +12,7 @@ from primeslurm.api.submission import installed
 from primeslurm.cli.options import JsonOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.doctor import show_diagnosis, show_installed
-from primeslurm.errors import ExitCode
+from primeslurm.errors import ExitCode, UsageError, Violation
 from primeslurm.run.diagnosis.validity import MAX_KL
 
 
@@ -32,6 +32,9 @@ def doctor(
     host (or with --node, --all on the cluster's nodes), held against the lock; exit code 1 if something required is
     missing or another version.
     """
+    if run is not None and (node is not None or every):
+        field, value = ("--node", node) if node is not None else ("--all", "")
+        raise UsageError([Violation(field, value, "asks what nodes have, and RUN what a run did", "keep one of them")])
     if run is None:
         parts = installed(site, node, every=every)
         show_installed(parts, as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.api.runs import Run, all_runs, find_run
+from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
 from primeslurm.cli.output import note, print_json, warn
 from primeslurm.cli.views.tables import light_table, out
@@ -16,6 +17,9 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     if as_json:
         keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
         print_json([{key: getattr(row, key) for key in keys} for row in rows])
+        return
+    if not rows:
+        note(f"no runs in {runs_directory(runs)}")
         return
     table = light_table("run", "phase", "attempt", "job", "step", "committed")
     for row in rows:

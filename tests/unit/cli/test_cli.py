@@ -284,3 +284,14 @@ def test_a_stdout_without_unicode_gets_question_marks(tmp_path: Path) -> None:
     code = "import primeslurm.cli as cli; cli.prepare_streams(); print('reward ▁█')"
     done = run_python("-c", code, cwd=tmp_path, PYTHONIOENCODING="ascii")
     assert (done.code, done.out, done.err) == (0, "reward ??\n", "")
+
+
+def test_runs_says_where_it_found_none(place: Path) -> None:
+    result = primeslurm("runs", "--runs", "rnus", cwd=place)
+    assert (result.code, result.out, result.err) == (0, "", "no runs in rnus\n")
+
+
+@pytest.mark.parametrize("words", [("--node", "gpu-1"), ("--all",)])
+def test_doctor_looks_at_a_run_or_at_nodes(place: Path, words: tuple[str, ...]) -> None:
+    result = primeslurm("doctor", "some-run", *words, cwd=place)
+    assert result.code == 2 and result.err.startswith(f"error: {words[0]}") and "keep one" in result.err
