@@ -12,7 +12,8 @@ evicted while it is at its tools.
 - *Prompts computed anew* are what is lost of rollouts that are at their tools. Few are worth having more in flight: the
   share that all rollouts should have of the cache rises while there are fewer, and falls while there are more.
 - *Queue.* What waits all the time while there is room in the cache is not needed: engines are busy without it. What
-  waits for that room fits on average, and keeps it full. At prefill engines it says that they are too few.
+  waits for that room fits on average, and keeps it full. At prefill engines it says that they are too few: then as
+  many may wait as sample.
 
 An evaluation's rollouts have a bound of their own, and run on the same engines. KV, queues and requests that engines
 show are of both, and are set against both: an engine does not say whose they are. The number is training's alone, as
@@ -42,6 +43,11 @@ YOUNG_GROWTH = 0.2
 """How much it grows before it is known what rollouts grow to."""
 QUEUED = 0.1
 """Requests that wait beside those that run: so many keep engines busy between two ends."""
+PREFILL_QUEUED = 1.0
+"""Prompts that wait at prefill engines beside the requests that sample: so many keep prefill busy between the waves in
+which rollouts end and begin."""
+USED, LEFT = 0.9, 1.0
+"""So much of the places, less one that was left just now, is in use where more rollouts would be begun."""
 RECOMPUTED, RECOMPUTED_TOKENS = 0.25, 0.5
 """Prompt tokens computed for each one sampled, above the least that was seen of it: so many are worth the rollouts that
 cause them, as a share of the least and in all. An engine computes prompts ten to twenty times as fast as it samples."""
@@ -144,7 +150,7 @@ class ReplicaShare:
         limit = min(wishes, key=lambda name: wishes[name])
         if wishes[limit] < self._cap:
             self._bound(period, limit, wishes[limit], each)
-        elif self._slowness == 1 and period.inflight >= 0.9 * self._cap:
+        elif self._is_used(period):
             self._grow(period, limit, wishes[limit])
         else:
             self._limit = "demand"
@@ -184,7 +190,7 @@ class ReplicaShare:
         wishes: dict[Limit, float] = {
             running_kv: fit,
             "queue": queue if period.kv < LEAST_KV else max(queue, fit),
-            "prefill": _without(period.least_prefill_waiting, period),
+            "prefill": _without(period.least_prefill_waiting, period, PREFILL_QUEUED),
         }
         kept = math.exp(-period.seconds / IDLE_S)
         self._idle = idle if self._idle is None else self._idle * kept + idle * (1 - kept)
@@ -217,8 +223,12 @@ class ReplicaShare:
         What they hold in the cache is not seen then, and cannot be much of it: once requests run, it is.
         """
         works = period.least_waiting_anywhere < 1 and period.generated > 0
-        if works and self._slowness == 1 and period.inflight >= 0.9 * self._cap:
+        if works and self._is_used(period):
             self._cap, self._limit = self._cap * GROWTH, "growing"
+
+    def _is_used(self, period: Period) -> bool:
+        """Whether it would have more rollouts if it had more places."""
+        return self._slowness == 1 and period.inflight >= USED * self._cap - LEFT
 
 
 class _Smoothed:
@@ -253,7 +263,7 @@ class _Computed:
         return (ratio - self._least) / (RECOMPUTED * self._least + RECOMPUTED_TOKENS)
 
 
-def _without(waiting: float, period: Period) -> float:
-    """Rollouts of which none would wait for long, but for a few, if as many wait now."""
-    spare = QUEUED * period.running + 1
+def _without(waiting: float, period: Period, queued: float = QUEUED) -> float:
+    """Rollouts of which none would wait for long, but for a few, if as many wait now: `queued` for each that runs."""
+    spare = queued * period.running + 1
     return period.together - (waiting - spare / 2) if waiting > spare else float("inf")

@@ -171,7 +171,7 @@ def test_what_waits_for_room_in_the_cache_fits_on_average() -> None:
 def test_too_little_prefill_is_told_apart_from_too_many_rollouts() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(60)
-    engines.run(10, prefill_waiting=100, deferred=50, waiting=50)
+    engines.run(10, prefill_waiting=300, deferred=50, waiting=50)
     assert engines.made.report["0"].limit == "prefill"
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(300, kv_each=0.01)
@@ -179,6 +179,33 @@ def test_too_little_prefill_is_told_apart_from_too_many_rollouts() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(100, kv_each=0.0001, deferred=1000, waiting=1000)
     assert engines.made.report["0"].limit == "growing", "waiting for KV from a prefill engine is no queue"
+
+
+def test_as_many_prompts_may_wait_for_prefill_as_requests_sample() -> None:
+    engines = Engines("prefill-r0-0", "decode-r0-0")
+    engines.run(60)
+    before = engines.made.shares["router-0"]
+    engines.run(10, prefill_waiting=0.9 * before)
+    assert engines.made.report["0"].limit == "growing" and engines.made.shares["router-0"] > before
+    engines.run(10, prefill_waiting=2.5 * before)
+    assert engines.made.report["0"].limit == "prefill" and engines.made.shares["router-0"] < before
+
+
+def test_a_place_that_was_left_just_now_does_not_keep_a_small_share_from_growing() -> None:
+    engines = Engines("engine-r0-0")
+    (sample,) = engines.samples.values()
+
+    def use(left: int) -> int:
+        for _ in range(6):
+            engines.now += 5
+            engines.inflight = {"router-0": engines.made.shares["router-0"] - left}
+            sample["running"], sample["generated"] = engines.inflight["router-0"], sample["generated"] + 1000
+            sample["kv_usage"] = 0.001 * sample["running"]
+            engines.look()
+        return engines.made.shares["router-0"]
+
+    assert use(4) == START_PER_ENGINE and engines.made.report["0"].limit == "demand"
+    assert use(2) > START_PER_ENGINE and engines.made.report["0"].limit == "growing"
 
 
 def test_prompts_that_are_computed_anew_cost_places() -> None:
