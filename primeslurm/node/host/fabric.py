@@ -46,7 +46,7 @@ def placeholders(hcas: Sequence[Hca], interface: str) -> dict[str, str]:
         "interface": interface,
         "hcas": ",".join(hca.name for hca in hcas),
         "nccl_hcas": f"={devices}" if devices else "",  # exactly these: without the sign mlx5_1 means mlx5_10 as well
-        "ucx_devices": devices,
+        "ucx_devices": devices or interface,  # or it would listen on all interfaces, and asks nobody who he is
     }
 
 

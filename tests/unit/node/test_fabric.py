@@ -99,6 +99,10 @@ def test_placeholders_name_exactly_the_active_devices(hgx: Machine) -> None:
     }
 
 
+def test_without_hcas_ucx_stays_on_the_interface_of_the_node_s_address() -> None:
+    assert fabric.placeholders([], "eth1") == {"interface": "eth1", "hcas": "", "nccl_hcas": "", "ucx_devices": "eth1"}
+
+
 def test_an_hca_under_the_same_switch_is_nearest(hgx: Machine) -> None:
     assert [hgx.near(gpu) for gpu in range(3)] == [["mlx5_0"], ["mlx5_1"], ["mlx5_2"]]
 
