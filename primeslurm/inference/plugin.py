@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from primeslurm import compiled_code
 from primeslurm.wire.transport import secret
 
@@ -15,7 +17,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register our transfer engines and the fix of selection biases; on CPU, those of `cpu.patches`, too.
+    """Register our transfer engines, the fix of selection biases, gated stores and sockets; on CPU, `cpu.patches`, too.
 
     The run's secret is read first, and where compiled code is kept is set, as the engine starts its processes after
     this.
@@ -33,6 +35,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from primeslurm.inference import gated_sockets, gated_store, spawned
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
@@ -40,6 +43,10 @@ def register() -> None:
 
         patches.apply()
     layerwise.load_selection_bias()
+    if secret.is_there():  # or it is an engine of no run, to which others of its kind connect
+        gated_store.use()
+        gated_sockets.use()
+        spawned.use(sys.argv)
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

@@ -106,7 +106,7 @@ def environment(site: Site) -> dict[str, str]:
         "NCCL_IB_HCA": "${nccl_hcas}",
         # DeepEP's NVSHMEM heeds neither: it would take IPoIB or the first Ethernet, and adapters of other networks.
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
-        "NVSHMEM_HCA_LIST": "${ucx_devices}",
+        "NVSHMEM_HCA_LIST": "${hca_ports}",
     }
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.

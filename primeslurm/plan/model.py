@@ -5,10 +5,10 @@ Strings in `argv` and `env` may hold placeholders that only the node knows, fill
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
 `${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), `${key}` (a random word of the node's
 agent, which makes names on its disk unknown to others), and of the node's network `${interface}`, `${hcas}`,
-`${nccl_interface}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of
-the environment that comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}`
-(`wire.transport.secret`): such variables are handed over, and are not in the environment that a process is started
-with. A host name or a secret never appears in a Plan.
+`${nccl_interface}`, `${hca_ports}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's
+GPUs). A variable of the environment that comes out empty is not set. Only in `env` also `${secret}` and
+`${generate_token}` (`wire.transport.secret`): such variables are handed over, and are not in the environment that a
+process is started with. A host name or a secret never appears in a Plan.
 """
 
 from __future__ import annotations

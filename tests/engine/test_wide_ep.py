@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks.support.ports import free_port
@@ -14,10 +15,12 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import EngineRole
 from primeslurm.plan.commands.engine import DataParallel
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
+from tests.support.doors import MESSAGES, Answer, Door, said
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_model, publish, reference_logprobs
 from tests.support.processes import HOST, Server, Zygote
+from tests.support.strangers import attempted, needs_second_user
 
 pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
@@ -78,6 +81,29 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
         (old, start, boundary), (new, _, end) = spans(answer)
         assert (old, new, start, end) == (0, 1, 0, 800) and 0 < boundary < 800
     assert all(exact(rank, target, "v1") for rank in ranks)
+
+
+@needs_second_user
+def test_no_stranger_meets_the_ranks(ranks: list[Server], model: Path) -> None:
+    """torch's stores serve whoever reaches them, at all addresses: these are told who the ranks are."""
+    found = [door for number, server in enumerate(ranks) for door in doors_of(server, f"engine-{number}")]
+    assert {door.host for door in found} == {HOST}
+    answers = [Answer(*each) for each in attempted(lambda: said(found)).value]
+    stores = [answer.door for answer in answers if answer.message == "a store's client" and answer.words == "8 bytes"]
+    assert len(answers) == len(found) * len(MESSAGES) and stores == []
+    assert all(tokens(generate(rank.url, PROMPT, 4)) for rank in ranks)
+
+
+def doors_of(server: Server, name: str) -> list[Door]:
+    """Where a server and all that it has started listen."""
+    leader = psutil.Process(server.pid)
+    listening = [
+        connection.laddr
+        for process in (leader, *leader.children(recursive=True))
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    return [Door(name, at.ip, at.port) for at in listening]
 
 
 async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(

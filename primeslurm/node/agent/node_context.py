@@ -39,7 +39,7 @@ class NodeContext:
     def values(self, process: Process) -> dict[str, str]:
         """Return the values of all placeholders that are no addresses, for one process."""
         gpus = [self._gpus[gpu] for gpu in process.gpus if gpu < len(self._gpus)]
-        near = fabric.placeholders(fabric.nearest(self._hcas, gpus), "")
+        near = fabric.placeholders(fabric.nearest(self._hcas, gpus), self._values["interface"])
         return {**self._values, "ucx_devices_near": near["ucx_devices"]}
 
     @property

@@ -46,8 +46,9 @@ def placeholders(hcas: Sequence[Hca], interface: str) -> dict[str, str]:
         "interface": interface,
         "nccl_interface": f"={interface}" if interface else "",  # as below: ib0 means ib0.8001 as well
         "hcas": ",".join(hca.name for hca in hcas),
+        "hca_ports": devices,
         "nccl_hcas": f"={devices}" if devices else "",  # exactly these: without the sign mlx5_1 means mlx5_10 as well
-        "ucx_devices": devices,
+        "ucx_devices": devices or interface,  # or it would listen on all interfaces, and asks nobody who he is
     }
 
 

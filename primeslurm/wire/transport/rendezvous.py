@@ -71,13 +71,17 @@ def reserve() -> socket.socket:
     return found
 
 
-def open_gate(host: str, port: int, store: socket.socket) -> None:
+def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | None = None) -> int:
     """Let those in who have the secret, to a store that listens and has its own process as its only client.
 
     Args:
         host: where to listen.
-        port: the rendezvous port.
+        port: the rendezvous port; 0, for one that is free.
         store: the store's listening socket.
+        gate: one that listens there already.
+
+    Returns:
+        The rendezvous port.
 
     Raises:
         OSError: the port is taken.
@@ -93,7 +97,7 @@ def open_gate(host: str, port: int, store: socket.socket) -> None:
         _log.warning(
             "this kernel does not sign TCP segments: users of this node reach the ranks' store at port %d", place
         )
-    _run(_Gate(place, key if signed else b"", _key()).open(host, port))
+    return _run(_Gate(place, key if signed else b"", _key()).open(host, port, gate))
 
 
 def _key() -> bytes:
@@ -111,6 +115,16 @@ def _run(made: Awaitable[int]) -> int:
         return await made
 
     return asyncio.run_coroutine_threadsafe(started(), _loop).result(60)
+
+
+def _leave_behind() -> None:
+    """In a process that was forked: the thread is not there, and ways of its parent refuse it."""
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()
+    _passages.clear()
+
+
+os.register_at_fork(after_in_child=_leave_behind)
 
 
 class _Passage:
@@ -158,8 +172,10 @@ class _Gate:
         self._place, self._signature, self._key = place, signature, key
         self._server: asyncio.Server | None = None
 
-    async def open(self, host: str, port: int, taken_s: float = TAKEN_S) -> int:
+    async def open(self, host: str, port: int, gate: socket.socket | None = None, taken_s: float = TAKEN_S) -> int:
         give_up = time.monotonic() + taken_s
+        if gate is not None:
+            self._server = await asyncio.start_server(_guarded(self._admit), sock=gate, backlog=1024)
         while self._server is None:
             try:
                 self._server = await asyncio.start_server(_guarded(self._admit), host, port, backlog=1024)
@@ -171,7 +187,7 @@ class _Gate:
                     raise OSError(error.errno, found) from None
                 _log.warning("%s", found)
                 await asyncio.sleep(5 * KNOCK_S)
-        return port
+        return int(self._server.sockets[0].getsockname()[1])
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(HANDSHAKE_S):

@@ -75,11 +75,15 @@ def own() -> str:
     Raises:
         SecretError: there is none; without one, nothing is served.
     """
-    take()
-    found = _kept or os.environ.get(VARIABLE, "")
-    if not found:
+    if not is_there():
         raise SecretError("no secret was handed over: processes of a run are started by its agents")
-    return found
+    return _kept or os.environ[VARIABLE]
+
+
+def is_there() -> bool:
+    """Tell whether this process was started with a secret."""
+    take()
+    return bool(_kept or os.environ.get(VARIABLE))
 
 
 @contextmanager

@@ -95,8 +95,20 @@ def test_placeholders_name_exactly_the_active_devices(hgx: Machine) -> None:
         "interface": "ib0",
         "hcas": "mlx5_0,mlx5_10",
         "nccl_interface": "=ib0",
+        "hca_ports": "mlx5_0:1,mlx5_10:1",
         "nccl_hcas": "=mlx5_0:1,mlx5_10:1",
         "ucx_devices": "mlx5_0:1,mlx5_10:1",
+    }
+
+
+def test_without_hcas_ucx_stays_on_the_interface_of_the_node_s_address() -> None:
+    assert fabric.placeholders([], "eth1") == {
+        "interface": "eth1",
+        "nccl_interface": "=eth1",
+        "hcas": "",
+        "hca_ports": "",
+        "nccl_hcas": "",
+        "ucx_devices": "eth1",
     }
 
 

@@ -183,7 +183,7 @@ def test_all_libraries_of_a_node_take_the_same_network_unless_the_site_says_othe
         "NCCL_SOCKET_IFNAME": "${nccl_interface}",
         "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "${interface}",
         "NCCL_IB_HCA": "${nccl_hcas}",
-        "NVSHMEM_HCA_LIST": "${ucx_devices}",
+        "NVSHMEM_HCA_LIST": "${hca_ports}",
     }
     assert named.items() <= plan_for().env.items()
     own = {"NCCL_SOCKET_IFNAME": "bond0", "NVSHMEM_HCA_LIST": ""}
@@ -192,7 +192,7 @@ def test_all_libraries_of_a_node_take_the_same_network_unless_the_site_says_othe
 
 VALUES = (
     *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", "key"),
-    *("interface", "nccl_interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
+    *("interface", "nccl_interface", "hcas", "hca_ports", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
 )
 
 

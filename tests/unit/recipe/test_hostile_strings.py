@@ -180,7 +180,7 @@ def _check_processes(plan: Plan) -> None:
     addresses = Addresses(
         hosts=dict.fromkeys(names, "127.0.0.1"), ports={process.name: process.ports for process in plan.processes()}
     )
-    fabric = ("interface", "nccl_interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near")
+    fabric = ("interface", "nccl_interface", "hcas", "hca_ports", "nccl_hcas", "ucx_devices", "ucx_devices_near")
     values = dict.fromkeys(
         ("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", "key", *fabric), "/value"
     )

@@ -1,0 +1,81 @@
+"""torch's store in engines that share their experts, for those alone who have the run's secret.
+
+Their ranks meet in stores of torch, which serve whoever reaches their ports, on all addresses, and tell each rank where
+the others are. Who writes into one can be a rank to the others, which unpickle what ranks send.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from primeslurm.inference import guards
+from primeslurm.wire.transport import rendezvous
+
+_TIMEOUT = timedelta(seconds=300)
+"""As torch has it."""
+
+
+class GatedStore(dist.TCPStore):
+    """A store, or a client of one, as torch makes them; between the two are a passage and a gate.
+
+    Args:
+        host_name: where the gate is.
+        port: of the gate; 0, for one that is free.
+        world_size: see torch.
+        is_master: serve the store, and open the gate.
+        timeout: longest wait for the store.
+        wait_for_workers: nobody waits for others here: they cannot come before there is a gate.
+        multi_tenant: has no effect, each is a store of its own.
+        master_listen_fd: the gate's, which listens.
+        use_libuv: has no effect.
+
+    Raises:
+        OSError: the port is taken.
+        RendezvousError: somebody else was connected to the store already.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: timedelta = _TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+    ) -> None:
+        self._gate = port
+        if not is_master:
+            way = rendezvous.passage(host_name, port, timeout.total_seconds())
+            super().__init__("127.0.0.1", way, world_size, False, timeout, False)
+            return
+        gate = None if master_listen_fd is None else socket.socket(fileno=master_listen_fd)
+        listening = rendezvous.reserve()
+        with listening.dup() as ours:
+            place, fd = int(ours.getsockname()[1]), listening.detach()
+            super().__init__("127.0.0.1", place, world_size, True, timeout, False, master_listen_fd=fd)
+            self._gate = rendezvous.open_gate(host_name, port, ours, gate)
+
+    @property
+    def port(self) -> int:
+        """Return where others find it: the gate's port."""
+        return self._gate
+
+
+def use() -> None:
+    """Have vLLM and torch make gated stores in this process.
+
+    Raises:
+        RuntimeError: vLLM is not the version that this was written for.
+    """
+    from vllm.distributed import utils
+
+    guards.expect(utils, "create_tcp_store", ["host", "port", "listen_socket"])
+    utils.TCPStore = GatedStore
+    sys.modules["torch.distributed.rendezvous"].TCPStore = GatedStore  # type: ignore[attr-defined]

@@ -1,0 +1,73 @@
+"""vLLM's sockets as the plugin has them made: contexts that vLLM ends, kinds that it uses, strangers at their ports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from primeslurm.inference.gated_sockets import GatedContext
+from primeslurm.wire.transport import secret
+from tests.support.doors import Door, said
+
+HOST = "127.0.0.1"
+OTHER = """
+import sys, zmq
+from primeslurm.inference.gated_sockets import GatedContext
+with zmq.Context() as context, GatedContext(context, False).socket(zmq.DEALER) as client:
+    client.linger = 0
+    client.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
+    client.send(b"from another process")
+    print(client.recv().decode() if client.poll(int(sys.argv[2])) else "nothing")
+"""
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    """As vLLM has them: it ends them with their sockets, and waits for it."""
+    found = zmq.Context()
+    yield found
+    found.destroy(linger=0)
+
+
+def serve(context: zmq.Context[zmq.Socket[bytes]], kind: int = zmq.ROUTER) -> tuple[zmq.Socket[bytes], int]:
+    found = GatedContext(context, True).socket(kind)
+    return found, found.bind_to_random_port(f"tcp://{HOST}")
+
+
+def other(port: int, patience_ms: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", OTHER, str(port), str(patience_ms)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_processes_of_a_run_speak_and_others_are_not_heard(
+    context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, port = serve(context)
+    said([Door("r", HOST, port)], 1.0)
+    with zmq.Context() as theirs, theirs.socket(zmq.DEALER) as stranger:
+        stranger.linger = 0
+        stranger.connect(f"tcp://{HOST}:{port}")
+        stranger.send(b"from a stranger")
+        ours = other(port, 60_000)
+        who, what = server.recv_multipart()
+        server.send_multipart([who, b"heard"])
+        assert (what, ours.communicate(timeout=120)[0]) == (b"from another process", "heard\n")
+        monkeypatch.setenv(secret.VARIABLE, "1" * 64)
+        assert other(port, 500).communicate(timeout=120)[0] == "nothing\n"
+        assert not server.poll(0), "nobody else was heard"
+
+
+def test_what_is_published_is_not_shown_to_strangers(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    publisher, port = serve(context, zmq.XPUB)
+    ours = GatedContext(context, False).socket(zmq.SUB)
+    theirs = context.socket(zmq.SUB)
+    for reader in (theirs, ours):
+        reader.subscribe(b"")
+        reader.connect(f"tcp://{HOST}:{port}")
+    assert publisher.recv() == b"\x01"
+    publisher.send(b"news")
+    assert ours.recv() == b"news" and not theirs.poll(0) and not publisher.poll(0)
