@@ -84,14 +84,17 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
 
 
 @needs_second_user
-def test_no_stranger_meets_the_ranks(ranks: list[Server], model: Path) -> None:
+async def test_no_stranger_meets_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
     """torch's stores serve whoever reaches them, at all addresses: these are told who the ranks are."""
     found = [door for number, server in enumerate(ranks) for door in doors_of(server, f"engine-{number}")]
     assert {door.host for door in found} == {HOST}
     answers = [Answer(*each) for each in attempted(lambda: said(found)).value]
     stores = [answer.door for answer in answers if answer.message == "a store's client" and answer.words == "8 bytes"]
     assert len(answers) == len(found) * len(MESSAGES) and stores == []
-    assert all(tokens(generate(rank.url, PROMPT, 4)) for rank in ranks)
+    target = make_model(tmp_path / "target", seed=10)
+    policy = PolicyVersion(2, str(publish(target, tmp_path, 2)))
+    await asyncio.gather(*(client(rank).apply(policy, 600) for rank in ranks))
+    assert all(exact(rank, target, "v2") for rank in ranks)
 
 
 def doors_of(server: Server, name: str) -> list[Door]:
