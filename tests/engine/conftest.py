@@ -22,6 +22,8 @@ from tests.support.processes import Server, Zygote, start_router
 StartEngine = Callable[..., Server]
 StartRouter = Callable[..., Server]
 ConnectEngine = Callable[[Server], EngineClient]
+STATUS_S = 60.0
+"""Longest wait for a status: an engine that computes on few cores, beside others, may need more than a run gives it."""
 
 
 def tiny_recipe(model: Path, transport: str = "filesystem", **inference: Any) -> Recipe:
@@ -104,4 +106,4 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
 @pytest.fixture
 def client(model: Path) -> ConnectEngine:
     """The orchestrator's end of an engine that was started from `model`."""
-    return lambda server: EngineClient(lambda: server.url, str(model), retry_s=0.1)
+    return lambda server: EngineClient(lambda: server.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)

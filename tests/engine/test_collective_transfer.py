@@ -19,7 +19,7 @@ from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer.collective import Channel, TransferError
 from primeslurm.wire.weight_transfer.messages import OfferTransfer
-from tests.engine.conftest import tiny_recipe
+from tests.engine.conftest import STATUS_S, tiny_recipe
 from tests.engine.test_wide_ep import exact, start_ranks
 from tests.support.models import make_model
 from tests.support.processes import Server, Zygote
@@ -46,7 +46,10 @@ class Exchange:
         self.sessions = TransferSessions(workers=1, timeout_s=20)
         self.wanting = 0
         self.engines = [
-            EngineClient(lambda url=server.url: url, str(model), self.sessions.join, retry_s=0.1) for server in servers
+            EngineClient(
+                lambda url=server.url: url, str(model), self.sessions.join, retry_s=0.1, status_timeout_s=STATUS_S
+            )
+            for server in servers
         ]
 
     async def handle(self, request: Request) -> Answer:

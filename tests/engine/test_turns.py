@@ -14,7 +14,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.sequences import sequences
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.trainer import tiny
-from tests.engine.conftest import StartEngine
+from tests.engine.conftest import STATUS_S, StartEngine
 from tests.support.conversations import Message, RealEngine, converse
 
 pytestmark = pytest.mark.engine
@@ -37,7 +37,7 @@ async def test_what_is_trained_follows_on_what_the_engine_saw(
     model = tmp_path / "model"
     tiny.write_model(model, hidden=32)
     engine = start_engine(source=model)
-    client = EngineClient(lambda: engine.url, str(model), retry_s=0.1)
+    client = EngineClient(lambda: engine.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)
     await client.apply(PolicyVersion(0, str(model)), timeout_s=600)
     seen: list[tuple[list[int], list[int]]] = []
     generate = GenerateEndpoint.generate

@@ -28,7 +28,7 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
-from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine
+from tests.engine.conftest import STATUS_S, ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking
 from tests.support.batches import batch_of
 from tests.support.generate import generate, logprobs, tokens
@@ -104,7 +104,9 @@ async def test_an_image_that_was_seen_before_an_update_is_encoded_anew_if_the_en
     server = zygote.start(tiny_engine(models[0], vllm_extra=FEW), {})
     try:
         server.wait("/primeslurm/status")
-        client = EngineClient(lambda: server.url, str(models[0]), retry_s=0.1, trains_encoder=True)
+        client = EngineClient(
+            lambda: server.url, str(models[0]), retry_s=0.1, status_timeout_s=STATUS_S, trains_encoder=True
+        )
         await client.apply(PolicyVersion(0, str(models[0])), timeout_s=600)
         router = open_router([server])
         router.wait("/health")
