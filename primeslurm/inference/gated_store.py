@@ -17,10 +17,14 @@ from primeslurm.wire.transport import rendezvous
 
 _TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
+_stores: list[dist.TCPStore] = []
+"""Those that this process serves, until its end: ranks of its groups use them that long."""
 
 
 class GatedStore(dist.TCPStore):
-    """A store, or a client of one, as torch makes them; between the two are a passage and a gate.
+    """A store's client, behind a passage and a gate, where torch makes a store or a client of one.
+
+    The rank that serves the store is a client like the others: NCCL's groups clone their stores, which connects anew.
 
     Args:
         host_name: where the gate is.
@@ -50,22 +54,24 @@ class GatedStore(dist.TCPStore):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
     ) -> None:
-        self._gate = port
-        if not is_master:
-            way = rendezvous.passage(host_name, port, timeout.total_seconds())
-            super().__init__("127.0.0.1", way, world_size, False, timeout, False)
-            return
-        gate = None if master_listen_fd is None else socket.socket(fileno=master_listen_fd)
-        listening = rendezvous.reserve()
-        with listening.dup() as ours:
-            place, fd = int(ours.getsockname()[1]), listening.detach()
-            super().__init__("127.0.0.1", place, world_size, True, timeout, False, master_listen_fd=fd)
-            self._gate = rendezvous.open_gate(host_name, port, ours, gate)
+        self._gate = _served(host_name, port, master_listen_fd, timeout) if is_master else port
+        way = rendezvous.passage(host_name, self._gate, timeout.total_seconds())
+        super().__init__("127.0.0.1", way, world_size, False, timeout, False)
 
     @property
     def port(self) -> int:
         """Return where others find it: the gate's port."""
         return self._gate
+
+
+def _served(host: str, port: int, listening: int | None, timeout: timedelta) -> int:
+    """Serve a store behind a gate; the gate's port. `listening` is the gate's file descriptor if it listens already."""
+    gate = None if listening is None else socket.socket(fileno=listening)
+    place = rendezvous.reserve()
+    with place.dup() as ours:
+        number, fd = int(ours.getsockname()[1]), place.detach()
+        _stores.append(dist.TCPStore("127.0.0.1", number, None, True, timeout, False, master_listen_fd=fd))
+        return rendezvous.open_gate(host, port, ours, gate)
 
 
 def use() -> None:

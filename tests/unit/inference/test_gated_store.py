@@ -41,6 +41,13 @@ def test_other_processes_of_the_run_find_it_by_its_port(store: GatedStore) -> No
     assert store.get("said") == b"yes"
 
 
+def test_the_rank_that_serves_it_may_connect_anew(store: GatedStore) -> None:
+    """NCCL's groups clone the store that they are given."""
+    clone = store.clone()
+    clone.set("cloned", "yes")
+    assert store.get("cloned") == b"yes"
+
+
 def test_its_gate_may_listen_already(store: GatedStore) -> None:
     listening = socket.create_server((HOST, 0))
     port = listening.getsockname()[1]
