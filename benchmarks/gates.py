@@ -115,7 +115,7 @@ def _stores(rounds: int) -> dict[str, Any]:
     """Microseconds of an operation of a rank that is not rank 0's process."""
     import torch.distributed as dist
 
-    from primeslurm.wire.weight_transfer.collective import serve_store
+    from primeslurm.wire.transport.store import serve_store
 
     bare = dist.TCPStore(HOST, free_port(), is_master=True, wait_for_workers=False)
     kept = serve_store(HOST, port := free_port())

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from primeslurm.inference import guards
 from primeslurm.wire.transport import rendezvous
+from primeslurm.wire.transport.store import serve_store
 
 _TIMEOUT = timedelta(seconds=300)
 """As torch has it."""
@@ -54,7 +55,11 @@ class GatedStore(dist.TCPStore):
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
     ) -> None:
-        self._gate = _served(host_name, port, master_listen_fd, timeout) if is_master else port
+        self._gate = port
+        if is_master:
+            gate = _listening(host_name, port, master_listen_fd)
+            self._gate = int(gate.getsockname()[1]) if gate else port
+            _stores.append(serve_store(host_name, self._gate, gate))
         way = rendezvous.passage(host_name, self._gate, timeout.total_seconds())
         super().__init__("127.0.0.1", way, world_size, False, timeout, False)
 
@@ -64,14 +69,11 @@ class GatedStore(dist.TCPStore):
         return self._gate
 
 
-def _served(host: str, port: int, listening: int | None, timeout: timedelta) -> int:
-    """Serve a store behind a gate; the gate's port. `listening` is the gate's file descriptor if it listens already."""
-    gate = None if listening is None else socket.socket(fileno=listening)
-    place = rendezvous.reserve()
-    with place.dup() as ours:
-        number, fd = int(ours.getsockname()[1]), place.detach()
-        _stores.append(dist.TCPStore("127.0.0.1", number, None, True, timeout, False, master_listen_fd=fd))
-        return rendezvous.open_gate(host, port, ours, gate)
+def _listening(host: str, port: int, fd: int | None) -> socket.socket | None:
+    """Return the socket that a gate is to listen at, if there is one already, or if any port will do."""
+    if fd is not None:
+        return socket.socket(fileno=fd)
+    return None if port else socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def use() -> None:

@@ -24,7 +24,7 @@ from primeslurm.trainer import compat
 from primeslurm.trainer.distributed import collective_count, cores
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.wire.transport import rendezvous
-from primeslurm.wire.weight_transfer.collective import serve_store
+from primeslurm.wire.transport.store import serve_store
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -71,17 +71,14 @@ def reserve() -> socket.socket:
     return found
 
 
-def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | None = None) -> int:
+def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | None = None) -> None:
     """Let those in who have the secret, to a store that listens and has its own process as its only client.
 
     Args:
         host: where to listen.
-        port: the rendezvous port; 0, for one that is free.
+        port: the rendezvous port.
         store: the store's listening socket.
         gate: one that listens there already.
-
-    Returns:
-        The rendezvous port.
 
     Raises:
         OSError: the port is taken.
@@ -97,7 +94,7 @@ def open_gate(host: str, port: int, store: socket.socket, gate: socket.socket | 
         _log.warning(
             "this kernel does not sign TCP segments: users of this node reach the ranks' store at port %d", place
         )
-    return _run(_Gate(place, key if signed else b"", _key()).open(host, port, gate))
+    _run(_Gate(place, key if signed else b"", _key()).open(host, port, gate))
 
 
 def _key() -> bytes:
@@ -187,7 +184,7 @@ class _Gate:
                     raise OSError(error.errno, found) from None
                 _log.warning("%s", found)
                 await asyncio.sleep(5 * KNOCK_S)
-        return int(self._server.sockets[0].getsockname()[1])
+        return port
 
     async def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         async with asyncio.timeout(HANDSHAKE_S):

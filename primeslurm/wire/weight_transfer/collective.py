@@ -31,8 +31,6 @@ from primeslurm.wire.weight_transfer.messages import TransferSession
 
 _PREFIX = "primeslurm/weights"
 _POLL_S = 0.0005
-PLACES = 5
-"""Of a store, until nobody else is connected there: programs of the node may wait for a server of theirs there."""
 ARRIVE_S = 120.0
 """Longest wait for everybody to come. An engine that is killed after it got its place cannot say so, and trainer and
 other engines stand still meanwhile; one that lives comes within the seconds that it takes to pause."""
@@ -44,32 +42,6 @@ _LOOK_S = 1.0
 
 class TransferError(RuntimeError):
     """A session failed: somebody did not come, left, or took too long."""
-
-
-def serve_store(host: str, port: int) -> dist.TCPStore:
-    """Serve torch's store, in this process, to those who have the run's secret (`wire.transport.rendezvous`).
-
-    Returns:
-        A client of it. The store is there as long as this is.
-
-    Raises:
-        OSError: the port is taken.
-        RendezvousError: somebody else was connected to the store already, wherever it was opened.
-    """
-    for _ in range(PLACES - 1):
-        with contextlib.suppress(rendezvous.RendezvousError):
-            return _served(host, port)
-    return _served(host, port)
-
-
-def _served(host: str, port: int) -> dist.TCPStore:
-    listening = rendezvous.reserve()
-    with listening.dup() as ours:
-        place = int(ours.getsockname()[1])
-        fd = listening.detach()
-        store = dist.TCPStore("127.0.0.1", place, is_master=True, wait_for_workers=False, master_listen_fd=fd)
-        rendezvous.open_gate(host, port, ours)
-    return store
 
 
 class Store:

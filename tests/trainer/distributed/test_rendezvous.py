@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
-from primeslurm.wire.weight_transfer.collective import Store, TransferError, serve_store
+from primeslurm.wire.transport.store import serve_store
+from primeslurm.wire.weight_transfer.collective import Store, TransferError
 from tests.support.doors import MESSAGES
 
 SOON = timedelta(seconds=5)
@@ -147,10 +148,10 @@ def test_a_store_goes_elsewhere_if_a_program_that_polls_a_port_is_there_first(mo
     strangers: list[socket.socket] = []
     opened = rendezvous.open_gate
 
-    def polled(host: str, port: int, store: socket.socket) -> None:
+    def polled(host: str, port: int, store: socket.socket, gate: socket.socket | None) -> None:
         if len(strangers) < 2:
             strangers.append(socket.create_connection(store.getsockname()))
-        opened(host, port, store)
+        opened(host, port, store, gate)
 
     monkeypatch.setattr(rendezvous, "open_gate", polled)
     store = serve_store("127.0.0.1", free_port())
