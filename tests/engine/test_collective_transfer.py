@@ -43,7 +43,7 @@ class Exchange:
 
     def __init__(self, servers: list[Server], model: Path) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.sessions = TransferSessions(workers=1, timeout_s=20)
+        self.sessions = TransferSessions(workers=1, timeout_s=300)
         self.wanting = 0
         self.engines = [
             EngineClient(
@@ -85,7 +85,7 @@ async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.Monke
 def sender(model: Path, world: World, exchange: Exchange) -> Sender:
     """A trainer that holds the model."""
     policy = build(tiny_recipe(model), world)
-    return Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=20)
+    return Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=300)
 
 
 async def test_engines_compute_with_what_the_trainer_sent(
