@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated
 
 import msgspec
@@ -35,6 +36,8 @@ def doctor(
     if run is not None and (node is not None or every):
         field, value = ("--node", node) if node is not None else ("--all", "")
         raise UsageError([Violation(field, value, "asks what nodes have, and RUN what a run did", "keep one of them")])
+    if not 0 <= max_kl < math.inf:  # nothing is larger than nan: no run would be invalid
+        raise UsageError([Violation("--max-kl", str(max_kl), "is no bound of a KL", f"nearest: 0; default: {MAX_KL}")])
     if run is None:
         parts = installed(site, node, every=every)
         show_installed(parts, as_json)

@@ -295,3 +295,9 @@ def test_runs_says_where_it_found_none(place: Path) -> None:
 def test_doctor_looks_at_a_run_or_at_nodes(place: Path, words: tuple[str, ...]) -> None:
     result = primeslurm("doctor", "some-run", *words, cwd=place)
     assert result.code == 2 and result.err.startswith(f"error: {words[0]}") and "keep one" in result.err
+
+
+@pytest.mark.parametrize("value", ["nan", "-1", "inf"])
+def test_doctor_takes_only_bounds_of_a_kl(place: Path, value: str) -> None:
+    result = primeslurm("doctor", "some-run", f"--max-kl={value}", cwd=place)
+    assert result.code == 2 and result.err.startswith("error: --max-kl") and "nearest: 0" in result.err
