@@ -102,7 +102,7 @@ class EmulatedTrainer:
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
                 until_written(partial(shutil.rmtree, filesystem.version_dir(self._run_dir, newer)))
-        until_written(lambda: self._prune(self._announced))
+        until_written(lambda: filesystem.prune_behind(self._run_dir, self._recipe.weights.keep, self._announced))
         return step
 
     def _newest_whole(self) -> int | None:
@@ -163,12 +163,9 @@ class EmulatedTrainer:
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
         filesystem.complete(partial, version, "float32")
         partial.rename(final)
-        self._prune(version)
+        filesystem.prune_behind(self._run_dir, self._recipe.weights.keep, version)
         self._journal.write(WeightsPublished(version))
         return final
-
-    def _prune(self, version: int) -> None:
-        filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
 
     def _commit(self, step: int) -> None:
         until_written(lambda: self._save(step))

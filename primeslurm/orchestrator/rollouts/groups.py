@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
@@ -237,14 +237,12 @@ def _masked_before(sequence: Rollout, version: int) -> Rollout:
 
 
 def _slim(sequence: Rollout) -> Rollout:
-    found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
-    arrays = {name: array.copy() for name, array in found.items() if array is not None and name != "routed_experts"}
-    return Rollout(sequence.info, **arrays)
+    kept = {name: array.copy() for name, array in sequence.arrays.items() if name != "routed_experts"}
+    return Rollout(sequence.info, **kept)
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:
     length, images = whole(sequence.info.images, seq_len)
-    found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
-    arrays = {name: array[:length] for name, array in found.items() if array is not None}
+    arrays = {name: array[:length] for name, array in sequence.arrays.items()}
     arrays["mask"] = arrays["mask"] & (np.arange(len(arrays["mask"])) > 0)
     return replace(sequence, info=msgspec.structs.replace(sequence.info, images=images), **arrays)

@@ -22,7 +22,7 @@ from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft
 from primeslurm.trainer.weights.export import Encoding, parts
-from primeslurm.wire.stored import checkpoints, manifest
+from primeslurm.wire.stored import manifest
 from primeslurm.wire.stored.manifest import FileRecord
 from primeslurm.wire.transport.link import TrainerLink
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
@@ -90,7 +90,7 @@ class Publisher:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
                     until_written(partial(_remove, filesystem.version_dir(self._run_dir, newer)))
-            until_written(lambda: self._prune(version))
+            until_written(lambda: filesystem.prune_behind(self._run_dir, self._keep, version))
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
@@ -118,10 +118,7 @@ class Publisher:
         filesystem.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)
         partial.rename(final)
-        self._prune(version)
-
-    def _prune(self, version: int) -> None:
-        filesystem.prune(self._run_dir, self._keep, {version, *checkpoints.committed(self._run_dir)})
+        filesystem.prune_behind(self._run_dir, self._keep, version)
 
     def _check(self, index: dict[str, str], written: int) -> None:
         names = {name for name in index if not name.endswith(tensor_names.FP8_SCALE)}

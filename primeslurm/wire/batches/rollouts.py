@@ -125,10 +125,15 @@ class Rollout:
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
     """The teacher's log-probabilities of the sampled tokens, 0 elsewhere; None until it was asked."""
 
+    @property
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays there are, by name."""
+        found = ((spec.name, getattr(self, spec.name)) for spec in fields(self) if spec.name != "info")
+        return {name: array for name, array in found if array is not None}
+
     def encode(self) -> list[Frame]:
         """Encode it as wire frames: one buffer per array there is."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "info"}
-        return to_frames(self.info, {name: array for name, array in found.items() if array is not None})
+        return to_frames(self.info, self.arrays)
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Rollout:

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from primeslurm import durable
-from primeslurm.wire.stored import manifest
+from primeslurm.wire.stored import checkpoints, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
 MANIFEST = "MANIFEST.json"
@@ -74,6 +74,11 @@ def _directories(run_dir: Path) -> list[int]:
     if not root.is_dir():
         return []
     return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.match(path.name)))
+
+
+def prune_behind(run_dir: Path, keep: int, version: int) -> list[int]:
+    """As `prune`, once `version` is the policy: needed are it, and those of checkpoints, which a resume begins with."""
+    return prune(run_dir, keep, {version, *checkpoints.committed(run_dir)})
 
 
 def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
