@@ -22,9 +22,6 @@ from primeslurm.errors import PrimeslurmError
 GARBAGE_AFTER = 300_000
 """New objects after which Python looks for garbage among them. A recipe and its plan are as many, and all stay: looking
 every 700, as it does by default, took a twelfth of `render`."""
-NO_PLUGINS = ("PYDANTIC_DISABLE_PLUGINS", "__all__")
-"""Unless the user sets it. To find plugins, pydantic reads the entry points of every package that is installed, for as
-long as it reads a recipe."""
 
 app = typer.Typer(
     name="primeslurm",
@@ -64,7 +61,6 @@ def prepare_streams() -> None:
 def main() -> None:
     """Entry point of the `primeslurm` command: an error of ours becomes one message and its exit code."""
     gc.set_threshold(GARBAGE_AFTER)
-    os.environ.setdefault(*NO_PLUGINS)
     prepare_streams()
     try:
         app()

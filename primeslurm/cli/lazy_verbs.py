@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
 from typing import Any
@@ -14,6 +16,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from primeslurm.errors import UsageError, Violation
 
+PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 VERBS: dict[str, tuple[str, str]] = {
     "submit": ("submit:submit", "Validate a recipe, place it, and submit it as one job."),
     "eval": (
@@ -104,10 +107,27 @@ def asks_for_json(words: Sequence[str]) -> bool:
     return "--json" in takewhile(lambda word: word != "--", words)
 
 
+@contextmanager
+def without_plugins() -> Iterator[None]:
+    """Have pydantic look for no plugins meanwhile: it would read the entry points of every package that is installed.
+
+    Jobs get the environment of the command that submits them, and their models may have plugins.
+    """
+    asked = os.environ.get(PLUGINS)
+    os.environ[PLUGINS] = "__all__"
+    try:
+        yield
+    finally:
+        del os.environ[PLUGINS]
+        if asked is not None:
+            os.environ[PLUGINS] = asked
+
+
 def load_verb(name: str) -> Any:
     """Load a verb as a command."""
     module, _, attribute = VERBS[name][0].partition(":")
-    found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
+    with without_plugins():  # nearly all models of ours are made here
+        found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
     if not isinstance(found, typer.Typer):
         function, found = found, typer.Typer(add_completion=False)
         found.command(name, help=inspect.getdoc(function))(function)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from importlib import import_module
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 import typer
 import yaml
 
-from primeslurm.cli.lazy_verbs import VERBS, load_verb
+from primeslurm.cli.lazy_verbs import PLUGINS, VERBS, load_verb, without_plugins
 from tests.support.cli import run_python
 from tests.support.recipes import model_dir, recipe_data, site
 
@@ -76,6 +77,19 @@ def test_a_verb_imports_what_it_needs(place: Path, verb: tuple[str, ...], spared
 def test_importing_the_package_imports_none_of_its_rooms(tmp_path: Path) -> None:
     code = "import sys; before = set(sys.modules); import primeslurm; print(*set(sys.modules) - before)"
     assert set(run_python("-c", code, cwd=tmp_path).out.split()) == {"primeslurm"}
+
+
+@pytest.mark.parametrize("asked", [None, "logfire-plugin"])
+def test_what_is_said_of_plugins_of_pydantic_is_the_users_again(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None
+) -> None:
+    """Jobs inherit it, and their own models may have plugins."""
+    monkeypatch.delenv(PLUGINS, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(PLUGINS, asked)
+    with without_plugins():
+        assert os.environ[PLUGINS] == "__all__"
+    assert os.environ.get(PLUGINS) == asked
 
 
 @pytest.mark.parametrize("verb", VERBS)
