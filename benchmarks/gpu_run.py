@@ -79,8 +79,9 @@ FP8 = {
 P_AND_D = {"deployment.inference": "{type: disaggregated, prefill: {gpus_per_node: 1}, decode: {gpus_per_node: 1}}"}
 TWO_ENGINES = {"deployment.inference": "{type: multi_node, gpus_per_node: 2}"}
 REPLAY = {"trainer.router_replay": "true"}
-# vLLM takes DeepGEMM for experts whose two products together have more than 512 rows, in blocks of 128.
-FP8_SIZES = ("--hidden", "512", "--head-dim", "128")
+# vLLM takes DeepGEMM for experts wider than 512, in blocks of 128. For narrower ones 0.32 reserves DeepGEMM's room and
+# takes Triton, which needs more unless the model is twice as wide: engines end with an AssertionError (_resize_cache).
+FP8_SIZES = ("--hidden", "640", "--head-dim", "128")
 TINY = "primeslurm.trainer.tiny"
 TOOL_USE = "primeslurm.orchestrator.environments.tool_use"
 CELLS = {

@@ -15,8 +15,8 @@ from primeslurm.recipe.reading.recipe_files import load_recipe
 from tests.support.planning import reviewed
 
 TINY = {
-    **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 512},
-    **{"intermediate_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 128, "hidden_size": 640},
+    **{"intermediate_size": 1280, "moe_intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4},
     **{"num_key_value_heads": 2, "head_dim": 128, "num_experts": 8, "num_experts_per_tok": 2},
     **{"max_position_embeddings": 8192, "tie_word_embeddings": False},
 }
