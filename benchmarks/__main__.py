@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import secrets
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,11 @@ def benchmarks() -> dict[str, str]:
     return found
 
 
+def end_in_order() -> None:
+    """Have `timeout` end a benchmark in order: a run that it left behind would keep its GPUs from the next."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+
+
 def main(words: list[str]) -> None:
     """List the benchmarks, or run one with the rest of the words."""
     known = benchmarks()
@@ -31,6 +37,7 @@ def main(words: list[str]) -> None:
     else:
         # Processes that are started let in who knows this; those of a run have one from their agent.
         os.environ.setdefault("PRIMESLURM_SECRET", secrets.token_hex(32))
+        end_in_order()
         importlib.import_module(f"benchmarks.{words[0]}").main(words[1:])
 
 

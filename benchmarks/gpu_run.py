@@ -123,11 +123,13 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: Share
         local += ["--site", str(shared.site)]
     command = ("-m", "primeslurm", *local, "--set", "slurm.max_attempts=1", *words)
     began = time.monotonic()
-    code = python(*command, timeout_s=cell.timeout_s, env=shared.env if shared else {})
+    directory, code = RunDirectory(RUNS / run_name), 1
+    try:
+        code = python(*command, timeout_s=cell.timeout_s, env=shared.env if shared else {})
+    finally:
+        if code:
+            python("-m", "primeslurm", "cancel", str(directory.path))
     seconds = round(time.monotonic() - began)
-    directory = RunDirectory(RUNS / run_name)
-    if code:
-        python("-m", "primeslurm", "cancel", str(directory.path))
     if (directory.path / "attempts").is_dir():
         shutil.make_archive(str(archive), "gztar", directory.path, "attempts")
     published = sorted((directory.path / "weights").glob("v*"))
@@ -192,9 +194,10 @@ def python(*words: str, timeout_s: float = 600, env: Mapping[str, str] = {}) -> 
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.terminate()
-        process.wait()
         return 124
+    finally:
+        process.terminate()  # nothing happens to one that has ended
+        process.wait()
 
 
 def in_order(names: Sequence[str]) -> list[str]:

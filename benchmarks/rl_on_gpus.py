@@ -116,9 +116,13 @@ def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, A
         f"model.path={model}",
     ]
     began = time.monotonic()
-    code = subprocess.call([sys.executable, "-m", "primeslurm", *recipe, *options], env=env)
+    directory, code = RunDirectory(Path("runs") / run_name), 1
+    try:
+        code = subprocess.call([sys.executable, "-m", "primeslurm", *recipe, *options], env=env)
+    finally:
+        if code:
+            subprocess.call([sys.executable, "-m", "primeslurm", "cancel", str(directory.path)])
     seconds = round(time.monotonic() - began)
-    directory = RunDirectory(Path("runs") / run_name)
     reported = report(rows(directory.path), events(directory))
     return {"exit_code": code, "settings": settings, "seconds": seconds, **reported}
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,3 +53,28 @@ def test_idle_is_what_was_not_done() -> None:
         for busy in (1.0, 0.5)
     ]
     assert idle(steps) == {"trainer": 0.5, "decode": 0.25} and idle([]) == {}
+
+
+def test_a_run_is_cancelled_when_the_benchmark_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+
+    def python(*words: str, **_: object) -> int:
+        called.append(words[2])
+        return sys.exit(143) if words[2] == "submit" else 0  # as `timeout` has it
+
+    monkeypatch.setattr(gpu_run, "python", python)
+    monkeypatch.setattr(gpu_run, "start", lambda *_: {})
+    with pytest.raises(SystemExit):
+        gpu_run.run("tool-use-fp8", CELLS["tool-use-fp8"], (), tmp_path / "archive", None)
+    assert called == ["submit", "cancel"]
+
+
+def test_what_is_ended_ends_what_it_started() -> None:
+    code = "import time; print('up', flush=True); time.sleep(600)"
+    imports = "from benchmarks.__main__ import end_in_order; from benchmarks.gpu_run import python"
+    words = [sys.executable, "-c", f"{imports}; end_in_order(); python('-c', {code!r})"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "up\n"
+    process.terminate()
+    assert process.wait(60) == 143
+    assert process.stdout.read() == ""  # its end: nobody holds the pipe any more
