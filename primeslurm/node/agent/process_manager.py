@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from primeslurm.records.events.processes import (
 )
 from primeslurm.records.fleet import BeatReport, FleetView, ProcessReport
 from primeslurm.records.journal import Journal
+from primeslurm.run.diagnosis.logs import last_words
 from primeslurm.run.directory import Attempt
 from primeslurm.wire import exits
 from primeslurm.wire.transport.addresses import Addresses
@@ -141,6 +143,8 @@ class ProcessManager:
             self.vitals.ended(name)
             self._killed_at.pop(name, None)
             supervision = self.supervised[name]
+            if code == exits.FAILED and not ending and not supervision.reason:
+                supervision.reason = last_words(self.attempt.path / supervision.process.log, time.time())
             supervision.exited(now, code, ending=ending)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
             ended.append(supervision.process)

@@ -48,6 +48,11 @@ KNOWN = (
         "more GPUs per engine, a shorter seq_len, or a higher inference.gpu_memory_utilization",
     ),
     _known(
+        r"Free memory on device .* is less than desired GPU memory utilization",
+        "another process has memory of the engine's GPU",
+        "look with nvidia-smi on that node for what was left behind, or exclude the node (slurm.exclude)",
+    ),
+    _known(
         r"oom[-_]kill|Out of memory: Killed|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY",
         "the node's own memory ran out",
         "ask Slurm for more (`mem` of the component), or lower the memory of KV offload",
@@ -187,10 +192,25 @@ _REASONS = (
 )
 
 
+_MILD = re.compile(
+    r"(\(\w+ pid=\d+\) )?(DEBUG|INFO|WARNING)\b"  # of vLLM, uvicorn, the router
+    r"|[\d-]+[ T][\d:,.]+ (\w+ \d+ )?(DEBUG|INFO|WARNING)\b"  # of our own processes
+    r"|(\[rank\d+\]:)?\[[IW]\d{4} "  # of torch
+)
+"""How lines begin that their writer went on after. Engines name their options there, and limits that may be met."""
+
+
+def is_mild(line: str) -> bool:
+    """Whether a log says of a line that it is no error."""
+    return _MILD.match(line) is not None
+
+
 def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
     """Known causes that a log points to, each with its first line; symptoms of failures elsewhere come last."""
     found: dict[str, tuple[FailureSignature, str]] = {}
     for line in lines:
+        if is_mild(line):
+            continue
         for known in KNOWN:
             if known.cause not in found and known.pattern.search(line):
                 found[known.cause] = (known, line.strip())

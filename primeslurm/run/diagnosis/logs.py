@@ -7,14 +7,18 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from primeslurm.run.diagnosis.failure_signatures import in_log
+from primeslurm.run.diagnosis.failure_signatures import in_log, is_mild
 
 READ_BYTES = 4 * 1024 * 1024
 """Of the end of a log."""
+WORDS = 200
+"""Characters of a line that stands in heartbeats and in `status`."""
 _HEADER = re.compile(r"^--- (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}) ")
 """What an agent writes before each start of the process."""
 _START_SLACK_S = 1.5
 _EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b(: |$)")
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[[\w.]+:\d+\] ")
+"""What vLLM writes before each line of a traceback."""
 _POINTERS = re.compile(r"root cause above|EngineDeadError|ChildFailedError|ExceptionGroup")
 """Exceptions that only say that there was another one."""
 _CHAIN = re.compile(r"direct cause of the following exception|During handling of the above exception")
@@ -39,10 +43,20 @@ def lines_until(path: Path, moment: float) -> list[str]:
 def error_line(lines: Sequence[str]) -> str | None:
     """Find the line that says what went wrong: of a known cause, of an exception, or one that looks like an error."""
     if known := in_log(lines):
-        return known[0][1]
+        return _bare(known[0][1])
     if (raised := _exception(lines)) is not None:
-        return lines[raised].strip()
-    return next((line.strip() for line in reversed(lines) if _GENERIC.search(line)), None)
+        return _bare(lines[raised])
+    return next((_bare(line) for line in reversed(lines) if _GENERIC.search(line) and not is_mild(line)), None)
+
+
+def last_words(path: Path, moment: float) -> str:
+    """Find why a process ended with an error at `moment` (Unix seconds), as far as its log says: at most a line."""
+    line = error_line(lines_until(path, moment)) or ""
+    return line if len(line) <= WORDS else f"{line[: WORDS - 3]}..."
+
+
+def _bare(line: str) -> str:
+    return _PREFIX.sub("", line).strip()
 
 
 def _exception(lines: Sequence[str]) -> int | None:

@@ -183,6 +183,16 @@ def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Runnin
     assert running.head.conclude() is True
 
 
+def test_who_ended_with_an_error_says_which(start: Callable[..., Running]) -> None:
+    bad = python("print('INFO: up', flush=True); raise RuntimeError('no room ' + 300 * '.')")
+    running = start((process("bad", 0, bad, max_restarts=0),))
+    running.join()
+    assert running.head.ending is not None
+    error = f"RuntimeError: no room {300 * '.'}"
+    assert running.head.ending.reason == f"bad ended with exit code 1 ({error[:197]}...)"
+    assert running.events(ProcessExited)[0].reason == f"{error[:197]}..."
+
+
 def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running]) -> None:
     trainer = process("trainer-rank-0", 1, SLEEP, role="trainer", restart="attempt")
     running = start((process("orchestrator", 0, IGNORES_TERM, role="orchestrator"),), (trainer,))

@@ -279,6 +279,10 @@ def test_the_line_that_matters(lines: list[str], expected: str | None) -> None:
         ("OSError: /m does not appear to have a file named config.json", "model files are missing"),
         ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0", "the node's own memory ran out"),
         ("ValueError: No available memory for the cache blocks.", "no room for the KV cache"),
+        (
+            "ValueError: Free memory on device cuda:0  is less than desired GPU memory utilization (0.9,",
+            "another process has memory",
+        ),
         ("FloatingPointError: the gradient norm is nan", "training diverged"),
         ("ImportError: libcudart.so.13: cannot open shared object file", "a package or library is missing"),
         ("OSError: [Errno 116] Stale file handle: '/runs/r'", "the shared file system failed"),
@@ -292,6 +296,23 @@ def test_known_causes(line: str, cause: str) -> None:
 def test_ordinary_lines_point_to_nothing() -> None:
     lines = ["INFO NIXL is available", "Using NixlConnector", "error: 0", "nixl agent created", "model loaded"]
     assert in_log(lines) == []
+
+
+def test_an_engine_on_gpus_failed_by_its_exception_and_not_by_what_it_only_mentions() -> None:
+    """Lines of an engine on an H100: its options name failures, and a warning a limit that was never met."""
+    failed = "AssertionError: (16384, 512) <= torch.Size([17408, 256])"
+    lines = [
+        "(API pid=1) INFO 11-25 21:46:43 [api_utils.py:286] args: {'kv_connector': 'NixlConnector', 'kv': 'fail'}",
+        "(API pid=1) WARNING 11-25 21:46:43 [system_utils.py:255] ulimit of 20000: [Errno 24] Too many open files",
+        "[rank0]:[W1125 21:47:49.083850776 ProcessGroupNCCL.cpp:1624] Warning: ... Broken pipe",
+        "2026-11-25 22:04:50,662 WARNING primeslurm.orchestrator: metrics are lost: Connection refused",
+        "(EngineCore pid=2) ERROR 11-25 21:50:47 [core.py:1510] Traceback (most recent call last):",
+        f"(EngineCore pid=2) ERROR 11-25 21:50:47 [core.py:1510] {failed}",
+        "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+    ]
+    assert in_log(lines) == []
+    assert error_line(lines) == failed
+    assert error_line(lines[:4]) is None
 
 
 def test_causes_of_exits_reasons_and_states() -> None:
