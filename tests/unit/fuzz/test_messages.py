@@ -67,9 +67,11 @@ WORDS = [
     *({"type": "StepDone", "step": 1, "metrics": {"loss": 0.5}}, {"type": "Save", "step": 1, "directory": "/x"}),
     {"type": "OfferTransfer", "version": 1, "store": "h:1", "senders": 1, "done": ""},
     {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": ["j"], "tasks": 3, "node": "0"},
+    {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": [], "held": {"j": 9}},
     {"type": "Unusable", "environment": "e", "worker": 0, "error": "x"},
+    {"type": "Ended", "job": "j", "size": 9},
     {"type": "Result", "job": "j", "frames": [6, 6], "error": None},
-    *({"type": kind, "jobs": ["j"]} for kind in ("Cancel", "Describe", "Resend")),
+    *({"type": kind, "jobs": ["j"]} for kind in ("Cancel", "Describe", "Send")),
     {"type": "Claims", "jobs": []},
     {"kind": "session", "session": {"id": "s", "senders": 1, "size": 2}, "version": 1, "keep": [1]},
 ]
