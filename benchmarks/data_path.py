@@ -20,6 +20,7 @@ PARTS = {
     "fetch": "from the orchestrator to 96 ranks of a trainer",
     "files": "the same by files",
     "restart": "what a restarted orchestrator reads to report a step",
+    "again": "from an orchestrator that was restarted to the 96 ranks",
 }
 """Modules `benchmarks.support.data_path_PART`, whose `measure` returns figures."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-Content = bytes | str | Sequence[bytes | memoryview]
+Content = bytes | str | Iterable[bytes | memoryview]
 """Of a file: whole, or in parts, which are written one after another without being joined."""
 
 
@@ -30,7 +30,7 @@ def write_atomic(path: Path, data: Content) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(path)
-    except OSError:
+    except BaseException:  # also of who makes the parts
         temporary.unlink(missing_ok=True)
         raise
 

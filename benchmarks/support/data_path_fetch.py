@@ -27,7 +27,8 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming, RankShard, Rollout, RolloutInfo
+from primeslurm.wire.batches.file_ranges import Part
+from primeslurm.wire.batches.rollouts import Batch, Incoming, RankShard, Rollout, RolloutInfo
 from primeslurm.wire.transport.link import Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 
 TOKENS, LAYERS, TOP_K = 131_072, 75, 8
@@ -69,11 +70,15 @@ def batch_of(recipe: Recipe) -> Batches:
 
 async def _measure(rollouts: int) -> dict[str, Any]:
     recipe = recipe_of(rollouts)
-    batches = batch_of(recipe)
+    return await fetched(batch_of(recipe)) | _one_share(recipe, rollouts)
+
+
+async def fetched(batches: Batches) -> dict[str, Any]:
+    """Have all ranks fetch the first step's batch."""
     before, used = _resident_bytes(), [0]
     waits: list[float] = []
 
-    async def handle(request: Request) -> list[Frame] | Answer:
+    async def handle(request: Request) -> list[Part] | Answer:
         assert isinstance(request, GetBatch)
         share = StepShard(request.step, request.shard)
         begin = time.monotonic()
@@ -111,7 +116,7 @@ async def _measure(rollouts: int) -> dict[str, Any]:
         "peak_memory_beside_rollouts_per_batch_byte": round(held / whole, 3),
     }
     batches.close()
-    return figures | _one_share(recipe, rollouts)
+    return figures
 
 
 def _one_share(recipe: Recipe, rollouts: int) -> dict[str, Any]:

@@ -27,11 +27,12 @@ def measure(rollouts: int) -> dict[str, Any]:
     """Report a step of so many rollouts, a multiple of 16."""
     os.environ |= HUGE_PAGES  # as the orchestrator is started
     with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
-        in_process(_write, directory, rollouts)
+        in_process(write_groups, directory, rollouts)
         return in_process(_report, directory, rollouts)
 
 
-def _write(directory: str, rollouts: int) -> dict[str, Any]:
+def write_groups(directory: str, rollouts: int) -> dict[str, Any]:
+    """Put the groups of a batch of so many rollouts on disk, in files whose routed experts are holes."""
     spool = Path(directory, "rollouts")
     spool.mkdir()
     for group in _groups(rollouts):

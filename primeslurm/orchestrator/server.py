@@ -49,7 +49,8 @@ from primeslurm.records.events.training import BatchFormed, OrchestratorDone, Or
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog, Row
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.batches.rollouts import Frame, Rollout
+from primeslurm.wire.batches.file_ranges import Part
+from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.transport.link import (
     Answer,
@@ -296,7 +297,7 @@ class OrchestratorServer:
 
     # the trainer's requests
 
-    async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
+    async def _handle(self, request: Request) -> Sequence[Part] | Answer:
         match request:
             case GetBatch():
                 return await self._get_batch(request)
@@ -315,7 +316,7 @@ class OrchestratorServer:
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
-    async def _get_batch(self, request: GetBatch) -> Sequence[Frame] | Answer:
+    async def _get_batch(self, request: GetBatch) -> Sequence[Part] | Answer:
         share = StepShard(request.step, request.shard)
         if (known := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
             return known
@@ -327,7 +328,7 @@ class OrchestratorServer:
             self._sessions.close()
         if (waiting := await self._batch_of(request)) is not None:
             return waiting
-        found: Sequence[Frame] | Answer | None
+        found: Sequence[Part] | Answer | None
         if self._files is None:
             found = await self._batches.serve(share)
         else:

@@ -24,7 +24,8 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire.batches.rollouts import BatchInfo, Frame, RankShard, Rollout
+from primeslurm.wire.batches.file_ranges import Part, StoredArray
+from primeslurm.wire.batches.rollouts import BatchInfo, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class Batches:
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], _Packed] = {}
-        self._encoded: dict[StepShard, list[Frame]] = {}
+        self._encoded: dict[StepShard, list[Part]] = {}
         self._thread = ThreadPoolExecutor(1, "packing")
         """One: requests of a batch's other ranks wait for its packing, and nothing else does."""
 
@@ -124,7 +125,7 @@ class Batches:
         for share in [key for key in list(self._encoded) if key.step not in self._recent]:
             self._encoded.pop(share, None)  # it may be handed over at this moment
 
-    async def serve(self, share: StepShard) -> list[Frame] | None:
+    async def serve(self, share: StepShard) -> list[Part] | None:
         """As `get`, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, share)
 
@@ -144,11 +145,11 @@ class Batches:
         """Pack and encode nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def encoded(self, share: StepShard) -> list[Frame] | None:
+    def encoded(self, share: StepShard) -> list[Part] | None:
         """Return what was encoded before; None if it was not."""
         return self._encoded.get(share)
 
-    def get(self, share: StepShard) -> list[Frame] | None:
+    def get(self, share: StepShard) -> list[Part] | None:
         """Return what a rank gets, encoded, or None if there is no such batch (any more).
 
         It may take seconds, and may run in a thread beside `add`; not beside itself.
@@ -158,38 +159,48 @@ class Batches:
         """
         if (known := self._encoded.get(share)) is not None:
             return known
-        groups, memory = self._read(share.step), self._memory.get(share.step)
-        if groups is None or memory is None:
-            return None
         step, shard = share
-        packed = self._packed.get((step, shard.dp_world))
+        if step in self._groups and step > self._committed and step not in self._recent:
+            self._use(step)
+        self._trim()  # before it is read: others make room for it
+        packed = self._packed.get((step, shard.dp_world)) or self._pack(step, shard.dp_world)
         if packed is None:
-            packed = self._packed[step, shard.dp_world] = self._pack(step, groups, memory, shard.dp_world)
+            return None
         info = msgspec.structs.replace(packed.info, **msgspec.structs.asdict(shard))
         frames = self._encoded[share] = encode(packed.rows[shard.dp_rank], info, packed.common)
         return frames
 
-    def _read(self, step: int) -> list[RolloutGroup] | None:
-        if step in self._groups and step > self._committed and step not in self._recent:
-            self._use(step)
-        self._trim()  # before it is read: others make room for it
-        groups = self._groups.get(step)
-        if groups is None:
+    def _pack(self, step: int, ranks: int) -> _Packed | None:
+        """Pack the batch of a step, if it is there. Routed experts that are on disk stay there until they are sent."""
+        found, memory = self._groups.get(step), self._memory.get(step)
+        if found is None or memory is None:
             return None
         try:
-            whole = [group.whole() for group in groups]
+            taken = [_stored_experts_apart(group) for group in found]
         except DamagedError as error:
             log.error("the batch of step %d cannot be given again, a group on disk is damaged: %s", step, error)
             return None
-        self._groups[step] = whole
-        return whole
+        groups, stored = [group for group, _ in taken], [array for _, arrays in taken for array in arrays]
+        packed = self._packed[step, ranks] = self._rows(step, groups, stored, memory, ranks)
+        return packed
 
-    def _pack(self, step: int, groups: list[RolloutGroup], memory: Memory, ranks: int) -> _Packed:
+    def _rows(
+        self,
+        step: int,
+        groups: Sequence[RolloutGroup],
+        stored: Sequence[StoredArray | None],
+        memory: Memory,
+        ranks: int,
+    ) -> _Packed:
         recipe = self._recipe
         algorithm = self._algorithm.recalling(memory)
         oldest = step - 1 - recipe.orchestrator.max_off_policy_steps
         groups = [group.without_older(oldest) for group in groups]
         docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
+        docs = [
+            doc if array is None else replace(doc, routed_experts=array.rows(0, len(doc)))
+            for doc, array in zip(docs, stored, strict=True)
+        ]
         smallest = quantum(recipe)
         info = BatchInfo(
             step,
@@ -202,6 +213,11 @@ class Batches:
         )
         rows = pack(docs, recipe.seq_len, ranks, smallest)
         return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
+
+
+def _stored_experts_apart(group: RolloutGroup) -> tuple[RolloutGroup, list[StoredArray | None]]:
+    """A group in memory but for routed experts that are on disk, and where these are, for each of its sequences."""
+    return group.experts_apart() if isinstance(group, SpooledGroup) else (group, [None] * len(group.sequences))
 
 
 def _slim(group: SpooledGroup) -> RolloutGroup:
@@ -230,11 +246,13 @@ def documents(
         UsageError: an algorithm of the user's own made an error.
     """
     cut = [group.cut(seq_len) for group in groups]
-    found = averaged(cut, algorithm.assign(cut), average, seq_len)
+    # without experts, as are groups of which those are on disk: the same groups, the same credit
+    credits = algorithm.assign([group.without_experts() for group in cut])
+    found = averaged(cut, credits, average, seq_len)
     return [
         _document(sequence, credit, _is_on_policy(original, version), temperatures.get(group.environment))
-        for before, group, credits in zip(groups, cut, found, strict=True)
-        for original, sequence, credit in zip(before.sequences, group.sequences, credits, strict=True)
+        for before, group, mine in zip(groups, cut, found, strict=True)
+        for original, sequence, credit in zip(before.sequences, group.sequences, mine, strict=True)
     ]
 
 

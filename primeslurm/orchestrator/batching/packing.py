@@ -4,11 +4,13 @@ First fit decreasing says how many rows of seq_len there have to be. Every rank 
 compute in step; where rows may differ in length, documents are then spread over all of them, so that no rank computes a
 full row beside others' empty ones.
 
-Routed experts are nearly all of a large batch, and are not copied: their frames are views of the rollouts' own arrays.
+Routed experts are nearly all of a large batch, and are not copied: their frames are views of the rollouts' own arrays,
+or say where in a file they are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import BatchInfo, Bool, Float32, Frame, ImageSpan, Int32, batch_header, piece
+from primeslurm.wire.batches.file_ranges import Part, StoredArray
+from primeslurm.wire.batches.rollouts import BatchInfo, Bool, Float32, ImageSpan, Int32, batch_header, piece
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.received import ArraySpec
@@ -43,7 +46,7 @@ class Document:
     on_policy: bool
     cross_entropy: Float32 | None = field(default=None, kw_only=True)
     """Above 0: the token is trained by cross-entropy times this. None: 0 everywhere."""
-    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
+    routed_experts: RoutedExperts | StoredArray | None = field(default=None, kw_only=True)
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
     images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
     temperature: float | None = field(default=None, kw_only=True)
@@ -174,7 +177,7 @@ class Common:
     """At which documents were sampled that name none."""
     echoed: bool
     referred: bool
-    routed: RoutedExperts | None
+    routed: RoutedExperts | StoredArray | None
     """Any array of the model's routed experts; None if there are none."""
 
     @classmethod
@@ -188,7 +191,7 @@ class Common:
         )
 
 
-def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[Frame]:
+def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[Part]:
     """Encode what one rank gets.
 
     Args:
@@ -197,7 +200,7 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[F
         common: to all rows of the batch.
 
     Returns:
-        The header, and the bytes of the arrays, cut into frames as it suits.
+        The header, and the bytes of the arrays, cut into parts as it suits.
 
     Raises:
         DamagedError: routed experts are of another length or of another model than others.
@@ -208,7 +211,7 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[F
     parts = [part for row in rows for part in _parts(row, info)]
     arrays = _arrays(parts, common)
     specs = [ArraySpec(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    frames: list[Frame] = [array.view(np.uint8).data for array in arrays.values()]
+    frames: list[Part] = [array.view(np.uint8).data for array in arrays.values()]
     if (like := common.routed) is not None:
         specs.append(ArraySpec("routed_experts", like.dtype.str, (sum(map(len, parts)), *like.shape[1:])))
         frames += [frame for part in parts for frame in _routed(part, like)]
@@ -277,15 +280,18 @@ def _arrays(parts: Sequence[_Segment], common: Common) -> dict[str, NDArray[Any]
     return arrays
 
 
-def _routed(part: _Segment, like: RoutedExperts) -> Iterator[Frame]:
+def _routed(part: _Segment, like: RoutedExperts | StoredArray) -> Iterator[Part]:
     whole = None if part.document is None else part.document.routed_experts
     if whole is None:
-        missing = len(part) * like[0].nbytes
+        missing = len(part) * math.prod(like.shape[1:]) * like.dtype.itemsize
         for start in range(0, missing, len(UNKNOWN)):
             yield UNKNOWN[: min(len(UNKNOWN), missing - start)]
         return
     length = len(part.document or ())
     if whole.shape != (length, *like.shape[1:]) or whole.dtype != like.dtype:
         raise DamagedError(f"routed experts {whole.dtype}{whole.shape} where {length} like {like.shape[1:]} belong")
+    if isinstance(whole, StoredArray):
+        yield whole.rows(part.start, part.end).content
+        return
     own: NDArray[Any] = np.ascontiguousarray(whole[part.start : part.end])
     yield own.reshape(-1).view(np.uint8).data

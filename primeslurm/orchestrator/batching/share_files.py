@@ -19,7 +19,7 @@ from primeslurm import durable
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.rollouts import Frame
+from primeslurm.wire.batches.file_ranges import Part
 from primeslurm.wire.transport.link import Answer
 
 log = logging.getLogger(__name__)
@@ -95,11 +95,11 @@ class ShareFiles:
         path = self._path(share)
         if await self._threaded(lambda: batch_files.is_there(path, whole=check)):
             return path
-        frames = await self._batches.serve(share)
-        if frames is None:
+        parts = await self._batches.serve(share)
+        if parts is None:
             return None
         waits = False
-        while why := await self._threaded(lambda: self._reserve.give_way(lambda: _put(path, frames))):
+        while why := await self._threaded(lambda: self._reserve.give_way(lambda: _put(path, parts))):
             if not waits:
                 log.warning("a share of the batch of step %d waits for the file system: %s", share.step, why)
             waits = True
@@ -124,6 +124,6 @@ class ShareFiles:
         return asyncio.get_running_loop().run_in_executor(self._writers, function)
 
 
-def _put(path: Path, frames: Sequence[Frame]) -> None:
+def _put(path: Path, parts: Sequence[Part]) -> None:
     durable.make_directory(path.parent)
-    batch_files.write(path, frames)
+    batch_files.write(path, parts)

@@ -118,6 +118,13 @@ class RolloutGroup:
         rollouts = tuple(tuple(_cut(branch, seq_len) for branch in branches) for branches in self.rollouts)
         return replace(self, rollouts=rollouts)
 
+    def without_experts(self) -> RolloutGroup:
+        """Leave out routed experts, and copy nothing."""
+        rollouts = tuple(
+            tuple(replace(branch, routed_experts=None) for branch in branches) for branches in self.rollouts
+        )
+        return replace(self, rollouts=rollouts)
+
     def slim(self) -> RolloutGroup:
         """Copy all of it but routed experts: a fiftieth where there are many."""
         rollouts = tuple(tuple(_slim(branch) for branch in branches) for branches in self.rollouts)

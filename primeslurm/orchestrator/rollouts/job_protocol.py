@@ -3,12 +3,13 @@
 A worker (`JobRunner` is its end; `worker` says how a job runs) reports its Status every second, with the jobs it is
 running. The orchestrator (`worker_pool`) compares: a job that the worker does not have is lost and is dispatched anew.
 About a job that it does not know it asks (Describe), and goes on with it, or cancels it: those of an orchestrator that
-was killed run on meanwhile. A worker holds what it has sent until it is told that nobody wants it any more: a group is
-on disk only when all of its rollouts are there. So either side may be killed and restarted at any time; a job that
-dies with its worker is dispatched anew.
+was killed run on meanwhile. A result is sent when the orchestrator asks for it (Send), which has room for so many bytes
+at once (`receive_window`): hundreds of rollouts may end at the same time. A worker holds what it has sent until it is
+told that nobody wants it any more: a group is on disk only when all of its rollouts are there. So either side may be
+killed and restarted at any time; a job that dies with its worker is dispatched anew.
 
-worker -> orchestrator      Status | Result (each followed by the frames of its token sequences) | Claims | Unusable
-orchestrator -> worker      Job | Cancel | Describe | Resend
+worker -> orchestrator      Status | Ended | Result (followed by the frames of its token sequences) | Claims | Unusable
+orchestrator -> worker      Job | Cancel | Describe | Send
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import zmq.asyncio
 from primeslurm.orchestrator.rollouts.pieces import cut
 from primeslurm.records.beats import pulse
 from primeslurm.wire.batches.rollouts import Frame, Rollout
-from primeslurm.wire.decoding import Count, DamagedError, value
+from primeslurm.wire.decoding import Count, DamagedError, Size, value
 from primeslurm.wire.transport import secret
 
 log = logging.getLogger(__name__)
@@ -90,8 +91,8 @@ class Describe(msgspec.Struct, frozen=True, tag=True):
     jobs: list[str]
 
 
-class Resend(msgspec.Struct, frozen=True, tag=True):
-    """Send the results of these jobs, which you hold, again."""
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """Send the results of these jobs, which you hold."""
 
     jobs: list[str]
 
@@ -112,8 +113,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
     busy_s: float = 0.0
     """Seconds since its last status for which its event loop computed, or waited for a CPU."""
-    held: list[str] = []
-    """Jobs that have ended and whose results are still there."""
+    held: dict[str, Size] = {}
+    """Jobs that have ended and whose results are still there, with their bytes."""
 
 
 class Claims(msgspec.Struct, frozen=True, tag=True):
@@ -130,8 +131,15 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    """A job ended, and its result of so many bytes is there. Of one that failed, the Result comes at once."""
+
+    job: str
+    size: Size
+
+
 class Result(msgspec.Struct, frozen=True, tag=True):
-    """A job ended. `error` is set if the rollout failed; there are no sequences then."""
+    """What a job has come to. `error` is set if the rollout failed; there are no sequences then."""
 
     job: str
     frames: list[Count] = []
@@ -139,8 +147,8 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-ToWorker = Job | Cancel | Describe | Resend
-ToOrchestrator = Status | Result | Claims | Unusable
+ToWorker = Job | Cancel | Describe | Send
+ToOrchestrator = Status | Ended | Result | Claims | Unusable
 
 
 def on_this_node(address: str) -> Path | None:
@@ -236,9 +244,11 @@ class JobRunner:
         self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._known: dict[str, Job] = {}
-        """Those that run, and those whose results are held."""
+        """Those that run, and those whose results are there."""
+        self._unsent: dict[str, list[Frame]] = {}
+        """Results that nobody has asked for."""
         self._held: dict[str, list[Frame]] = {}
-        """Results, oldest first."""
+        """Those that were sent, oldest first."""
         self._held_bytes = 0
         self._seen = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -283,9 +293,9 @@ class JobRunner:
             if isinstance(message, Describe):
                 known = [self._known[job] for job in message.jobs if job in self._known]
                 await self._say([msgspec.msgpack.encode(Claims(known))])
-            elif isinstance(message, Resend):
-                for result in [self._held[job] for job in message.jobs if job in self._held]:
-                    await self._say(result)
+            elif isinstance(message, Send):
+                for job in message.jobs:
+                    await self._send(job)
             else:
                 self._handle(message)
 
@@ -303,6 +313,12 @@ class JobRunner:
             self._known[message.id] = message
             self._jobs[message.id] = asyncio.create_task(self._run(message))
 
+    async def _send(self, job: str) -> None:
+        if (result := self._unsent.pop(job, None)) is not None:
+            self._hold(job, result)
+        if (result := self._held.get(job)) is not None:
+            await self._say(result)
+
     def _hold(self, job: str, result: list[Frame]) -> None:
         self._held[job] = result
         self._held_bytes += _size(result)
@@ -311,6 +327,7 @@ class JobRunner:
 
     def _let_go(self, job: str) -> None:
         self._known.pop(job, None)
+        self._unsent.pop(job, None)
         self._held_bytes -= _size(self._held.pop(job, []))
 
     async def _beat(self) -> None:
@@ -319,21 +336,24 @@ class JobRunner:
             pulse().enter("event loop")
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
             before, busy = busy, _busy_s()
-            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before, list(self._held))
+            held = {job: _size(result) for job, result in chain(self._unsent.items(), self._held.items())}
+            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before, held)
             await self._say([msgspec.msgpack.encode(status)])
             await asyncio.sleep(STATUS_INTERVAL_S)
 
     async def _run(self, job: Job) -> None:
-        # The job stays in the status until its result is queued: the result reaches the orchestrator before its
-        # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
+        # The job stays in the status, as one that runs or is held, until its result is queued: the result reaches the
+        # orchestrator before its absence. One that is cancelled from within has no result, and is dispatched anew once
+        # it is absent.
         try:
             result, whole = await self._outcome(job)
             if whole:
-                self._hold(job.id, result)
+                self._unsent[job.id] = result
+                result = [msgspec.msgpack.encode(Ended(job.id, _size(result)))]
             await self._say(result)
         finally:
             self._jobs.pop(job.id, None)
-            if job.id not in self._held:
+            if job.id not in self._unsent and job.id not in self._held:
                 self._known.pop(job.id, None)
 
     async def _outcome(self, job: Job) -> tuple[list[Frame], bool]:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
+
 from primeslurm import durable
 from primeslurm.orchestrator.rollouts.groups import (
     PREFIX,
@@ -21,7 +23,9 @@ from primeslurm.orchestrator.rollouts.groups import (
     head_size,
 )
 from primeslurm.records.reserve import Reserve
+from primeslurm.wire.batches.file_ranges import FileRange, StoredArray
 from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
 
 log = logging.getLogger(__name__)
@@ -76,10 +80,32 @@ class SpooledGroup(RolloutGroup):
         Raises:
             DamagedError: it cannot be read, or is not what its head says.
         """
+        return self._decoded(self._read())
+
+    def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
+        """Read and check all of it, as `whole`, and keep all but routed experts, which are nearly all of it.
+
+        Returns:
+            The group without them, and where those of each of its sequences are; None where there are none.
+        """
+        data = self._read()
+        group, first = self._decoded(data), np.frombuffer(data, np.uint8).ctypes.data
+        return group.slim(), [self._stored(sequence.routed_experts, first) for sequence in group.sequences]
+
+    def _stored(self, array: RoutedExperts | None, first: int) -> StoredArray | None:
+        """Where an array is in the file whose bytes are in memory from the address `first` on."""
+        if array is None:
+            return None
+        start = array.ctypes.data - first
+        return StoredArray(FileRange(self._path, start, start + array.nbytes), array.dtype, array.shape)
+
+    def _read(self) -> memoryview:
         try:
-            data = memoryview(self._path.read_bytes())
+            return memoryview(self._path.read_bytes())
         except OSError as error:
             raise DamagedError(str(error)) from error
+
+    def _decoded(self, data: memoryview) -> RolloutGroup:
         if digest_of([data[len(data) - self._head.size :]]) != self._head.digest:
             raise DamagedError("its rollouts are not what was written")
         group = RolloutGroup.from_bytes(data)

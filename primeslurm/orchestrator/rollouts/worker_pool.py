@@ -22,9 +22,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Claims,
     Describe,
+    Ended,
     Job,
-    Resend,
     Result,
+    Send,
     Status,
     ToOrchestrator,
     ToWorker,
@@ -34,6 +35,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     shortened,
 )
 from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, is_cut, joined
+from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
 from primeslurm.silence import held_up_s
 from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError, value
@@ -52,7 +54,7 @@ BUSY_SHARE = 0.5
 UNSEEN_S = 60.0
 """A job that a worker has not seen this long after it was sent is lost: a connection broke on the way."""
 RESENT_S = 60.0
-"""A result that was asked for again is asked for once more after so long."""
+"""A result that was asked for and has not come is asked for again after so long."""
 
 
 class _Sent(NamedTuple):
@@ -61,7 +63,7 @@ class _Sent(NamedTuple):
     number: int
     at: float
     asked: float = -math.inf
-    """When its result was asked for again."""
+    """When its result was asked for."""
 
 
 @dataclass
@@ -142,6 +144,7 @@ class WorkerPool:
         """When workers were heard of before others got their jobs, by environment, number and incarnation."""
         self._nodes: dict[str, _Node] = {}
         self._owners: dict[str, _Worker] = {}
+        self._window = ReceiveWindow()
         self._numbers = count(time.time_ns())
         """Greater after a restart of the orchestrator, for workers that have seen others."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
@@ -245,10 +248,14 @@ class WorkerPool:
             self._on_unusable(message.environment, message.worker, shortened(message.error))
         elif isinstance(message, Claims):
             await self._take_over(identity, message.jobs)
+        elif isinstance(message, Ended):
+            if message.job in self._owners:
+                self._window.offer(message.job, message.size)
         elif worker := self._forget(message.job):
             worker.heard = self._clock()  # its status waits behind its results, which may take a while
             failure = None if message.error is None else shortened(message.error) or "it failed without a word"
             self._on_result(message.job, failure or _sequences(message, frames))
+        await self._ask()
 
     def _learn_patience(self, status: Status, now: float) -> None:
         """Wait longer for workers of an environment whose own code keeps them from reporting.
@@ -279,11 +286,15 @@ class WorkerPool:
             worker = None
         if worker is None:
             worker = self._add(identity, status, now)
-        worker.identity, worker.heard = identity, now  # ZMQ makes another connection where one was lost
+        if worker.identity != identity:  # ZMQ makes another connection where one was lost, with what was on its way
+            worker.sent = {job: sent._replace(asked=-math.inf) for job, sent in worker.sent.items()}
+        worker.identity, worker.heard = identity, now
         worker.node.listening.setdefault(worker.environment, {})[worker.number] = worker
         running, held = set(status.jobs), set(status.held)
         worker.runs = frozenset(running - held)
-        await self._ask_again(worker, held - running, now)
+        for job in sorted((held - running) & worker.sent.keys()):
+            if now - worker.sent[job].asked > RESENT_S:
+                self._window.offer(job, status.held[job])
         running |= held
         gone = [job for job, sent in worker.sent.items() if job not in running and _is_lost(sent, status.seen, now)]
         for job in gone:
@@ -294,13 +305,15 @@ class WorkerPool:
         if unknown:
             await self._tell(identity, Describe(unknown))
 
-    async def _ask_again(self, worker: _Worker, ended: set[str], now: float) -> None:
-        """Have results sent again that should have come before the status that says so."""
-        late = [job for job in sorted(ended & worker.sent.keys()) if now - worker.sent[job].asked > RESENT_S]
-        for job in late:
-            worker.sent[job] = worker.sent[job]._replace(asked=now)
-        if late:
-            await self._tell(worker.identity, Resend(late))
+    async def _ask(self) -> None:
+        """Have as many results sent as there is room for."""
+        asked: dict[bytes, list[str]] = {}
+        for job in self._window.admit():
+            worker = self._owners[job]
+            worker.sent[job] = worker.sent[job]._replace(asked=self._clock())
+            asked.setdefault(worker.identity, []).append(job)
+        for identity, jobs in asked.items():
+            await self._tell(identity, Send(jobs))
 
     async def _take_over(self, identity: bytes, jobs: Sequence[Job]) -> None:
         """Go on with jobs of an orchestrator that is no more, and have the others cancelled."""
@@ -352,6 +365,7 @@ class WorkerPool:
 
     def _forget(self, job: str) -> _Worker | None:
         worker = self._owners.pop(job, None)
+        self._window.forget(job)
         if worker is not None:
             del worker.sent[job]
             worker.node.load -= 1

@@ -10,6 +10,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm import durable
-from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming
+from primeslurm.wire.batches.file_ranges import PIECE, Part, loaded
+from primeslurm.wire.batches.rollouts import Batch, Incoming
 from primeslurm.wire.decoding import DamagedError, Size, value
 from primeslurm.wire.stored.digests import XXH3, hasher
 
 MAGIC = b"primeslurm batch"
 _PREFIX = struct.Struct(f">{len(MAGIC)}sII")
-PIECE = 16 << 20
-"""Bytes that are read at once."""
 LARGEST_HEADER = 1 << 30
 """Bytes of a header, which may have images in data URIs."""
 
@@ -41,22 +41,24 @@ class _Head(msgspec.Struct, frozen=True):
     """Of both."""
 
 
-def write(path: Path, frames: Sequence[Frame]) -> None:
+def write(path: Path, parts: Sequence[Part]) -> None:
     """Write a file, on disk when this returns.
 
     Args:
         path: of the file, in a directory that is there.
-        frames: the header, and the bytes of the arrays, cut into frames as it suits. They are not copied.
+        parts: the header, and the bytes of the arrays, cut as it suits. They are not copied; those that are on disk
+            are read piece by piece, for the digest and to be written.
 
     Raises:
+        DamagedError: a part on disk cannot be read.
         OSError: it cannot be written; what was there before still is.
     """
     state = hasher()
-    for frame in frames:
+    for frame in loaded(parts):
         state.update(frame)
-    sizes = [memoryview(frame).nbytes for frame in frames]
+    sizes = [len(part) for part in parts]
     head = msgspec.msgpack.encode(_Head(sizes[0], sum(sizes[1:]), XXH3 + state.hexdigest()))
-    durable.write(path, [_PREFIX.pack(MAGIC, len(head), zlib.crc32(head)), head, *frames])
+    durable.write(path, chain([_PREFIX.pack(MAGIC, len(head), zlib.crc32(head)), head], loaded(parts)))
 
 
 def read(

@@ -27,6 +27,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from numpy.typing import NDArray
 
 from primeslurm.wire import decoding
 from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.file_ranges import FileRange, Part, loaded
 from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming, RankShard
 from primeslurm.wire.decoding import Size
 from primeslurm.wire.transport import secret
@@ -319,15 +321,18 @@ class TrainerLink:
         return False
 
 
-Handler = Callable[[Request], Awaitable[Sequence[Frame] | Answer]]
+Handler = Callable[[Request], Awaitable[Sequence[Part] | Answer]]
+READERS = 4
+"""Chunks that are read from disk at once: what a network file system does with one is far from all that it can."""
 
 
 class OrchestratorLink:
     """The orchestrator's end: answers each request through `handler`, concurrently.
 
-    `handler` returns the frames of a batch or an Answer; an exception becomes an error answer. A GetBatch that has to
-    wait should be answered with Answer("wait") well before the client's retry_s. Frames after the first are the bytes
-    of the arrays, cut wherever it suits; they are sent without a copy, and must not change any more.
+    `handler` returns the parts of a batch or an Answer; an exception becomes an error answer. A GetBatch that has to
+    wait should be answered with Answer("wait") well before the client's retry_s. Parts after the first are the bytes
+    of the arrays, cut wherever it suits; they are sent without a copy, and must not change any more. Of those that are
+    on disk a chunk is read, in a thread, when it is asked for.
     """
 
     def __init__(self, bind: str, handler: Handler) -> None:
@@ -337,6 +342,7 @@ class OrchestratorLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)  # whoever sends more is disconnected
         self._socket.bind(bind)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._readers = ThreadPoolExecutor(READERS, "batch-reading")
         self.sent_bytes = 0
         """Of batches."""
 
@@ -354,6 +360,7 @@ class OrchestratorLink:
         finally:
             for task in self._tasks:
                 task.cancel()
+            self._readers.shutdown(wait=False, cancel_futures=True)
             self._socket.close(linger=1000)
 
     async def _answer(self, identity: bytes, raw: bytes) -> None:
@@ -364,26 +371,34 @@ class OrchestratorLink:
             if isinstance(result, Answer):
                 answer = result
             else:
-                answer, rest = Answer("batch"), chunk(result, request.offset if isinstance(request, GetBatch) else 0)
+                parts = chunk(result, request.offset if isinstance(request, GetBatch) else 0)
+                answer, rest = Answer("batch"), await self._loaded(parts)
         except Exception as error:
             answer = Answer("error", f"{type(error).__name__}: {error}")
         self.sent_bytes += sum(len(frame) for frame in rest)
         await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer), *rest], copy=False)
 
+    async def _loaded(self, parts: list[Part]) -> list[Frame]:
+        here = [part for part in parts if not isinstance(part, FileRange)]
+        if len(here) == len(parts):
+            return here
+        return await asyncio.get_running_loop().run_in_executor(self._readers, lambda: list(loaded(parts)))
 
-def chunk(frames: Sequence[Frame], offset: int) -> list[Frame]:
-    """Take what an answer has of a batch: at most CHUNK bytes of its arrays, and at first its header. Views.
+
+def chunk(frames: Sequence[Part], offset: int) -> list[Part]:
+    """Take what an answer has of a batch: at most CHUNK bytes of its arrays, and at first its header. No copies.
 
     Args:
         frames: the header, and the bytes of the arrays.
         offset: bytes of the arrays before them.
     """
-    taken: list[Frame] = [] if offset else [frames[0]]
+    taken: list[Part] = [] if offset else [frames[0]]
     start, end = offset, offset + CHUNK
     for frame in frames[1:]:
         if end <= 0:
             break
         if start < len(frame):
-            taken.append(memoryview(frame)[max(start, 0) : end])
+            first = max(start, 0)
+            taken.append(frame.cut(first, end) if isinstance(frame, FileRange) else memoryview(frame)[first:end])
         start, end = start - len(frame), end - len(frame)
     return taken

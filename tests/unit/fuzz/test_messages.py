@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
-from primeslurm.orchestrator.rollouts.spool import open_group
+from primeslurm.orchestrator.rollouts.spool import SpooledGroup, open_group
 from primeslurm.wire import decoding
 from primeslurm.wire.batches import batch_files, data_uri
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
@@ -67,9 +67,11 @@ WORDS = [
     *({"type": "StepDone", "step": 1, "metrics": {"loss": 0.5}}, {"type": "Save", "step": 1, "directory": "/x"}),
     {"type": "OfferTransfer", "version": 1, "store": "h:1", "senders": 1, "done": ""},
     {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": ["j"], "tasks": 3, "node": "0"},
+    {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": [], "held": {"j": 9}},
     {"type": "Unusable", "environment": "e", "worker": 0, "error": "x"},
+    {"type": "Ended", "job": "j", "size": 9},
     {"type": "Result", "job": "j", "frames": [6, 6], "error": None},
-    *({"type": kind, "jobs": ["j"]} for kind in ("Cancel", "Describe", "Resend")),
+    *({"type": kind, "jobs": ["j"]} for kind in ("Cancel", "Describe", "Send")),
     {"type": "Claims", "jobs": []},
     {"kind": "session", "session": {"id": "s", "senders": 1, "size": 2}, "version": 1, "keep": [1]},
 ]
@@ -188,7 +190,13 @@ def test_files_of_groups_of_which_the_head_is_read_first(tmp_path_factory: pytes
             whole = group.whole()
         except DamagedError:
             return
-    assert whole.size == group.size and whole.scored == group.scored
+        assert whole.size == group.size and whole.scored == group.scored
+        if isinstance(group, SpooledGroup):
+            slim, stored = group.experts_apart()
+            for sequence, mine, array in zip(whole.sequences, slim.sequences, stored, strict=True):
+                experts = sequence.routed_experts
+                assert mine.routed_experts is None and mine.info == sequence.info
+                assert (array and array.content.read()) == (None if experts is None else experts.tobytes())
 
 
 @fuzzed()

@@ -413,7 +413,7 @@ def worker() -> Iterator[tuple[zmq.Socket[bytes], bytes]]:
     assert alive == [True], "it served to the end"
 
 
-TOLD = [word for word in WORDS if word.get("type") in ("Cancel", "Describe", "Resend")]
+TOLD = [word for word in WORDS if word.get("type") in ("Cancel", "Describe", "Send")]
 CANCEL = [msgspec.msgpack.encode(TOLD[0]), b"more"]
 
 

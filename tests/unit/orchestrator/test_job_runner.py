@@ -74,7 +74,7 @@ async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str
 
 
 async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was finished while no orchestrator was there to take it is sent again to the next one that asks."""
+    """What has ended waits until it is asked for, however much that is; what was sent is sent again if it must be."""
     made = group([3], [0.5]).rollouts[0]
 
     async def finished(job: Job) -> tuple[Rollout, ...]:
@@ -87,11 +87,19 @@ async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch:
     for name in ("a", "b", "c", "bad"):
         worker._handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
         await asyncio.wait(list(worker._jobs.values()), timeout=20)
-    assert list(worker._held) == list(worker._known) == ["b", "c"], "the oldest is given up, a failure is not kept"
+    assert list(worker._unsent) == list(worker._known) == ["a", "b", "c"], "a failure is not kept"
+    for name in ("a", "b", "c", "bad"):
+        await worker._send(name)
+    assert not worker._unsent
+    assert list(worker._held) == list(worker._known) == ["b", "c"], "the oldest is given up"
     worker._handle(Cancel(["b"]))
     assert list(worker._held) == list(worker._known) == ["c"] and worker._held_bytes == job_protocol.HELD_BYTES // 2
     worker._handle(Cancel(["c"]))
     assert not worker._held and worker._held_bytes == 0
+    worker._handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
+    await asyncio.wait(list(worker._jobs.values()), timeout=20)
+    worker._handle(Cancel(["unasked"]))
+    assert not worker._unsent and not worker._known and worker._held_bytes == 0
 
 
 async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Claims,
     Describe,
     Job,
-    Resend,
     Result,
+    Send,
     Status,
     ToWorker,
     give_notice,
@@ -285,7 +285,7 @@ async def test_a_worker_that_had_to_connect_again_keeps_its_jobs(peers: Peers) -
 async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> None:
     socket = peers.connect()
     runs, ended = (msgspec.structs.replace(job(name), sender="killed", number=7) for name in ("runs", "ended"))
-    status = Status("e", 0, "x", ["runs"], held=["ended"], seen=7)
+    status = Status("e", 0, "x", ["runs"], held={"ended": 9}, seen=7)
     await peers.tell(socket, Result("ended"), b"from before the restart")
     await peers.tell(socket, status)
     assert await heard(socket) == Describe(["ended", "runs"]) and peers.results == []
@@ -295,17 +295,17 @@ async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> N
     assert [claimed.id for claimed in peers.claims] == ["runs", "ended"], "a second answer claims nothing"
     assert peers.workers.load == {"": 2}
     await peers.tell(socket, status)
-    assert await heard(socket) == Resend(["ended"]) and peers.workers.settled({"e"}) == 1
+    assert await heard(socket) == Send(["ended"]) and peers.workers.settled({"e"}) == 1
     await peers.tell(socket, status)  # written before the worker was asked: it is not asked twice
     await peers.tell(socket, Result("ended", error="e"))
     assert peers.results == [("ended", "e")]
     peers.kept.add("ended")
     await peers.tell(socket, status)
     await peers.tell(socket, Result("runs", error="e"))
-    await peers.tell(socket, Status("e", 0, "x", [], held=["ended"], seen=7))
+    await peers.tell(socket, Status("e", 0, "x", [], held={"ended": 9}, seen=7))
     assert peers.workers.load == {"": 0} and peers.lost == []
     peers.kept.clear()  # its group is on disk
-    await peers.tell(socket, Status("e", 0, "x", [], held=["ended"], seen=7))
+    await peers.tell(socket, Status("e", 0, "x", [], held={"ended": 9}, seen=7))
     assert await heard(socket) == Describe(["ended"])
 
 

@@ -16,7 +16,16 @@ import zmq.asyncio
 
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
-from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Claims, Describe, Job, Result, Status, ToWorker
+from primeslurm.orchestrator.rollouts.job_protocol import (
+    Cancel,
+    Claims,
+    Describe,
+    Job,
+    Result,
+    Status,
+    ToOrchestrator,
+    ToWorker,
+)
 from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
@@ -64,7 +73,7 @@ class Pool:
             self.sockets[worker] = self.connect()
         await self.tell(self.sockets[worker], Status(label, worker, incarnation, list(jobs), node=node))
 
-    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result | Claims) -> None:
+    async def tell(self, socket: zmq.asyncio.Socket, message: ToOrchestrator) -> None:
         await socket.send(msgspec.msgpack.encode(message))
         identity, head, *rest = await self.pool._socket.recv_multipart()
         await self.pool._receive(identity, head, rest)

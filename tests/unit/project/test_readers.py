@@ -42,6 +42,9 @@ FUZZED = {
     "orchestrator/rollouts/job_protocol.py:JobRunner._listen": (
         "test_sockets:test_whatever_a_worker_is_told_it_goes_on"
     ),
+    "orchestrator/rollouts/spool.py:SpooledGroup.experts_apart": (
+        "test_messages:test_files_of_groups_of_which_the_head_is_read_first"
+    ),
     "orchestrator/rollouts/pieces.py:_taken": ("test_sockets:test_pieces_that_do_not_fit_are_damaged_and_nothing_else"),
     "orchestrator/rollouts/pieces.py:joined": ("test_sockets:test_pieces_that_do_not_fit_are_damaged_and_nothing_else"),
     "orchestrator/rollouts/worker_pool.py:WorkerPool._receive": (

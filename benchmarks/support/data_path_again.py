@@ -1,0 +1,38 @@
+"""From an orchestrator that was restarted to the ranks of a trainer: the batch is on disk alone, and fetched again.
+
+The same ranks as in `data_path_fetch`. The files of groups are sparse: what is read is what takes memory, and not where
+it is from; so nothing here says how fast a disk is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support.data_path_fetch import fetched, recipe_of
+from benchmarks.support.data_path_receive import in_process
+from benchmarks.support.data_path_restart import write_groups
+from primeslurm.orchestrator import algorithms
+from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.plan.commands.processes import HUGE_PAGES
+
+
+def measure(rollouts: int) -> dict[str, Any]:
+    """Fetch a batch of so many rollouts, a multiple of 16."""
+    os.environ |= HUGE_PAGES  # as the orchestrator is started
+    with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
+        in_process(write_groups, directory, rollouts)
+        return in_process(_again, directory, rollouts)
+
+
+def _again(directory: str, rollouts: int) -> dict[str, Any]:
+    recipe, spool = recipe_of(rollouts), Spool(Path(directory, "rollouts"))
+    batches = Batches(recipe, algorithms.from_recipe(recipe), spool.on_disk)
+    batches.add(1, spool.load())
+    found = asyncio.run(fetched(batches))
+    found["peak_memory_per_batch_byte"] = found.pop("peak_memory_beside_rollouts_per_batch_byte")
+    return found

@@ -1,0 +1,129 @@
+"""Results that end together come one after another: how much is on its way has a bound, whoever it comes from."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.orchestrator.rollouts.job_protocol import Ended, Job, JobRunner, Result, Send, Status
+from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
+from primeslurm.orchestrator.rollouts.worker_pool import RESENT_S, WorkerPool
+from primeslurm.wire.batches.rollouts import Rollout
+from tests.unit.orchestrator.test_packing import group
+from tests.unit.orchestrator.test_worker_pool import Pool, job
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    made = Pool(f"ipc://{tmp_path}/envs")
+    made.pool._window = ReceiveWindow(100)
+    yield made
+    made.close()
+
+
+def test_as_many_as_fit_may_come_and_the_oldest_come_first() -> None:
+    window = ReceiveWindow(100)
+    for name, size in (("a", 60), ("b", 60), ("c", 10)):
+        window.offer(name, size)
+    assert window.admit() == ["a"] and window.admit() == [], "nobody overtakes who waits for room"
+    window.forget("a")
+    assert window.admit() == ["b", "c"]
+
+
+def test_one_that_is_larger_than_the_window_comes_alone() -> None:
+    window = ReceiveWindow(100)
+    for name, size in (("small", 1), ("huge", 1000), ("other", 1000)):
+        window.offer(name, size)
+    found = []
+    for _ in range(3):
+        (name,) = window.admit()
+        assert window.admit() == []
+        window.forget(name)
+        found.append(name)
+    assert found == ["small", "huge", "other"] and window.admit() == []
+
+
+def test_what_is_offered_twice_waits_once_and_what_was_asked_for_in_vain_is_asked_for_again() -> None:
+    window = ReceiveWindow(100)
+    for _ in range(2):
+        window.offer("a", 60)
+    assert window.admit() == ["a"] and window.admit() == []
+    window.offer("a", 60)
+    assert window.admit() == ["a"]
+    window.offer("b", 60)
+    window.forget("b")  # cancelled, or its worker is gone
+    window.forget("a")
+    assert window.admit() == []
+
+
+async def test_results_of_all_workers_share_one_window(pool: Pool) -> None:
+    for worker in (0, 1):
+        await pool.hear(worker)
+    for name in ("a", "b", "c"):
+        await pool.pool.send(job(name))
+    for name, worker in (("a", 0), ("b", 1), ("c", 0)):
+        assert isinstance(found := await pool.given(worker), Job) and found.id == name
+        await pool.tell(pool.sockets[worker], Ended(name, 60))
+    assert await pool.given(0) == Send(["a"]) and list(pool.pool._window._coming) == ["a"]
+    await pool.tell(pool.sockets[0], Result("a", error="e"))
+    assert await pool.given(1) == Send(["b"]) and list(pool.pool._window._coming) == ["b"]
+    await pool.pool.cancel(["b"])
+    await pool.hear(0, "c")
+    assert await pool.given(0) == Send(["c"]), "what is not wanted any more keeps no room"
+    await pool.tell(pool.sockets[1], Ended("b", 60))
+    assert list(pool.pool._window._coming) == ["c"] and not pool.pool._window._offered
+
+
+async def test_a_result_that_was_lost_with_its_connection_is_asked_for_at_once(pool: Pool) -> None:
+    await pool.hear(0)
+    await pool.pool.send(job("a"))
+    assert isinstance(await pool.given(0), Job)
+    status = Status("e", 0, "1", [], held={"a": 60})
+    await pool.tell(pool.sockets[0], status)
+    assert await pool.given(0) == Send(["a"]), "also if nobody has said that it ended"
+    await pool.tell(pool.sockets[0], status)
+    assert not await pool.sockets[0].poll(0), "it is on its way"
+    pool.sockets[0].close()
+    pool.sockets[0] = pool.connect()
+    await pool.tell(pool.sockets[0], status)
+    assert await pool.given(0) == Send(["a"])
+    pool.clock.now += RESENT_S + 1
+    await pool.tell(pool.sockets[0], status)
+    assert await pool.given(0) == Send(["a"]), "it was asked for long ago"
+
+
+async def test_rollouts_that_end_together_all_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through a real worker, with room for one at a time."""
+    came: list[str] = []
+    address, made = f"ipc://{tmp_path}/envs", group([5], [1.0]).rollouts[0]
+    pool = WorkerPool(address, lambda name, outcome: came.append(name), came.append, lambda *unusable: None)
+    pool._window = ReceiveWindow(1)
+    most, admit = 0, pool._window.admit
+
+    def admitted() -> list[str]:
+        nonlocal most
+        found = admit()
+        most = max(most, len(pool._window._coming))
+        return found
+
+    monkeypatch.setattr(pool._window, "admit", admitted)
+
+    async def done(job: Job) -> tuple[Rollout, ...]:
+        return made
+
+    runner = JobRunner("e", 0, address, done)
+    tasks = [asyncio.create_task(part) for part in (pool.serve(), runner.serve())]
+    async with asyncio.timeout(60):
+        while not pool.available:
+            await asyncio.sleep(0.01)
+        for number in range(20):
+            await pool.send(job(str(number)))
+        while len(came) < 20:
+            await asyncio.sleep(0.01)
+    assert sorted(came, key=int) == [str(number) for number in range(20)] and most == 1
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
