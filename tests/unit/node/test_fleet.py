@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from primeslurm.node.agent.node_context import UnknownPlaceholder, resolve
 from primeslurm.node.agent.supervision import BACKOFF_S, ProcessState, Supervision
-from primeslurm.node.attempt.attempt_end import should_requeue
+from primeslurm.node.attempt.attempt_end import fruitless, should_requeue
 from primeslurm.node.head.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.head.process_states import FleetState, fleet_state
 from primeslurm.plan.model import Health, Plan, Process, Replica
@@ -589,24 +589,39 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
 
 
 @pytest.mark.parametrize(
-    ("ending", "attempt", "commits", "expected"),
+    ("ending", "attempt", "fruitless", "expected"),
     [
-        (Ending(Outcome.COMPLETED, ""), 1, {}, (False, "")),
-        (Ending(Outcome.CANCELLED, ""), 1, {}, (False, "")),
-        (FAILED, 1, {1: None}, (True, "")),
-        (FAILED, 3, {1: None, 2: 5, 3: 5}, (True, "")),
-        (FAILED, 4, {2: 5, 3: 5, 4: 5}, (False, "three failed attempts in a row committed nothing new")),
-        (PREEMPTED, 4, {2: 5, 3: 5, 4: 5}, (True, "")),
-        (PREEMPTED, 9, {}, (False, "this was attempt 9 of 9")),
-        (Ending(Outcome.FAILED, "full", "shared file system"), 5, {1: 5, 2: 5, 3: 5}, (True, "")),
-        (Ending(Outcome.FAILED, "x", final=True), 1, {1: 5}, (False, "another attempt would end in the same way")),
+        (Ending(Outcome.COMPLETED, ""), 1, 0, (False, "")),
+        (Ending(Outcome.CANCELLED, ""), 1, 0, (False, "")),
+        (FAILED, 1, 1, (True, "")),
+        (FAILED, 3, 2, (True, "")),
+        (FAILED, 4, 3, (False, "three failed attempts in a row committed nothing new")),
+        (PREEMPTED, 4, 3, (True, "")),
+        (PREEMPTED, 9, 0, (False, "this was attempt 9 of 9")),
+        (Ending(Outcome.FAILED, "full", "shared file system"), 5, 3, (True, "")),
+        (Ending(Outcome.FAILED, "x", final=True), 1, 1, (False, "another attempt would end in the same way")),
     ],
 )
-def test_requeue_rules(
-    ending: Ending, attempt: int, commits: dict[int, int | None], expected: tuple[bool, str]
-) -> None:
+def test_requeue_rules(ending: Ending, attempt: int, fruitless: int, expected: tuple[bool, str]) -> None:
     plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
-    assert should_requeue(ending, attempt, plan, commits) == expected
+    assert should_requeue(ending, attempt, plan, fruitless) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "count"),
+    [
+        ([(True, None)], 1),
+        ([(True, None), (True, None), (True, None)], 3),
+        ([(True, 5)], 0),
+        ([(True, 5), (True, 5), (True, 5)], 2),  # the first of them has committed step 5
+        ([(False, 5), (True, 5), (True, 5), (True, 5)], 3),
+        ([(True, 5), (True, 5), (False, 5), (True, 5)], 2),  # a preemption, or a full disk
+        ([(True, 5), (True, 5), (False, 6), (True, 6)], 1),
+        ([(True, 5), (True, 5), (True, 7)], 0),
+    ],
+)
+def test_failed_attempts_that_committed_nothing_new(ends: list[tuple[bool, int | None]], count: int) -> None:
+    assert fruitless(ends) == count
 
 
 def test_placeholders() -> None:
