@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primeslurm.api.loading import load
 from primeslurm.node.agent.node_context import UnknownPlaceholder, resolve
 from primeslurm.node.agent.supervision import BACKOFF_S, ProcessState, Supervision
 from primeslurm.node.attempt.attempt_end import fruitless, should_requeue
@@ -639,7 +640,7 @@ def test_unknown_placeholders_are_errors(text: str) -> None:
 
 @pytest.mark.parametrize(("node", "goes_on"), [(2, True), (1, False)])
 def test_a_store_s_master_is_needed_and_its_clients_are_not(node: int, goes_on: bool) -> None:
-    """Each inference node has a client of the key-value store, the first one the master of all as well."""
+    """Each inference node has a client of the key-value store. Plans once had the master of all on the first one."""
     client = [process("store", name=f"store-{i}", node=i) for i in (1, 2)]
     client = [made.model_copy(update={"after": ("store-master",)}) for made in client]
     nodes = [
@@ -654,3 +655,15 @@ def test_a_store_s_master_is_needed_and_its_clients_are_not(node: int, goes_on: 
     agents.assigned()
     agents.silent = {node}
     assert (agents.decide(91.0) is None) is goes_on
+
+
+def test_any_inference_node_can_be_lost_where_another_replica_shares_its_store() -> None:
+    recipe = Path(__file__).parents[2] / "emulated" / "small.yaml"
+    offload = "inference.kv_offload={type: mooncake, cpu: {bytes: 1073741824}}"
+    plan = load(recipe, emulate=True, overrides=[offload, "deployment.spares.decode=0"]).plan()
+    for node in (node.index for node in plan.nodes if node.role in ("prefill", "decode")):
+        agents = Agents((process(),))
+        agents.fleet = Fleet(plan, started_at=0.0)
+        agents.silent = {agents.assigned().assignment.rank_of[node]}
+        assert agents.decide(plan.node_silent_s + 1.0) is None
+        assert agents.fleet.lost
