@@ -1,6 +1,6 @@
-"""How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28, 64, 128 and 512 nodes.
+"""How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28 to 512 nodes.
 
-Needs root and Slurm's daemons. 512 nodes have one GPU each, and fit into 24 GB only with --merge-pages.
+Needs root and Slurm's daemons. 256 and 512 nodes have one GPU each; 512 fit into 24 GB only with --merge-pages.
 Result: benchmarks/results/emulated_scale_<nodes>.json, one file a size.
 """
 
@@ -32,7 +32,7 @@ from primeslurm.slurm.embedded.equal_pages import are_merged
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4), 512: (192, 20)}
+SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4), 256: (96, 10), 512: (192, 20)}
 """Nodes to trainer nodes and inference replicas (of 12 prefill and 4 decode nodes)."""
 WHOLE_NODES = 128
 """Larger sizes have one GPU a node."""
