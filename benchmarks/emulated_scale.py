@@ -1,6 +1,6 @@
-"""How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28, 64 and 128 nodes.
+"""How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28 to 512 nodes.
 
-Needs root and Slurm's daemons.
+Needs root and Slurm's daemons. 256 and 512 nodes have one GPU each; 512 fit into 24 GB only with --merge-pages.
 Result: benchmarks/results/emulated_scale_<nodes>.json, one file a size.
 """
 
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,11 +28,25 @@ from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
+from primeslurm.slurm.embedded.equal_pages import are_merged
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4)}
+SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4), 256: (96, 10), 512: (192, 20)}
 """Nodes to trainer nodes and inference replicas (of 12 prefill and 4 decode nodes)."""
+WHOLE_NODES = 128
+"""Larger sizes have one GPU a node."""
+ONE_GPU = {
+    "deployment.train.gpus_per_node": 1,
+    "deployment.inference.prefill.gpus_per_node": 1,
+    "deployment.inference.decode.gpus_per_node": 1,
+    "inference.prefill.all2all": "allgather_reducescatter",  # DeepEP spans whole nodes
+    "inference.decode.all2all": "allgather_reducescatter",
+    "inference.prefill.dbo": "false",
+}
+KSM = Path("/sys/kernel/mm/ksm")
+MERGING = {"run": "1", "pages_to_scan": "8000"}
+"""The kernel's own pace would take minutes for the memory of a hundred processes."""
 KINDS = (
     "emulated.engine",
     "emulated.trainer",
@@ -41,6 +57,7 @@ KINDS = (
     "vllm::router",
 )
 PERIOD_S = 1.0
+"""Between two looks at 128 nodes, and longer at more: they take as long as there are processes."""
 
 
 @dataclass
@@ -100,6 +117,7 @@ def measure(recipe: Path, nodes: int, steps: int, where: Path) -> dict[str, Any]
         "deployment.train.nodes": train,
         "deployment.inference.num_replicas": replicas,
         "checkpoint.interval": 5,
+        **(ONE_GPU if nodes > WHOLE_NODES else {}),
     }
     options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
     usage, load_before = Usage(), os.getloadavg()
@@ -107,14 +125,28 @@ def measure(recipe: Path, nodes: int, steps: int, where: Path) -> dict[str, Any]
     answer = json.loads(primeslurm("submit", str(recipe), "--emulate", "--name", name, "--json", *options, cwd=where))
     try:
         run = RunDirectory(Path(answer["directory"]))
-        seen = follow(run, usage)
-        return report(run, usage, began, seen) | {"load_before": load_before, "steps": steps}
+        seen = follow(run, usage, PERIOD_S * max(1.0, nodes / WHOLE_NODES))
+        found = report(run, usage, began, seen)
+        return found | {"load_before": load_before, "steps": steps, "pages_merged": are_merged()}
     finally:
         primeslurm("cluster", "down", "--name", f"emulate-{name}", cwd=where)
 
 
-def follow(run: RunDirectory, usage: Usage) -> dict[str, float]:
-    """Watch until the end; returns when what was first seen."""
+@contextmanager
+def merging() -> Iterator[None]:
+    """Have the kernel merge equal pages of processes that ask for it, until the block ends."""
+    before = {name: (KSM / name).read_text() for name in MERGING}
+    for name, value in MERGING.items():
+        (KSM / name).write_text(value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            (KSM / name).write_text(value)
+
+
+def follow(run: RunDirectory, usage: Usage, period_s: float) -> dict[str, float]:
+    """Watch until the end, every so many seconds; returns when what was first seen."""
     attempt, seen, turn = run.attempt(1), {}, 0
     plan = attempt.plan()
     while attempt.end() is None:
@@ -127,7 +159,7 @@ def follow(run: RunDirectory, usage: Usage) -> dict[str, float]:
             seen["first_token"] = time.time()
         turn += 1
         usage.look(memory=turn % 30 == 0)
-        time.sleep(PERIOD_S)
+        time.sleep(period_s)
     return seen
 
 
@@ -180,10 +212,12 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks emulated_scale", description=__doc__)
     parser.add_argument("nodes", nargs="*", type=int, default=[28])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--merge-pages", action="store_true", help="switch the kernel's KSM on meanwhile")
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "glm5_pd.yaml")
     options = parser.parse_args(words)
     for nodes in options.nodes:
-        with tempfile.TemporaryDirectory(prefix="primeslurm-scale-") as directory:
+        merged = merging() if options.merge_pages else nullcontext()
+        with tempfile.TemporaryDirectory(prefix="primeslurm-scale-") as directory, merged:
             result = measure(options.recipe.resolve(), nodes, options.steps, Path(directory))
         path = RESULTS / f"emulated_scale_{nodes}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 import primeslurm.trainer  # noqa: F401  (before any test imports torchtitan)
+from tests.support import temporary
 
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
 
+sweeper = temporary.use_own()
 # Processes of a run get this from their agent; those that tests start, from here.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
 

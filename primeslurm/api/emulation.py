@@ -18,6 +18,7 @@ from primeslurm.plan.placement.resources import WITHOUT_GPUS, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher
+from primeslurm.slurm.embedded import equal_pages
 from primeslurm.slurm.embedded.cluster import default_directory, up
 from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name, site
 
@@ -47,7 +48,7 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     requests = resource_requests(recipe, site_of(spec))
     without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
     total = sum(request.nodes + request.spares for request in requests)
-    sized = replace(spec, nodes=total - without, control_nodes=without)
+    sized = replace(spec, nodes=total - without, control_nodes=without, merge_pages=equal_pages.are_merged())
     sized.check()
     return sized
 
@@ -65,19 +66,20 @@ def site_of(spec: ClusterSpec) -> Site:
     return site(spec, LoopbackPlace(0))
 
 
-def refuse_too_large(plan: Plan, available_mib: int | None = None) -> None:
+def refuse_too_large(plan: Plan, available_mib: int | None = None, *, merged: bool = False) -> None:
     """Refuse an emulated run that does not fit into this machine's memory.
 
     Args:
         plan: of the run.
         available_mib: memory that is free; this machine's if left out.
+        merged: the kernel merges equal pages of its processes.
 
     Raises:
         UsageError: the kernel would kill some of its processes.
     """
     if available_mib is None:
         available_mib = psutil.virtual_memory().available >> 20
-    needed = memory_mib(plan)
+    needed = memory_mib(plan, merged=merged)
     if needed <= available_mib:
         return
     size = f"{plan.allocated} nodes, {sum(1 for _ in plan.processes())} processes"

@@ -169,7 +169,7 @@ class LoadedRecipe:
 
         planned = self.to_run()
         submission.refuse_unfit(planned.plan)
-        emulation.refuse_too_large(planned.plan)
+        emulation.refuse_too_large(planned.plan, merged=self.cluster.merge_pages)
         starting(self.cluster)
         with emulation.running(self.cluster, keep=keep) as site:
             placed = planned.listening_at(site.network.addresses)

@@ -25,13 +25,20 @@ PROCESS_MIB: dict[Role, int] = {"trainer": 7, "router": 50, "orchestrator": 70, 
 """Memory of a stand-in, or of what runs as it is; Python's share that none of them has for itself is not in it."""
 USUAL_MIB = 16
 """Of an engine, a teacher, a store."""
+MERGED_SHARE = 0.5
+"""What is left of all that where the kernel merges equal pages, which takes it a while."""
 
 
-def memory_mib(plan: Plan) -> int:
-    """Estimate what all of an emulated run takes on the one machine that it runs on, in MiB."""
+def memory_mib(plan: Plan, *, merged: bool = False) -> int:
+    """Estimate what all of an emulated run takes on the one machine that it runs on, in MiB.
+
+    Args:
+        plan: of the run.
+        merged: the kernel merges equal pages of its processes.
+    """
     processes = [PROCESS_MIB.get(process.role, USUAL_MIB) for process in plan.processes()]
     agent = NODE_MIB + PLANNED_KIB * len(processes) / 1024
-    return math.ceil(plan.allocated * agent) + sum(processes)
+    return math.ceil((plan.allocated * agent + sum(processes)) * (MERGED_SHARE if merged else 1.0))
 
 
 def emulate(plan: Plan) -> Plan:

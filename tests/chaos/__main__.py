@@ -1,6 +1,6 @@
 """Random faults on emulated runs on the real Slurm: seconds until each run is well again, and what is lost.
 
-Needs root and Slurm's daemons; 200 faults take about two hours. Result: benchmarks/results/chaos.json, written after
+Needs root and Slurm's daemons; 200 faults take about an hour. Result: benchmarks/results/chaos.json, written after
 every run. The same seed gives the same faults, in the same order.
 """
 

@@ -13,6 +13,7 @@ import msgspec
 from primeslurm.files import read_json
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.run.directory import RunDirectory
+from primeslurm.wire.stored import checkpoints
 
 PERIOD_S = 0.4
 
@@ -75,9 +76,10 @@ class SpoolWatch(threading.Thread):
                 self.seen.append(group)
 
     def _step(self) -> int:
-        """The newest step that any attempt has recorded."""
+        """The newest step that is committed, or that any attempt has recorded: groups go as soon as theirs is."""
         states = (self._run.path / "attempts").glob("*/state/orchestrator.json")
-        return max(((read_json(path) or {}).get("step") or 0 for path in states), default=0)
+        recorded = max(((read_json(path) or {}).get("step") or 0 for path in states), default=0)
+        return max(recorded, checkpoints.newest(self._run.path) or 0)
 
 
 def _read(path: Path) -> SeenGroup | None:

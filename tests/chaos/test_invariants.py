@@ -16,9 +16,9 @@ from primeslurm.records.events.training import CheckpointCommitted, CheckpointLo
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.stored import checkpoints
-from tests.chaos import invariants
+from tests.chaos import invariants, spool_watch
 from tests.chaos.ports import ports_left
-from tests.chaos.spool_watch import SeenGroup
+from tests.chaos.spool_watch import SeenGroup, SpoolWatch
 
 
 @pytest.fixture
@@ -131,6 +131,29 @@ def test_fates_of_finished_rollouts() -> None:
     assert invariants.fates(seen, {}, starts, max_off_policy_steps=8).lost == 8
     found = invariants.fates(seen, {}, starts, max_off_policy_steps=8, damaged={1: 4})
     assert (found.undone, [problem.split()[2] for problem in found.problems]) == (4, ["kept"])
+
+
+def test_a_group_goes_with_its_commit_even_if_no_record_tells_of_the_step_yet(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An orchestrator that stood still has not said that it trained steps 3 and 4, whose checkpoint is damaged then."""
+    monkeypatch.setattr(spool_watch, "_read", lambda path: group(path.stem, 2, at=15.0, gone_at_step=None))
+    attempt(run, 1)
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 2})
+    finished = run.path / "rollouts" / "a.group"
+    finished.parent.mkdir()
+    finished.touch()
+    watch = SpoolWatch(run)
+    watch._look()
+    commit(run, 4, {3: ["a"], 4: ["b"]})
+    finished.unlink()
+    watch._look()
+    (seen,) = watch.seen
+    assert seen.gone_at_step == 4
+    seen.gone_at = 19.0
+    starts = [invariants.Segment(1, 10.0, 0), invariants.Segment(2, 20.0, 2)]
+    found = invariants.fates([seen], {}, starts, max_off_policy_steps=8, damaged={1: 4})
+    assert (found.undone, found.lost) == (4, 0)
 
 
 def test_what_is_left_over(run: RunDirectory, tmp_path: Path) -> None:

@@ -21,8 +21,10 @@ from primeslurm.slurm.embedded import cluster as cluster_module
 from primeslurm.slurm.embedded.cluster import Cluster, up
 from primeslurm.slurm.embedded.config import ClusterSpec
 from primeslurm.slurm.embedded.daemons import job_processes
+from tests.support.kernels import merges_pages
 
 pytestmark = pytest.mark.cluster
+NO_RANDOM_ADDRESSES = 0x0040000
 
 
 def processes_naming(directory: Path) -> list[str]:
@@ -129,6 +131,7 @@ def test_two_clusters_and_a_clean_end(cluster: Cluster, tmp_path: Path) -> None:
     """`down` ends running jobs, even what has left its step, and touches nothing of the other cluster."""
     directory = tmp_path / "c"
     spec = ClusterSpec("second", directory, tmp_path / "runs", nodes=2, gpus_per_node=0, cpus_per_node=2)
+    spec = replace(spec, merge_pages=merges_pages())
     second, _ = up(spec)
     assert second.place != cluster.place
     assert set(second.client.partitions()) == {"gpu", "urgent", "cpu"}
@@ -140,7 +143,10 @@ def test_two_clusters_and_a_clean_end(cluster: Cluster, tmp_path: Path) -> None:
     while len(job_processes(spec.slurm_conf)) < 6:
         assert time.monotonic() < deadline
         time.sleep(0.2)
+    jobs = [Path("/proc", str(process.pid)) for process in job_processes(spec.slurm_conf)]
+    personalities = {int((job / "personality").read_text(), 16) for job in jobs}
     Cluster.load(directory).down()
+    assert personalities == {NO_RANDOM_ADDRESSES if spec.merge_pages else 0}
     assert not directory.exists()
     assert list(tmp_path.iterdir()) == []
     assert processes_naming(directory) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -84,7 +85,7 @@ def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo)
 
 
 def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
-    known = set(Path("/tmp").iterdir())
+    known = set(Path(tempfile.gettempdir()).iterdir())
     small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
     evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"
     run = demo.submit("reverse_text.yaml", "--name", "cancelled", "--set", "max_steps=8", "--set", evaluated)
@@ -97,7 +98,7 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     cancelled = demo.status(run)
     assert cancelled["phase"] == "cancelled"
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
-    assert [path for path in set(Path("/tmp").iterdir()) - known if run.run_id in path.name] == []
+    assert [path for path in set(Path(tempfile.gettempdir()).iterdir()) - known if run.run_id in path.name] == []
     assert names_of(shared) == {}
 
     resumed = demo.command("resume", str(run.path), "--json")

@@ -97,7 +97,7 @@ def _attack(attack: Callable[[], Any], uid: int, told: socket.socket) -> None:
 @contextlib.contextmanager
 def public_directory(mode: int = 0o1777) -> Iterator[Path]:
     """A directory that everybody can enter: pytest's own are closed to others. As /tmp is, unless told otherwise."""
-    path = Path(tempfile.mkdtemp(prefix="primeslurm-test-", dir="/tmp"))
+    path = Path(tempfile.mkdtemp(prefix="primeslurm-test-"))
     try:
         path.chmod(mode)
         yield path

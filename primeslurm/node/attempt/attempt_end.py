@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from tenacity import RetryCallState
@@ -26,6 +26,8 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import insisting_in_thread
 
 EXCLUDE_S = 5.0
+FRUITLESS_ATTEMPTS = 3
+"""Failed attempts without a new committed step, after which a run ends."""
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
@@ -42,14 +44,10 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
         Whether the job should be requeued.
     """
     step = checkpoints.newest(run.path)
-    commits = {
-        a.number: end.committed_step
-        for a in run.attempts()
-        if (end := a.end()) is not None and end.outcome == Outcome.FAILED and end.suspect != FILE_SYSTEM
-    }
-    if ending.outcome is Outcome.FAILED and ending.suspect != FILE_SYSTEM:
-        commits[attempt.number] = step
-    requeue, why_not = should_requeue(ending, attempt.number, plan, commits)
+    known = [end for a in run.attempts() if a.number < attempt.number and (end := a.end()) is not None]
+    ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in known]
+    ends.append((_failed_itself(ending.outcome, ending.suspect), step))
+    requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends))
     record = EndRecord(
         outcome=ending.outcome,
         reason=ending.reason,
@@ -70,15 +68,34 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     return requeue
 
 
-def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[int, int | None]) -> tuple[bool, str]:
+def _failed_itself(outcome: str, suspect: str) -> bool:
+    """Whether an attempt failed, and not for a fault of the file system."""
+    return outcome == Outcome.FAILED and suspect != FILE_SYSTEM
+
+
+def fruitless(ends: Sequence[tuple[bool, int | None]]) -> int:
+    """Count the failed attempts since the newest committed step, not the one that committed it. Pure.
+
+    Args:
+        ends: of all attempts, in order: whether it failed by itself, and the newest committed step by then.
+    """
+    newest, count = ends[-1][1], 0
+    before = [None, *(step for _, step in ends)]
+    for (failed, step), earlier in zip(reversed(ends), reversed(before[:-1]), strict=True):
+        if not step == earlier == newest:
+            break
+        count += failed
+    return count
+
+
+def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int) -> tuple[bool, str]:
     """Decide whether the job resumes as a new attempt. Pure.
 
     Args:
         ending: how the attempt ended.
         attempt: its number.
         plan: of the attempt.
-        commits: newest committed step at the end of each failed attempt so far, this one included; not of those that
-            ended for a fault of the file system.
+        fruitless: failed attempts that have committed nothing new, this one included.
 
     Returns:
         The decision, and why not if the job does not resume though it failed.
@@ -91,8 +108,7 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[in
         return False, "another attempt would end in the same way"
     if ending.outcome is Outcome.PREEMPTED or ending.suspect == FILE_SYSTEM:
         return True, ""
-    recent = [commits[n] for n in sorted(commits)][-3:]
-    if len(recent) == 3 and len(set(recent)) == 1:
+    if fruitless >= FRUITLESS_ATTEMPTS:
         return False, "three failed attempts in a row committed nothing new"
     return True, ""
 

@@ -30,18 +30,19 @@ class LoadedOnNodes(BaseModel):
         teachers = [self.teacher.path] if isinstance(self.teacher, TeacherEngines) else []
         return [self.model.path, *teachers]
 
-    def tried(self, task: str) -> tuple[list[str], list[str]]:
+    def tried(self, task: str, tmp: Path) -> tuple[list[str], list[str]]:
         """Load the environments with this Python.
 
         Args:
             task: of the plan.
+            tmp: directory for what they leave, which is removed.
 
         Returns:
             Their labels, and what is wrong.
         """
         trained = self.environments if task == "rl" else ()
         evaluated = self.evaluation.environments if self.evaluation else ()
-        found = try_all(places(trained, evaluated), self.model, Interpreter(sys.executable, {}))
+        found = try_all(places(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp)
         problems = [*map(str, found.violations), *map(str, found.missing)]
         if found.unprepared:
             problems = [f"{sys.executable} has no {found.unprepared}"]

@@ -220,7 +220,7 @@ class Preflight:
         recipe = loaded.read(Path(self._plan.run_dir))
         if recipe is None:
             return []
-        named, problems = recipe.tried(self._plan.task)
+        named, problems = recipe.tried(self._plan.task, self._tmp)
         self.environments_fail = "; ".join(problems)
         fix = "`primeslurm check` says the same where the nodes' Python is"
         return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [

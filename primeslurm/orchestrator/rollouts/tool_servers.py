@@ -2,7 +2,8 @@
 
 verifiers waits for three minutes for a server's port, and three more for its first answer, whether its process is still
 there or not. Here the process is watched meanwhile: when it ends, so does the wait, with its exit code and last words.
-What it writes down comes from a sandbox: of that file no more is read than a port takes.
+What it writes down comes from a sandbox: of that file no more is read than a port takes. Of a server of this host it is
+among the worker's own temporary files, and not in /tmp, where verifiers has it: who is killed leaves it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,20 +75,21 @@ class _WatchedRuntime:
         """Start it, as the runtime does."""
         self.log = log
         if hasattr(self._runtime, "_background") and "MCP_PORT_FILE" in env:
-            self._port_file = Path(env["MCP_PORT_FILE"])
+            self._port_file = Path(tempfile.gettempdir(), Path(env["MCP_PORT_FILE"]).name)
+            env = {**env, "MCP_PORT_FILE": str(self._port_file)}
         await self._runtime.run_background(self._noted(argv), env, log)
         self._started.set()
 
     async def read(self, path: str) -> bytes:
         """Read where the server writes its port."""
-        found: bytes = await self._runtime._read(path, max_bytes=LONGEST + 1)
+        found: bytes = await self._runtime._read(str(self._port_file or path), max_bytes=LONGEST + 1)
         text = found.strip().decode(errors="replace")
         if text and not _is_port(text) and not self._said.done():
             self._said.set_result(text)
         return found
 
     def forget_port(self) -> None:
-        """Remove what is of no more use, and lies in this host's /tmp where no sandbox goes with the rollout."""
+        """Remove what is of no more use, and lies on this host where no sandbox goes with the rollout."""
         if self._port_file is not None:
             self._port_file.unlink(missing_ok=True)
 

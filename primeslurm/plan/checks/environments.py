@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from primeslurm.errors import Violation
 from primeslurm.families.renderers import AUTO
@@ -80,13 +81,16 @@ class Tried:
     """The package that the interpreter lacks, so that nothing could be tried."""
 
 
-def try_all(environments: Mapping[str, AnyEnvironment], model: Model, interpreter: Interpreter) -> Tried:
+def try_all(
+    environments: Mapping[str, AnyEnvironment], model: Model, interpreter: Interpreter, tmp: Path | None = None
+) -> Tried:
     """Load the environments that could fail to load, and the first task of each; and look at the model's renderer.
 
     Args:
         environments: by their place in the recipe.
         model: that of the policy, whose path is absolute where it is here.
         interpreter: is here.
+        tmp: directory for what they leave, which is removed. Default: the temporary one.
     """
     plain = model.renderer == AUTO and not model.renderer_options
     wanted = {place: each for place, each in environments.items() if not (plain and _is_sure(each))}
@@ -97,7 +101,7 @@ def try_all(environments: Mapping[str, AnyEnvironment], model: Model, interprete
         model=model.model_dump(mode="json", include=_RENDERED),
     )
     limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
-    code, out, err = _run(interpreter, encoded(asked), limit_s)
+    code, out, err = _run(interpreter, encoded(asked), limit_s, tmp)
     if code != 0:
         return _nothing(interpreter, code, err)
     try:
@@ -118,9 +122,12 @@ def _is_sure(environment: AnyEnvironment) -> bool:
     return environment.id in _SURE and not (environment.args or environment.harness or environment.runtime)
 
 
-def _run(interpreter: Interpreter, asked: str, limit_s: float) -> tuple[int | None, str, str]:
-    """Exit code (None: it had to be killed) and outputs. It runs where no module of the user's own lies about."""
-    with tempfile.TemporaryDirectory(prefix="primeslurm-") as directory:
+def _run(interpreter: Interpreter, asked: str, limit_s: float, tmp: Path | None) -> tuple[int | None, str, str]:
+    """Exit code (None: it had to be killed) and outputs. It runs where no module of the user's own lies about.
+
+    Its temporary files are there, too: environments' processes are ended before they could remove theirs.
+    """
+    with tempfile.TemporaryDirectory(prefix="primeslurm-", dir=tmp, ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
             [interpreter.python, "-m", PROBE],
             stdin=subprocess.PIPE,
@@ -129,7 +136,7 @@ def _run(interpreter: Interpreter, asked: str, limit_s: float) -> tuple[int | No
             text=True,
             errors="replace",
             cwd=directory,
-            env={"HF_HUB_OFFLINE": "1", **os.environ, **interpreter.env},
+            env={"HF_HUB_OFFLINE": "1", **os.environ, **interpreter.env, "TMPDIR": directory},
             start_new_session=True,
         )
         try:

@@ -48,17 +48,20 @@ def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> 
     for builder in builders:
         if builder.replica is not None:
             members.setdefault(builder.replica, []).append(builder)
-    _place_store(recipe, site, [builder for nodes in members.values() for builder in nodes])
+    _place_store(recipe, site, builders[0], [builder for nodes in members.values() for builder in nodes])
     return [_place_replica(recipe, site, index, nodes) for index, nodes in sorted(members.items())]
 
 
-def _place_store(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> None:
-    """A client of the Mooncake store on every inference node, and its master on the first one."""
+def _place_store(recipe: Recipe, site: Site, head: NodeBuilder, builders: list[NodeBuilder]) -> None:
+    """A client of the Mooncake store on every inference node, and its master on the head's.
+
+    All clients and engines know the master's address. Nothing outlives the head's node: on any other one, the master
+    would end an attempt that other replicas could go on with.
+    """
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload) or not builders:
         return
-    first = min(builders, key=lambda builder: builder.index)
-    first.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http"))
+    head.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http"))
     for builder in builders:
         builder.add(
             f"store-{builder.index}",

@@ -19,7 +19,7 @@ import yaml
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.files import read_json, write_json
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.embedded import config
+from primeslurm.slurm.embedded import config, equal_pages
 from primeslurm.slurm.embedded.config import ClusterSpec
 from primeslurm.slurm.embedded.daemons import OsProcess, end, job_processes
 
@@ -153,7 +153,12 @@ class Cluster:
         environment.pop("SLURM_JOB_ID", None)
         with log.open("ab") as stream:
             code = subprocess.run(
-                argv, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
+                argv,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
+                preexec_fn=equal_pages.ask if self.spec.merge_pages else None,
             ).returncode
         deadline = time.monotonic() + _PID_FILE_TIMEOUT_S
         while code == 0 and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe.site import Network, NodeKind, Site
+from primeslurm.slurm.embedded import equal_pages
 
 NARROW_NODES = 200
 """A cluster of so many GPU nodes, and 50 without, fits into one of many places; larger ones have one of their own."""
@@ -54,6 +55,8 @@ class ClusterSpec:
     cpus_per_node: int = 16
     """What a node claims to have, whatever this machine has."""
     control_nodes: int = 1
+    merge_pages: bool = False
+    """The kernel keeps equal pages of its processes once (`equal_pages`)."""
 
     def check(self) -> None:
         """Raise UsageError with everything that is wrong with this specification."""
@@ -263,6 +266,7 @@ def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
     return Site(
         schema=1,
         name=spec.name,
+        env=equal_pages.SAME_HASHES if spec.merge_pages else {},
         device="cpu",
         runs=str(spec.runs),
         slurm_conf=str(spec.slurm_conf),

@@ -1,7 +1,9 @@
-"""An environment that ends the interpreter when it is imported."""
+"""An environment that ends the interpreter when it is imported, and leaves a temporary directory."""
 
 import os
 import sys
+import tempfile
 
+tempfile.mkdtemp()
 print("no licence found", file=sys.stderr, flush=True)
 os._exit(3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,24 @@ def test_a_python_that_is_broken_is_named() -> None:
     tried = try_all({"environments.0": Environment(id="fine-words")}, Model(path="m"), Interpreter("/bin/true", {}))
     why = "they cannot be tried: /bin/true gives no answer"
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
+
+
+def test_what_environments_leave_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are ended before they could do so: on nodes their agent's directory is the place for it."""
+    agents, other = tmp_path / "agents", tmp_path / "other"
+    agents.mkdir()
+    other.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(other))
+    monkeypatch.setenv("TMPDIR", str(other))
+    interpreter = Interpreter(sys.executable, {"PYTHONPATH": f"{ROOT}:{PACKAGES}"})
+    made: list[Path] = []
+    mkdtemp = tempfile.mkdtemp
+    monkeypatch.setattr("tempfile.mkdtemp", lambda *args: made.append(Path(mkdtemp(*args))) or str(made[-1]))
+    for tmp in (None, agents):
+        tried = try_all({"environments.0": Environment(id="ends-python")}, Model(path="m"), interpreter, tmp)
+        assert "exit code 3" in str(tried.violations[0])
+    assert [path.parent for path in made] == [other, agents]
+    assert not any(agents.iterdir()) and not any(other.iterdir())
 
 
 def test_a_model_that_cannot_be_shown_an_environments_tools_is_refused(place: Path) -> None:

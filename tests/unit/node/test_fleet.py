@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primeslurm.api.loading import load
 from primeslurm.node.agent.node_context import UnknownPlaceholder, resolve
 from primeslurm.node.agent.supervision import BACKOFF_S, ProcessState, Supervision
-from primeslurm.node.attempt.attempt_end import should_requeue
+from primeslurm.node.attempt.attempt_end import fruitless, should_requeue
 from primeslurm.node.head.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.head.process_states import FleetState, fleet_state
 from primeslurm.plan.model import Health, Plan, Process, Replica
@@ -589,24 +590,39 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
 
 
 @pytest.mark.parametrize(
-    ("ending", "attempt", "commits", "expected"),
+    ("ending", "attempt", "fruitless", "expected"),
     [
-        (Ending(Outcome.COMPLETED, ""), 1, {}, (False, "")),
-        (Ending(Outcome.CANCELLED, ""), 1, {}, (False, "")),
-        (FAILED, 1, {1: None}, (True, "")),
-        (FAILED, 3, {1: None, 2: 5, 3: 5}, (True, "")),
-        (FAILED, 4, {2: 5, 3: 5, 4: 5}, (False, "three failed attempts in a row committed nothing new")),
-        (PREEMPTED, 4, {2: 5, 3: 5, 4: 5}, (True, "")),
-        (PREEMPTED, 9, {}, (False, "this was attempt 9 of 9")),
-        (Ending(Outcome.FAILED, "full", "shared file system"), 5, {1: 5, 2: 5, 3: 5}, (True, "")),
-        (Ending(Outcome.FAILED, "x", final=True), 1, {1: 5}, (False, "another attempt would end in the same way")),
+        (Ending(Outcome.COMPLETED, ""), 1, 0, (False, "")),
+        (Ending(Outcome.CANCELLED, ""), 1, 0, (False, "")),
+        (FAILED, 1, 1, (True, "")),
+        (FAILED, 3, 2, (True, "")),
+        (FAILED, 4, 3, (False, "three failed attempts in a row committed nothing new")),
+        (PREEMPTED, 4, 3, (True, "")),
+        (PREEMPTED, 9, 0, (False, "this was attempt 9 of 9")),
+        (Ending(Outcome.FAILED, "full", "shared file system"), 5, 3, (True, "")),
+        (Ending(Outcome.FAILED, "x", final=True), 1, 1, (False, "another attempt would end in the same way")),
     ],
 )
-def test_requeue_rules(
-    ending: Ending, attempt: int, commits: dict[int, int | None], expected: tuple[bool, str]
-) -> None:
+def test_requeue_rules(ending: Ending, attempt: int, fruitless: int, expected: tuple[bool, str]) -> None:
     plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
-    assert should_requeue(ending, attempt, plan, commits) == expected
+    assert should_requeue(ending, attempt, plan, fruitless) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "count"),
+    [
+        ([(True, None)], 1),
+        ([(True, None), (True, None), (True, None)], 3),
+        ([(True, 5)], 0),
+        ([(True, 5), (True, 5), (True, 5)], 2),  # the first of them has committed step 5
+        ([(False, 5), (True, 5), (True, 5), (True, 5)], 3),
+        ([(True, 5), (True, 5), (False, 5), (True, 5)], 2),  # a preemption, or a full disk
+        ([(True, 5), (True, 5), (False, 6), (True, 6)], 1),
+        ([(True, 5), (True, 5), (True, 7)], 0),
+    ],
+)
+def test_failed_attempts_that_committed_nothing_new(ends: list[tuple[bool, int | None]], count: int) -> None:
+    assert fruitless(ends) == count
 
 
 def test_placeholders() -> None:
@@ -624,7 +640,7 @@ def test_unknown_placeholders_are_errors(text: str) -> None:
 
 @pytest.mark.parametrize(("node", "goes_on"), [(2, True), (1, False)])
 def test_a_store_s_master_is_needed_and_its_clients_are_not(node: int, goes_on: bool) -> None:
-    """Each inference node has a client of the key-value store, the first one the master of all as well."""
+    """Each inference node has a client of the key-value store. Plans once had the master of all on the first one."""
     client = [process("store", name=f"store-{i}", node=i) for i in (1, 2)]
     client = [made.model_copy(update={"after": ("store-master",)}) for made in client]
     nodes = [
@@ -639,3 +655,15 @@ def test_a_store_s_master_is_needed_and_its_clients_are_not(node: int, goes_on: 
     agents.assigned()
     agents.silent = {node}
     assert (agents.decide(91.0) is None) is goes_on
+
+
+def test_any_inference_node_can_be_lost_where_another_replica_shares_its_store() -> None:
+    recipe = Path(__file__).parents[2] / "emulated" / "small.yaml"
+    offload = "inference.kv_offload={type: mooncake, cpu: {bytes: 1073741824}}"
+    plan = load(recipe, emulate=True, overrides=[offload, "deployment.spares.decode=0"]).plan()
+    for node in (node.index for node in plan.nodes if node.role in ("prefill", "decode")):
+        agents = Agents((process(),))
+        agents.fleet = Fleet(plan, started_at=0.0)
+        agents.silent = {agents.assigned().assignment.rank_of[node]}
+        assert agents.decide(plan.node_silent_s + 1.0) is None
+        assert agents.fleet.lost

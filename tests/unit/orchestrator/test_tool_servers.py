@@ -70,6 +70,16 @@ async def test_a_server_that_says_what_is_no_port(
     said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever runs in a sandbox writes that file: as long as it likes."""
+    own, looked_at, read = tmp_path / "own", set(), subprocess_runtime.SubprocessRuntime._read
+    own.mkdir()
+
+    async def noted(runtime: Any, path: str, max_bytes: int | None = None) -> bytes:
+        looked_at.add(path)
+        found: bytes = await read(runtime, path, max_bytes)
+        return found
+
+    monkeypatch.setattr(subprocess_runtime.SubprocessRuntime, "_read", noted)
+    monkeypatch.setattr("tempfile.tempdir", str(own))
     monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
     monkeypatch.setenv("HOSTILE_PORT", said)
     name = uuid.uuid4()
@@ -79,4 +89,5 @@ async def test_a_server_that_says_what_is_no_port(
             text, seconds = await outcome(runtime, monkeypatch, HostileTools)
     assert text == f"tool server 'hostile_tools' says that its port is {shown!r}"
     assert seconds < LONG_S
-    assert not Path(f"/tmp/vf-port-{name.hex}").exists(), "nothing is left in a directory that all rollouts share"
+    assert looked_at == {str(own / f"vf-port-{name.hex}")}, "who is killed leaves it in the agent's directory"
+    assert not any(own.iterdir()), "nothing is left in a directory that all rollouts share"

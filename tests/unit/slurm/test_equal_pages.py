@@ -1,0 +1,53 @@
+"""Emulated runs of a machine whose kernel merges equal pages: their processes ask for it, and have equal pages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeslurm.api import emulation
+from primeslurm.api.loading import load
+from primeslurm.errors import UsageError
+from primeslurm.plan.emulate import memory_mib
+from primeslurm.recipe import Recipe
+from primeslurm.slurm.embedded import equal_pages
+from tests.support.kernels import merges_pages
+from tests.support.recipes import recipe_data
+
+LAYOUT = "import json, sys; print(id(json), id(sys.modules), hash('word'))"
+
+
+@pytest.fixture
+def switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for the kernel's."""
+    monkeypatch.setattr(equal_pages, "SWITCH", tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.skipif(not merges_pages(), reason="the kernel has no PR_SET_MEMORY_MERGE")
+def test_processes_that_ask_have_equal_pages() -> None:
+    argv, env = [sys.executable, "-c", LAYOUT], {**os.environ, **equal_pages.SAME_HASHES}
+    asked = {subprocess.check_output(argv, env=env, preexec_fn=equal_pages.ask) for _ in range(3)}
+    assert len(asked) == 1
+    assert len({subprocess.check_output(argv) for _ in range(3)}) == 3, "usually addresses and hashes are random"
+
+
+@pytest.mark.parametrize(("says", "merged"), [("1\n", True), ("0\n", False), ("2\n", False), (None, False)])
+def test_a_cluster_asks_where_the_kernel_merges(says: str | None, merged: bool, switch: Path) -> None:
+    if says is not None:
+        switch.write_text(says)
+    spec = emulation.cluster_for(Recipe.model_validate(recipe_data()))
+    assert spec.merge_pages is merged
+    assert emulation.site_of(spec).env == (equal_pages.SAME_HASHES if merged else {})
+
+
+def test_more_fits_where_the_kernel_merges() -> None:
+    plan = load(Path(__file__).parents[2] / "emulated" / "small.yaml", emulate=True).plan()
+    needed = memory_mib(plan)
+    emulation.refuse_too_large(plan, needed - 1, merged=True)
+    with pytest.raises(UsageError, match="such nodes would fit"):
+        emulation.refuse_too_large(plan, needed - 1)
