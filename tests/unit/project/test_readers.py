@@ -96,7 +96,6 @@ OWN = {
         "api/exporting.py",
         "node/preflight/checks.py",
         "orchestrator/batching/filters.py",
-        "orchestrator/environments/harbor_local.py",
         "orchestrator/environments/math_problems.py",
         "orchestrator/rendering/choosing.py",
         "orchestrator/rendering/harmony.py",
@@ -105,6 +104,7 @@ OWN = {
         "plan/checks/teacher.py",
         "trainer/data/sft_data.py",
         "trainer/weights/huggingface.py",
+        "wire/stored/task_images.py",
     ),
     "what this package, its parent process or this process itself has written": (
         "emulated/environment.py",
