@@ -114,6 +114,7 @@ OWN = {
         "node/preflight/loaded.py",
         "orchestrator/environments/sandbox/box.py",
         "orchestrator/environments/sandbox/inside.py",
+        "orchestrator/environments/sandbox/namespaces.py",
         "orchestrator/environments/sandbox/scripts.py",
         "orchestrator/main.py",
         "orchestrator/rendering/probing.py",
