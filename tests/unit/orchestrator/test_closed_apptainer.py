@@ -17,9 +17,10 @@ from verifiers.v1.runtimes import ApptainerConfig, Runtime, make_runtime
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import agents, host_needs
-from primeslurm.orchestrator.environments.sandbox import containers
+from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
 from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import Limits
 
 STAND_IN = (
     f"#!{sys.executable} -IS"
@@ -65,11 +66,11 @@ async def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     (tmp_path / "apptainer").chmod(0o755)
     (tmp_path / "image.sif").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in containers._CLOSED:
+    for name in apptainer.OWN_NETWORK:
         monkeypatch.setenv(name, "")  # what is set below goes with the test
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
         monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
-    containers.mark("tasks-0", closed=True)
+    containers.mark("tasks-0", limits=Limits(network="none"))
     made = make_runtime(ApptainerConfig(image=str(tmp_path / "image.sif")))
     await made.start()
     try:

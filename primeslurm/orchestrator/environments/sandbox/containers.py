@@ -9,36 +9,31 @@ what it starts: docker and podman are told names alone, apptainer is told a file
 of a secret (`KEY = "${TOKEN}"`) is made of it in the container, by a shell.
 
 apptainer keeps names and logs of its instances at home, and the logs for good. Here both are files of the run, and logs
-go with their instance. An instance whose network is closed has a loopback of its own, and nothing else; connections to
-the endpoints of its rollout are carried there.
+go with their instance.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import logging
 import os
 import re
 import shlex
-import socket
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-from urllib.parse import urlsplit
 
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
-from verifiers.v1.runtimes import ProgramResult, RuntimeProcess
-from verifiers.v1.runtimes.apptainer import ApptainerRuntime
-from verifiers.v1.runtimes.container import cli
+from verifiers.v1.runtimes.apptainer import ApptainerConfig, ApptainerRuntime
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
 
-from primeslurm.orchestrator.environments.sandbox import namespaces, scripts
-from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox import scripts
+from primeslurm.orchestrator.environments.sandbox.apptainer import OWN_NETWORK, LimitProbe, OwnNetwork
+from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +46,7 @@ _hidden: set[str] = set()
 """Names of variables; see `hide`."""
 CONFIG = "APPTAINER_CONFIGDIR"
 """Environment variable: what apptainer uses instead of `~/.apptainer`."""
-_CLOSED = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
-"""Environment variables: apptainer gives an instance a network of its own, which its user may enter, also if it is
-installed setuid."""
+_OPEN = Limits()
 _logins: dict[str, Path] = {}
 """Files of the user, by the names that apptainer looks for in that directory; see `write_below`."""
 
@@ -105,6 +98,9 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
 
 class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
+    config: ApptainerConfig
+    limits: ClassVar[Limits]
+    probe: ClassVar[LimitProbe]
     _instance: str
     _dir: Path | None
 
@@ -114,7 +110,18 @@ class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
 
     async def start(self) -> None:
         _link_logins()
+        if self.config.cpu is not None or self.config.memory is not None:
+            self._drop_limits(await self.probe.why_not(await self._image()))
         await super().start()
+
+    def _drop_limits(self, why: str) -> None:
+        """Go without limits that apptainer may not set here, if only the task asks for them. Raises SandboxError."""
+        if not why:
+            return
+        for name in ("cpus", "memory_gb"):
+            if getattr(self.limits, name) is not None:
+                raise SandboxError(f"runtime.limits.{name} cannot be held by apptainer here: leave it out. {why}")
+        self.config = self.config.model_copy(update={"cpu": None, "memory": None})
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -134,63 +141,6 @@ class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
             path.touch(0o600)
             path.write_text(text)
         return path
-
-
-class _ClosedApptainer(_MarkedApptainer):
-    """An instance on a network of its own."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._crossing = Crossing(self._socket)
-        self._ports: set[int] = set()
-        self._lock = asyncio.Lock()
-
-    def host_url(self, url: str) -> str:
-        """Open the way to an endpoint on the node's loopback; within, it has the same address."""
-        parts = urlsplit(url)
-        if parts.hostname in ("127.0.0.1", "localhost") and parts.port is not None:
-            self._ports.add(parts.port)
-        return url
-
-    async def expose(self, port: int) -> str:
-        """Open the way from the node to a port within."""
-        return f"http://127.0.0.1:{await self._crossing.expose(port)}"
-
-    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """Run a program to its end."""
-        await self._open()
-        return await super().run(argv, env)
-
-    async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
-        """Start a program whose streams stay open."""
-        await self._open()
-        return await super().open_process(argv, env)
-
-    async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
-        """Start a program that runs as long as the instance."""
-        await self._open()
-        await super().run_background(argv, env, log)
-
-    async def teardown(self) -> None:
-        """End the instance, and all connections of it."""
-        self._crossing.close()
-        await super().teardown()
-
-    async def _open(self) -> None:
-        async with self._lock:
-            try:
-                for port in sorted(self._ports):
-                    await self._crossing.forward(port)
-            except SandboxGoneError as error:
-                raise SandboxError(str(error)) from error
-
-    async def _socket(self, port: int | None) -> socket.socket:
-        listed = await cli("apptainer", "instance", "list", self._instance)
-        rows = [line.split() for line in listed.stdout.splitlines()]
-        pids = [row[1] for row in rows if row[:1] == [self._instance] and row[1].isdigit()]
-        if not pids:
-            raise SandboxGoneError(f"apptainer does not list the instance: {listed.stderr.strip()[-300:]}")
-        return await namespaces.socket_within(int(pids[0]), port)
 
 
 def _own(env: Mapping[str, str]) -> dict[str, str]:
@@ -282,20 +232,23 @@ def _remove_logs(instances: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def mark(worker: str, shown: Sequence[Path] = (), closed: bool = False) -> None:
+def mark(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> None:
     """Have verifiers mark the containers of this process.
 
     Args:
         worker: its name within the run.
         shown: directories of the node that containers see, read-only. With any, scripts run with the packages there.
-        closed: apptainer's reach nothing but the endpoints of their rollout.
+        limits: the recipe's, of apptainer's. With network none, they reach nothing but the endpoints of their rollout.
     """
-    made = {"worker": worker, "shown": tuple(shown)}
+    made: dict[str, Any] = {"worker": worker, "shown": tuple(shown)}
     runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), made)
     runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), made)
-    runtimes.ApptainerRuntime = type("Apptainer", (_ClosedApptainer if closed else _MarkedApptainer,), made)
-    if closed:
-        os.environ |= _CLOSED
+    kinds: tuple[type, ...] = (_MarkedApptainer,)
+    if limits.network == "none":
+        kinds = (OwnNetwork, _MarkedApptainer)
+        os.environ |= OWN_NETWORK
+    made |= {"limits": limits, "probe": LimitProbe()}
+    runtimes.ApptainerRuntime = type("Apptainer", kinds, made)
     if shown:  # apptainer adds them to the `--bind` of its command line
         before = filter(None, [os.environ.get("APPTAINER_BIND")])
         os.environ["APPTAINER_BIND"] = ",".join([*before, *(f"{path}:{path}:ro" for path in shown)])
