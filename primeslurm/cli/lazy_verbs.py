@@ -57,6 +57,10 @@ VERBS: dict[str, tuple[str, str]] = {
         "export:convert",
         "Write a model in bfloat16 that is stored in INT4, MXFP4 or FP8: for RL, whose engines take policies.",
     ),
+    "images": (
+        "images:images",
+        "Build the container images of Harbor tasks that come with a Dockerfile, each once; exit code 1 if any fails.",
+    ),
     "cancel": (
         "runs:cancel",
         "End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them.",

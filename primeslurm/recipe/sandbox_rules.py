@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from primeslurm.errors import Violation
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import SubprocessRuntime, sees_packages
+from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, sees_packages
 
 HARNESSES = (
     "bash",
@@ -143,9 +143,9 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
     if isinstance(network, tuple) and runtime.type in ("subprocess", "apptainer"):
         why = f"{runtime.type} cannot let some hosts through and not others"
         yield Violation(f"{field}.network", ", ".join(network), why, "none, open, or runtime docker or a hosted one")
-    if network == "none" and runtime.type == "apptainer":
-        why = "programs in apptainer are on the node's network"
-        yield Violation(f"{field}.network", network, why, "open, or runtime subprocess or docker")
+    if network == "none" and isinstance(runtime, ApptainerRuntime) and runtime.install:
+        why = "no harness could be installed into its container, which has no network from its start"
+        yield Violation(f"{field}.network", network, why, "`install: false` in the runtime, or open")
     if limits.processes is not None and not isinstance(runtime, SubprocessRuntime):
         why = f"verifiers gives {runtime.type} no such limit"
         yield Violation(f"{field}.processes", str(limits.processes), why, "leave it out")

@@ -6,7 +6,8 @@ read them. This one reads `task.toml` itself; setting a task up and grading it i
     task.toml         [environment] docker_image, workdir, cpus, memory_mb, storage_mb, env; [agent] and [verifier]
                       timeout_sec; [verifier] env; [metadata] difficulty, category, tags
     instruction.md    what the agent is asked
-    environment/      files put into the working directory, if no docker_image has them
+    environment/      a Dockerfile, whose image `primeslurm images` builds; else files put into the working directory,
+                      if no docker_image has them
     tests/test.sh     run in the same place afterwards; writes the reward to /logs/verifier/reward.txt or reward.json
 """
 
@@ -14,20 +15,22 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.runtimes import Runtime
 from verifiers.v1.task import TaskResources, TaskTimeout
 from verifiers.v1.tasksets.harbor.taskset import HarborData, HarborTask, HarborTaskConfig
 
 from primeslurm.orchestrator.environments.sandbox import containers
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
+from primeslurm.wire.stored import task_images
+from primeslurm.wire.stored.task_images import TaskImage
 
-__all__ = ["HarborLocalTaskset"]
+__all__ = ["HarborLocalEnv", "HarborLocalTaskset"]
 
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 _BUILT = ("Dockerfile", "docker-compose.yaml")
@@ -40,8 +43,10 @@ class HarborLocalConfig(vf.TasksetConfig):  # type: ignore[misc]
     """Directory that has tasks, at any depth; shared by all nodes."""
     tasks: list[str] | None = None
     """Names of their directories. Default: all."""
+    images: Path | None = None
+    """Directory of what `primeslurm images` has built of tasks' Dockerfiles. Default: `.images` in `path`."""
     ignore_dockerfile: bool = False
-    """Also take tasks whose environment is only a Dockerfile, which is not built: the runtime must have what it has."""
+    """Take no image of tasks whose environment is only a Dockerfile: the runtime must have what it has."""
     ignore_timeouts: bool = True
     """Only the recipe's `limits.wall_time_s` counts, not what tasks say of agent and verifier."""
     variables: list[str] = []
@@ -76,64 +81,104 @@ class HarborLocalTask(HarborTask):  # type: ignore[misc]
         return reward
 
 
+class _NotBuiltError(ValueError):
+    """A task's Dockerfile has no image."""
+
+
 class HarborLocalTaskset(vf.Taskset[HarborLocalTask, HarborLocalConfig]):  # type: ignore[misc]
     """The tasks below a directory, by name."""
+
+    runtime = "apptainer"
+    """Type of the runtime whose images count."""
 
     def load(self) -> Iterator[HarborLocalTask]:
         """Yield them. Raises ValueError with all that is wrong with any of them."""
         containers.hide(self.config.variables)
-        wanted = self.config.tasks
-        found = sorted(path.parent for path in self.config.path.resolve().rglob("task.toml"))
-        chosen = [path for path in found if wanted is None or path.name in wanted]
-        absent = sorted(set(wanted or ()) - {path.name for path in chosen})
+        path, wanted = self.config.path.resolve(), self.config.tasks
+        chosen = task_images.task_directories(path, wanted)
+        absent = sorted(set(wanted or ()) - {each.name for each in chosen})
         wrong = [f"{name}: there is no such task in {self.config.path}" for name in absent]
-        if not found:
+        if not chosen and not absent:
             wrong = [f"there is no task (a directory with task.toml) in {self.config.path}"]
-        read = []
-        for index, path in enumerate(chosen):
+        read, unbuilt = [], []
+        for index, directory in enumerate(chosen):
             try:
-                read.append(parse(path, index, self.config))
+                read.append(parse(directory, index, self.config, self.runtime))
+            except _NotBuiltError:
+                unbuilt.append(directory.name)
             except (OSError, ValueError, TypeError, AttributeError) as error:
-                wrong.append(f"{path.name}: {error}")
+                wrong.append(f"{directory.name}: {error}")
+        if unbuilt:
+            wrong.insert(0, self._how_to_build(unbuilt))
         if wrong:
             raise ValueError("; ".join(wrong))
         for data in read:
             yield HarborLocalTask(data, self.config.task)
 
+    def _how_to_build(self, tasks: list[str]) -> str:
+        which = f"{task_images.some(tasks)}: environment/Dockerfile"
+        if self.runtime not in task_images.RUNTIMES:
+            return f"{which} needs a container ({', '.join(task_images.RUNTIMES)}), or `ignore_dockerfile`"
+        options = "" if self.runtime == task_images.RUNTIMES[0] else f" --runtime {self.runtime}"
+        options += f" --images {self.config.images}" if self.config.images else ""
+        return f"{which} is not built for {self.runtime}: `primeslurm images {self.config.path}{options}` does that"
 
-def parse(directory: Path, index: int, config: HarborLocalConfig) -> HarborLocalData:
+
+class HarborLocalEnv(SingleAgentEnv):  # type: ignore[misc]
+    """One agent that plays a task, in the image that was built for its runtime."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        (agent,) = self._agent_specs.values()
+        self.taskset.runtime = agent.runtime.type
+
+
+def parse(directory: Path, index: int, config: HarborLocalConfig, runtime: str) -> HarborLocalData:
     """Read one task.
 
     Raises:
+        _NotBuiltError: its image is not built for this runtime.
         ValueError: it has what is not done here.
         OSError: a file of it is missing.
     """
-    about = tomllib.loads((directory / "task.toml").read_text())
+    about = task_images.read_task(directory)
     environment, agent = about.get("environment", {}), about.get("agent", {})
     verifier, metadata = about.get("verifier", {}), about.get("metadata", {})
     if problems := _not_done(directory, about, config):
         raise ValueError(", ".join(problems))
     if not (directory / "tests" / "test.sh").is_file():
         raise FileNotFoundError("tests/test.sh is missing")
-    image, files = environment.get("docker_image"), directory / "environment"
+    image, files = TaskImage(environment.get("docker_image"), None), directory / "environment"
+    if not config.ignore_dockerfile and task_images.must_be_built(directory, about):
+        image = _built(files, config, runtime)
     own_files = files.is_dir() and any(path.name not in _BUILT for path in files.iterdir())
     timeouts = {"agent": agent.get("timeout_sec"), "scoring": verifier.get("timeout_sec")}
     return HarborLocalData(
         idx=index,
         name=about.get("task", {}).get("name", directory.name),
         prompt=(directory / "instruction.md").read_text().strip(),
-        image=image,
-        workdir=environment.get("workdir"),
+        image=image.image,
+        workdir=environment.get("workdir") or image.workdir,
         timeout=TaskTimeout() if config.ignore_timeouts else TaskTimeout(**timeouts),
         resources=_resources(environment),
         difficulty=metadata.get("difficulty"),
         category=metadata.get("category"),
         tags=metadata.get("tags", []),
         task_dir=str(directory),
-        upload_environment=image is None and own_files,
+        upload_environment=image.image is None and own_files,
         env=environment.get("env", {}),
         grading_env=verifier.get("env", {}),
     )
+
+
+def _built(environment: Path, config: HarborLocalConfig, runtime: str) -> TaskImage:
+    found = None
+    if runtime in task_images.RUNTIMES:
+        images = task_images.image_directory(config.path, config.images)
+        found = task_images.built_image(images, task_images.environment_digest(environment), runtime)
+    if found is None:
+        raise _NotBuiltError
+    return found
 
 
 def _not_done(directory: Path, about: Mapping[str, Any], config: HarborLocalConfig) -> list[str]:
@@ -152,11 +197,6 @@ def _not_done(directory: Path, about: Mapping[str, Any], config: HarborLocalConf
     unread = ("healthcheck", "mcp_servers", "skills_dir")
     found += [f"[environment] {name} is not done" for name in unread if environment.get(name)]
     found += [f"[{part}] user is not done" for part in ("agent", "verifier") if about.get(part, {}).get("user")]
-    built = (directory / "environment" / "Dockerfile").is_file() and not environment.get("docker_image")
-    if built and not config.ignore_dockerfile:
-        found.append(
-            "environment/Dockerfile is not built: name the built image in docker_image, or `ignore_dockerfile`"
-        )
     texts = [str(text) for part in (environment, verifier) for text in part.get("env", {}).values()]
     named = {match[1] for text in texts for match in _TEMPLATE.finditer(text)}
     found += [f"env names ${{{name}}}, which is not in `variables`" for name in sorted(named - set(config.variables))]

@@ -16,10 +16,10 @@ from verifiers.v1.utils.loaders import harness_config_type
 from primeslurm.errors import Violation
 from primeslurm.orchestrator.environments import hosted
 from primeslurm.orchestrator.environments.chat import ChatHarness
-from primeslurm.orchestrator.environments.sandbox import limits, scripts, view
+from primeslurm.orchestrator.environments.sandbox import limits, namespaces, scripts, view
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import SubprocessRuntime, sees_packages
+from primeslurm.recipe.sections.sandboxes import SubprocessRuntime, closes_network, sees_packages
 
 LOCKED = ("mini_swe_agent",)
 """Harnesses whose packages `./just harness NAME` installs."""
@@ -62,6 +62,9 @@ def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     found = [problem for kind in wanted.runtimes for problem in _runtime(kind, env)]
     if sees_packages(environment.runtime):
         found += _of_the_system()
+    if closes_network(environment.runtime) and shutil.which(namespaces.ENTERING) is None:
+        why = f"`{namespaces.ENTERING}` is not installed here, and opens the way to the model"
+        found.append(Violation("environments.runtime.limits.network", "none", why, "install util-linux"))
     return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
 
 

@@ -35,7 +35,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
-from primeslurm.recipe.sections.sandboxes import sees_packages
+from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
@@ -206,7 +206,9 @@ def main(argv: list[str] | None = None) -> None:
     files = _scratch(name)
     install(environment.runtime, files, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
-    containers.mark(name, scripts.directories() if sees_packages(environment.runtime) else ())
+    shown = scripts.directories() if sees_packages(environment.runtime) else ()
+    asked = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()
+    containers.mark(name, shown, asked)
     containers.hide(environment.runtime.secrets if environment.runtime else ())
     tool_servers.watch()
     worker = None

@@ -56,7 +56,8 @@ class Limits(Section):
     """Longest set-up, longest run of the agent, longest scoring: each of these alone."""
     network: Literal["none", "open"] | tuple[str, ...] | None = None
     """none: the model and the rollout's own tools, nothing else. open: whatever the node reaches. A list: these hosts
-    (docker, podman and hosted runtimes). Default: none with `subprocess`, else open."""
+    (docker, podman and hosted runtimes). Default: none with `subprocess`, else open. apptainer has none from the start
+    of its container: with `install: false`."""
 
     @property
     def longest_s(self) -> float:
@@ -109,6 +110,11 @@ class ApptainerRuntime(NodeContainerRuntime):
     """A container on the node, without a daemon or rights: what Slurm clusters have."""
 
     type: Literal["apptainer"] = "apptainer"
+
+
+def closes_network(runtime: Runtime | None) -> bool:
+    """Tell whether containers are on networks of their own, which our sandboxes give and not their engine."""
+    return isinstance(runtime, ApptainerRuntime) and runtime.limits.network == "none"
 
 
 class DockerRuntime(NodeContainerRuntime):

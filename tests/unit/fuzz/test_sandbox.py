@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.environments.sandbox.box import Box, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.box import Box
+from primeslurm.orchestrator.environments.sandbox.crossing import SandboxGoneError
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 

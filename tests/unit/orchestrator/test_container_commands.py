@@ -19,6 +19,7 @@ from verifiers.v1.runtimes import ApptainerConfig, DockerConfig, PodmanConfig, R
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.sandbox import containers, scripts
+from primeslurm.recipe.sections.sandboxes import Limits
 from tests.support.verifiers_restored import restored
 
 SECRET = "a 'quoted' one\nof two $LINES"
@@ -193,3 +194,47 @@ async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
     assert not list(logs.iterdir())
     assert len([path for path in home.rglob("*") if path.is_file()]) == 2, "there is more at home than there was"
     shutil.rmtree(killed._dir)
+
+
+UNLIMITED = """#!/bin/sh
+# A stand-in for apptainer where it may set no limits.
+echo "$@" >>"$0.asked"
+case "$*" in *"--memory"*|*"--cpus"*)
+  echo "FATAL:   container creation failed: while applying cgroups config: no session" >&2
+  exit 255 ;;
+esac
+"""
+LIMITED = """#!/bin/sh
+echo "$@" >>"$0.asked"
+"""
+
+
+@pytest.mark.parametrize("stand_in", [UNLIMITED, LIMITED], ids=["unlimited", "limited"])
+async def test_limits_of_tasks_are_held_where_apptainer_may(
+    stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apptainer").write_text(stand_in)
+    (tmp_path / "apptainer").chmod(0o755)
+    (tmp_path / "image.sif").touch()
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
+        monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
+    config = ApptainerConfig(image=str(tmp_path / "image.sif"), cpu=1, memory=2)
+    containers.mark("tasks-0")
+    for _ in range(2):
+        runtime = make_runtime(config)
+        await runtime.start()
+        await runtime.stop()
+    asked = (tmp_path / "apptainer.asked").read_text().splitlines()
+    starts = [line for line in asked if line.startswith("instance start")]
+    assert len(starts) == 2
+    assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (stand_in == LIMITED) for line in starts), starts
+    assert len([line for line in asked if line.startswith("exec --containall --memory")]) == 1, "it is tried once"
+    containers.mark("tasks-0", limits=Limits(memory_gb=2))
+    runtime = make_runtime(config)
+    if stand_in == LIMITED:
+        await runtime.start()
+        await runtime.stop()
+    else:
+        with pytest.raises(SandboxError, match=r"limits.memory_gb cannot be held by apptainer here.*no session"):
+            await runtime.start()

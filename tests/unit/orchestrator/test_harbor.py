@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Harness
 from primeslurm.trainer import tiny
 from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.stored import task_images
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
@@ -202,17 +204,55 @@ def test_tasks_that_cannot_be_run_are_named_at_once(change: str, words: str, tmp
     assert "one: " in str(raised.value) and "other: " in str(raised.value)
 
 
-def test_a_dockerfile_is_not_passed_over(tmp_path: Path) -> None:
-    task = tmp_path / "built"
+@pytest.fixture
+def with_dockerfile(tmp_path: Path) -> Path:
+    """A task whose environment is a Dockerfile alone."""
+    task = tmp_path / "tasks" / "built"
     (task / "environment").mkdir(parents=True)
     (task / "tests").mkdir()
-    for name in ("environment/Dockerfile", "tests/test.sh", "instruction.md", "task.toml"):
+    for name in ("environment/Dockerfile", "environment/data", "tests/test.sh", "instruction.md", "task.toml"):
         (task / name).touch()
-    env = environments.load("harbor-local", {"path": str(tmp_path)})
-    with pytest.raises(ValueError, match="Dockerfile is not built"):
+    return task
+
+
+def test_a_dockerfile_is_not_passed_over(with_dockerfile: Path) -> None:
+    tasks = str(with_dockerfile.parent)
+    for runtime, words in (
+        ("apptainer", f"built: environment/Dockerfile is not built for apptainer: `primeslurm images {tasks}` does"),
+        ("podman", f"`primeslurm images {tasks} --runtime podman --images /other` does that"),
+        ("subprocess", "built: environment/Dockerfile needs a container"),
+    ):
+        more = {"images": "/other"} if runtime == "podman" else {}
+        env = environments.load("harbor-local", {"path": tasks, **more}, {"runtime": {"type": runtime}})
+        with pytest.raises(ValueError, match=re.escape(words)):
+            list(env.taskset.load())
+    env = environments.load("harbor-local", {"path": tasks, "ignore_dockerfile": True})
+    (task,) = env.taskset.load()
+    assert task.data.image is None and task.data.upload_environment
+
+
+@pytest.mark.parametrize("runtime", ["apptainer", "docker"])
+@pytest.mark.parametrize("said", [None, "/said"])
+def test_a_task_runs_in_the_image_that_was_built_for_its_runtime(
+    runtime: str, said: str | None, with_dockerfile: Path
+) -> None:
+    tasks, environment = with_dockerfile.parent, with_dockerfile / "environment"
+    if said:
+        (with_dockerfile / "task.toml").write_text(f"[environment]\nworkdir = '{said}'")
+    images, digest = task_images.image_directory(tasks), task_images.environment_digest(environment)
+    images.mkdir()
+    for kind in task_images.RUNTIMES:
+        task_images.note_built(images, digest, kind, f"/from-{kind}")
+    sif = images / f"{digest}.sif"
+    sif.touch()
+    env = environments.load("harbor-local", {"path": str(tasks)}, {"runtime": {"type": runtime}})
+    (task,) = env.taskset.load()
+    assert task.data.image == (str(sif) if runtime == "apptainer" else f"localhost/primeslurm-tasks:{digest}")
+    assert task.data.workdir == (said or f"/from-{runtime}")
+    assert not task.data.upload_environment, "the image has them"
+    (environment / "data").chmod(0o755)
+    with pytest.raises(ValueError, match="is not built"):
         list(env.taskset.load())
-    env = environments.load("harbor-local", {"path": str(tmp_path), "ignore_dockerfile": True})
-    assert [task.data.name for task in env.taskset.load()] == ["built"]
 
 
 def test_a_directory_without_tasks_is_said(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
-from primeslurm.orchestrator.environments.sandbox import box, limits
+from primeslurm.orchestrator.environments.sandbox import box, crossing, limits
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_works
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime, _Pipes
@@ -234,8 +234,8 @@ async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_
                 return kept[-1].recv(9).decode()
             return ""
 
-        with stranger(lambda: len([connected() for _ in range(box._CONNECTIONS)])) as silent:
-            assert silent.value == box._CONNECTIONS
+        with stranger(lambda: len([connected() for _ in range(crossing.CONNECTIONS)])) as silent:
+            assert silent.value == crossing.CONNECTIONS
             assert await asyncio.to_thread(asks) == "an answer"
         assert (await asyncio.to_thread(attempted, asks)).value == ""
 
@@ -272,7 +272,7 @@ async def test_a_sandbox_that_dies_leaves_no_descriptor(at_once: bool, monkeypat
     held: list[int] = []
 
     async def spawn(runtime: SandboxedRuntime, argv: list[str], env: dict[str, str], pipes: _Pipes) -> box.BoxProcess:
-        process, gone = box.BoxProcess(made, 1), box.SandboxGoneError("it has ended")
+        process, gone = box.BoxProcess(made, 1), crossing.SandboxGoneError("it has ended")
         held.append(os.dup(pipes.inner[0]))  # as by what it started
         if at_once:
             process.exited.set_exception(gone)

@@ -99,7 +99,6 @@ OWN = {
         "api/exporting.py",
         "node/preflight/checks.py",
         "orchestrator/batching/filters.py",
-        "orchestrator/environments/harbor_local.py",
         "orchestrator/environments/math_problems.py",
         "orchestrator/rendering/choosing.py",
         "orchestrator/rendering/harmony.py",
@@ -108,6 +107,7 @@ OWN = {
         "plan/checks/teacher.py",
         "trainer/data/sft_data.py",
         "trainer/weights/huggingface.py",
+        "wire/stored/task_images.py",
     ),
     "what this package, its parent process or this process itself has written": (
         "emulated/environment.py",
@@ -117,6 +117,7 @@ OWN = {
         "node/preflight/loaded.py",
         "orchestrator/environments/sandbox/box.py",
         "orchestrator/environments/sandbox/inside.py",
+        "orchestrator/environments/sandbox/namespaces.py",
         "orchestrator/environments/sandbox/scripts.py",
         "orchestrator/main.py",
         "orchestrator/rendering/probing.py",

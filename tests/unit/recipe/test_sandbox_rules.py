@@ -79,7 +79,7 @@ def test_a_custom_tunnel_leads_to_one_worker(
         ({"harness": {"id": "bash"}, "args": {"env": {"agent": {"harness": {"id": "null"}}}}}, "harness", "keep one"),
         ({"runtime": APPTAINER, "args": {"env": {"judge": {"runtime": {"type": "docker"}}}}}, "runtime", "keep one"),
         ({"args": {"env": {"agent": {"harness": {"id": None}}}}}, "harness.id", 'id: "null"'),
-        ({"runtime": {**APPTAINER, "limits": {"network": "none"}}}, "limits.network", "on the node's network"),
+        ({"runtime": {**APPTAINER, "limits": {"network": "none"}}}, "limits.network", "no harness could be installed"),
         ({"runtime": {"type": "subprocess", "limits": {"network": ["pypi.org"]}}}, "limits.network", "some hosts"),
         ({"runtime": {"type": "docker", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
         ({"runtime": {**APPTAINER, "limits": {"processes": 3}}}, "limits.processes", "no such limit"),
@@ -102,6 +102,7 @@ def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str
         {"harness": {"id": "a_package_of_mine"}},
         {"runtime": {"type": "subprocess", "trusted": True, "limits": {"network": "open", "wall_time_s": 60}}},
         {"runtime": {"type": "docker", "limits": {"network": ["pypi.org"]}}},
+        {"runtime": {**APPTAINER, "install": False, "limits": {"network": "none"}}},
         {"runtime": {"type": "modal", "limits": {"disk_gb": 3}}, "args": {"env": {"agent": {"max_turns": 3}}}},
     ],
 )

@@ -23,21 +23,15 @@ from primeslurm.orchestrator.environments.sandbox.answers import (
     SandboxAnswer,
     SandboxReady,
 )
+from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, SandboxGoneError
 from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
 from primeslurm.wire.decoding import DamagedError, json_value
-from primeslurm.wire.transport.loopback import far_socket
 
 _START_S = 60
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
 """A shell enters control groups and becomes bubblewrap, which so never runs outside of them."""
 _ANSWER_S = 30
 _LONGEST_ANSWER = 4096
-_CONNECTIONS = 64
-"""At once, of one sandbox: each takes two of the worker's file descriptors."""
-
-
-class SandboxGoneError(RuntimeError):
-    """The sandbox does not answer any more: ended, killed from within, or for what it used."""
 
 
 class BoxProcess:
@@ -90,9 +84,7 @@ class Box:
         self._processes: dict[int, BoxProcess] = {}
         self._ready: asyncio.Future[None] | None = None
         self._requests = 0
-        self._forwarded: set[int] = set()
-        self._servers: list[asyncio.Server] = []
-        self._pumps: set[asyncio.Task[None]] = set()
+        self._crossing = Crossing(self._socket)
 
     async def start(self) -> None:
         """Make the sandbox.
@@ -257,39 +249,16 @@ class Box:
         return process
 
     async def forward(self, port: int) -> None:
-        """Let programs within reach a port of the node's loopback, under the same number."""
-        if port in self._forwarded or self.allowed.open_network:
-            return
-        self._forwarded.add(port)
-        listener = await self._socket("listen", port=port)
-
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._join(reader, writer, asyncio.open_connection("127.0.0.1", port))
-
-        self._servers.append(await asyncio.start_server(connected, sock=listener))
+        """Let programs within reach a port of the node's loopback, under the same number. Raises SandboxGoneError."""
+        if not self.allowed.open_network:
+            await self._crossing.forward(port)
 
     async def expose(self, port: int) -> int:
         """Let this user's processes of the node reach a port within. Returns the port on the node's loopback."""
-        if self.allowed.open_network:
-            return port
+        return port if self.allowed.open_network else await self._crossing.expose(port)
 
-        async def inner() -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-            plug = await self._socket("socket")
-            await asyncio.get_running_loop().sock_connect(plug, ("127.0.0.1", port))
-            return await asyncio.open_connection(sock=plug)
-
-        async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            if _is_own(writer):  # a tool server asks nobody who he is
-                await self._join(reader, writer, inner())
-            else:
-                writer.close()
-
-        server = await asyncio.start_server(connected, "127.0.0.1", 0)
-        self._servers.append(server)
-        return int(server.sockets[0].getsockname()[1])
-
-    async def _socket(self, do: str, **numbers: int) -> socket.socket:
-        answer, fds, _ = await self.request(do, (), **numbers)
+    async def _socket(self, port: int | None) -> socket.socket:
+        answer, fds, _ = await (self.request("socket") if port is None else self.request("listen", port=port))
         if answer.error or len(fds) != 1:
             _close(fds)
             raise SandboxGoneError(f"the sandbox gave no socket: {answer.error[:200]}")
@@ -300,27 +269,6 @@ class Box:
         found.setblocking(False)
         return found
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, other: Any) -> None:
-        """Carry bytes both ways until both sides have ended."""
-        task = asyncio.current_task()
-        assert task is not None
-        if len(self._pumps) >= _CONNECTIONS:
-            other.close()
-            writer.close()
-            return
-        self._pumps.add(task)
-        writers = [writer]
-        try:
-            far_reader, far_writer = await other
-            writers.append(far_writer)
-            await asyncio.gather(_carry(reader, far_writer), _carry(far_reader, writer))
-        except (OSError, SandboxGoneError):
-            pass
-        finally:
-            self._pumps.discard(task)
-            for each in writers:
-                each.close()
-
     def kill(self, why: str) -> None:
         """End every process in it, at once."""
         self.ended_for = self.ended_for or why
@@ -330,10 +278,7 @@ class Box:
 
     async def stop(self) -> None:
         """End it, and remove what it left."""
-        for server in self._servers:
-            server.close()
-        for task in list(self._pumps):
-            task.cancel()
+        self._crossing.close()
         self.kill("it was stopped")
         if self._bwrap is not None:
             await self._bwrap.wait()
@@ -347,20 +292,6 @@ class Box:
         self.kill("the worker ended")
         if self.group is not None:
             self.group.remove(1.0)
-
-
-def _is_own(connection: asyncio.StreamWriter) -> bool:
-    """Whether a process of this user made a connection to the node's loopback."""
-    far = far_socket(connection.get_extra_info("peername")[1], connection.get_extra_info("sockname")[1])
-    return far is not None and far.uid == os.geteuid()
-
-
-async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    if writer.can_write_eof():
-        writer.write_eof()
 
 
 def _file(data: bytes) -> int:

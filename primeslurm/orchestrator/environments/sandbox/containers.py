@@ -27,11 +27,13 @@ from typing import Any, ClassVar, NamedTuple
 
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
-from verifiers.v1.runtimes.apptainer import ApptainerRuntime
+from verifiers.v1.runtimes.apptainer import ApptainerConfig, ApptainerRuntime
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
 
 from primeslurm.orchestrator.environments.sandbox import scripts
+from primeslurm.orchestrator.environments.sandbox.apptainer import OWN_NETWORK, LimitProbe, OwnNetwork
+from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ _hidden: set[str] = set()
 """Names of variables; see `hide`."""
 CONFIG = "APPTAINER_CONFIGDIR"
 """Environment variable: what apptainer uses instead of `~/.apptainer`."""
+_OPEN = Limits()
 _logins: dict[str, Path] = {}
 """Files of the user, by the names that apptainer looks for in that directory; see `write_below`."""
 
@@ -95,6 +98,9 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
 
 class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
+    config: ApptainerConfig
+    limits: ClassVar[Limits]
+    probe: ClassVar[LimitProbe]
     _instance: str
     _dir: Path | None
 
@@ -104,7 +110,18 @@ class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
 
     async def start(self) -> None:
         _link_logins()
+        if self.config.cpu is not None or self.config.memory is not None:
+            self._drop_limits(await self.probe.why_not(await self._image()))
         await super().start()
+
+    def _drop_limits(self, why: str) -> None:
+        """Go without limits that apptainer may not set here, if only the task asks for them. Raises SandboxError."""
+        if not why:
+            return
+        for name in ("cpus", "memory_gb"):
+            if getattr(self.limits, name) is not None:
+                raise SandboxError(f"runtime.limits.{name} cannot be held by apptainer here: leave it out. {why}")
+        self.config = self.config.model_copy(update={"cpu": None, "memory": None})
 
     def cleanup(self) -> None:
         super().cleanup()
@@ -215,17 +232,23 @@ def _remove_logs(instances: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def mark(worker: str, shown: Sequence[Path] = ()) -> None:
+def mark(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> None:
     """Have verifiers mark the containers of this process.
 
     Args:
         worker: its name within the run.
         shown: directories of the node that containers see, read-only. With any, scripts run with the packages there.
+        limits: the recipe's, of apptainer's. With network none, they reach nothing but the endpoints of their rollout.
     """
-    made = {"worker": worker, "shown": tuple(shown)}
+    made: dict[str, Any] = {"worker": worker, "shown": tuple(shown)}
     runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), made)
     runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), made)
-    runtimes.ApptainerRuntime = type("Apptainer", (_MarkedApptainer,), made)
+    kinds: tuple[type, ...] = (_MarkedApptainer,)
+    if limits.network == "none":
+        kinds = (OwnNetwork, _MarkedApptainer)
+        os.environ |= OWN_NETWORK
+    made |= {"limits": limits, "probe": LimitProbe()}
+    runtimes.ApptainerRuntime = type("Apptainer", kinds, made)
     if shown:  # apptainer adds them to the `--bind` of its command line
         before = filter(None, [os.environ.get("APPTAINER_BIND")])
         os.environ["APPTAINER_BIND"] = ",".join([*before, *(f"{path}:{path}:ro" for path in shown)])

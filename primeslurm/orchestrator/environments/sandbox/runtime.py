@@ -18,7 +18,8 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
 from primeslurm.orchestrator.environments.sandbox import scripts, view, watch
-from primeslurm.orchestrator.environments.sandbox.box import Box, BoxProcess, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.box import Box, BoxProcess
+from primeslurm.orchestrator.environments.sandbox.crossing import SandboxGoneError
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 
 LONGEST_OUTPUT = 16 << 20

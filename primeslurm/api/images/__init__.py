@@ -1,0 +1,1 @@
+"""Container images of Harbor tasks that come with a Dockerfile."""

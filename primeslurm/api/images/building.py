@@ -1,0 +1,187 @@
+"""Builds container images of tasks, with what this machine has.
+
+A SIF is made in two steps: podman, buildah or docker builds the Dockerfile, and apptainer converts what it exports.
+What is built is renamed into place and noted last, so that an attempt that was killed is gone on with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from primeslurm.api.images.wanted import WantedImage
+from primeslurm.errors import PrimeslurmError, UsageError, Violation
+from primeslurm.wire.stored import task_images
+
+_BUILDERS = {"apptainer": ("podman", "buildah", "docker")}
+"""What builds a Dockerfile for a runtime that does not itself: the first one that works."""
+
+
+class ImageBuildError(PrimeslurmError):
+    """Images could not be built."""
+
+
+def is_there(image: WantedImage) -> bool:
+    """Whether an image was built, and this machine's engine still has it."""
+    if task_images.built_image(image.images, image.digest, image.runtime) is None:
+        return False
+    return image.runtime == "apptainer" or _succeeds([image.runtime, "image", "inspect", image.tag])
+
+
+class ImageBuilder:
+    """Builds images.
+
+    Args:
+        runtimes: what they are for.
+
+    Raises:
+        UsageError: this machine has not what it takes.
+    """
+
+    def __init__(self, runtimes: Collection[str]) -> None:
+        self._tools = {runtime: _working(_BUILDERS.get(runtime, (runtime,))) for runtime in runtimes}
+        if "apptainer" in runtimes and shutil.which("apptainer") is None:
+            why = "it converts what is built, and is not installed here"
+            raise UsageError([Violation("--runtime", "apptainer", why, "install apptainer")])
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self._stopped = False
+
+    def commands(self, image: WantedImage, archive: Path, sif: Path) -> list[list[str]]:
+        """List what is run to build an image.
+
+        Args:
+            image: which.
+            archive: what the builder exports, for apptainer to convert.
+            sif: what apptainer writes.
+        """
+        tool = self._tools[image.runtime]
+        found = [[tool, "build", "--tag", image.tag, str(image.environment)]]
+        if image.runtime == "apptainer":
+            export, kind = _export(tool, image.tag, archive)
+            # it is read once: no copy of it stays in apptainer's cache
+            found += [export, ["apptainer", "build", "--disable-cache", str(sif), f"{kind}:{archive}"]]
+        return found
+
+    def build(self, images: Sequence[WantedImage], jobs: int, progress: Callable[[str], None]) -> None:
+        """Build images, several at once. What is interrupted leaves nothing that counts as built.
+
+        Args:
+            images: that are not there.
+            jobs: builds at once.
+            progress: told of each image that is done or has failed.
+
+        Raises:
+            ImageBuildError: some failed, all of which it names. The others are built.
+        """
+        failed = []
+        with ThreadPoolExecutor(jobs) as pool:
+            builds = {pool.submit(self._build, image): image for image in images}
+            try:
+                for number, done in enumerate(as_completed(builds), 1):
+                    image, error = builds[done], done.exception()
+                    how = "failed" if error else "built"
+                    progress(f"{number} of {len(images)}: {how} {task_images.some(image.tasks)}")
+                    if error:
+                        failed.append(f"{', '.join(image.tasks)}: {error}")
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._stop()
+                raise
+        if failed:
+            raise ImageBuildError("\n".join([f"{len(failed)} of {len(images)} images were not built", *failed]))
+
+    def _build(self, image: WantedImage) -> None:
+        tool, is_sif = self._tools[image.runtime], image.runtime == "apptainer"
+        image.images.mkdir(parents=True, exist_ok=True)
+        _sweep(image)
+        part = image.images / f"{image.digest}.{socket.gethostname()}.{os.getpid()}.part"
+        with tempfile.TemporaryDirectory(prefix="primeslurm-images-") as directory, image.log.open("wb") as log:
+            try:
+                for words in self.commands(image, Path(directory, "image.tar"), part):
+                    self._run(words, log.fileno(), image.log)
+                workdir = _workdir(tool, image.tag)
+                if is_sif:
+                    part.replace(image.name)
+            finally:
+                part.unlink(missing_ok=True)
+        task_images.note_built(image.images, image.digest, image.runtime, workdir)
+        image.log.unlink()
+        if is_sif:  # it is what counts, and a builder's storage is small
+            _succeeds([tool, "rmi", image.tag])
+
+    def _run(self, words: Sequence[str], output: int, log: Path) -> None:
+        """Run a command whose output goes to a log. Raises ImageBuildError with the last line of that."""
+        with self._lock:
+            if self._stopped:
+                raise ImageBuildError("was interrupted")
+            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            self._running.add(process)
+        code = process.wait()
+        with self._lock:
+            self._running.discard(process)
+        if code:
+            said = log.read_text(errors="replace").strip().splitlines() or ["without a word"]
+            raise ImageBuildError(f"{words[0]} {words[1]} ended with exit code {code}: {said[-1][:300]} ({log})")
+
+    def _stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.terminate()
+
+
+def _workdir(tool: str, tag: str) -> str:
+    """Where programs of an image start; empty if it does not say. Raises ImageBuildError."""
+    words = [tool, "image", "inspect", "--format", "{{.Config.WorkingDir}}", tag]
+    if tool == "buildah":
+        words = [tool, "inspect", "--type", "image", "--format", "{{.OCIv1.Config.WorkingDir}}", tag]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ImageBuildError(f"{tool} does not tell its working directory: {done.stderr.strip()[-300:]}")
+    return "" if done.stdout.strip() == "/" else done.stdout.strip()
+
+
+def _export(tool: str, tag: str, archive: Path) -> tuple[list[str], str]:
+    """The command that writes an image to a file, and what apptainer calls such a file."""
+    if tool == "docker":
+        return ["docker", "save", "--output", str(archive), tag], "docker-archive"
+    if tool == "podman":
+        return ["podman", "save", "--format", "oci-archive", "--output", str(archive), tag], "oci-archive"
+    return ["buildah", "push", tag, f"oci-archive:{archive}"], "oci-archive"
+
+
+def _working(tools: Sequence[str]) -> str:
+    """The first of these programs that works here: docker may lack its daemon, podman a mapping of users.
+
+    Raises:
+        UsageError: none does.
+    """
+    for tool in tools:
+        if _succeeds([tool, "info"]):
+            return tool
+    broken = [f"`{tool} info` fails" for tool in tools if shutil.which(tool)]
+    why = " and ".join(broken) or f"none of {', '.join(tools)} is installed here"
+    fix = "build on another machine that sees the same directory"
+    raise UsageError([Violation("--runtime", "", f"nothing builds a Dockerfile: {why}", fix)])
+
+
+def _succeeds(words: Sequence[str]) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    return False
+
+
+def _sweep(image: WantedImage) -> None:
+    """Remove what builds of this machine that were killed have left of an image."""
+    for path in image.images.glob(f"{image.digest}.{socket.gethostname()}.*.part"):
+        if not Path("/proc", path.suffixes[-2][1:]).exists():
+            path.unlink(missing_ok=True)

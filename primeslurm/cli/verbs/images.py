@@ -1,0 +1,44 @@
+"""The verb that builds container images of tasks."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.api.images import building, wanted
+from primeslurm.cli.options import JsonOpt
+from primeslurm.cli.output import count, note, print_json
+
+
+def images(
+    tasks: Annotated[Path, typer.Argument(help="A directory of Harbor tasks, or a recipe.", show_default=False)],
+    runtime: Annotated[str | None, typer.Option(help="apptainer, docker or podman. Default: apptainer.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option("--images", help="Where they go. Default: .images in the directory of tasks.")
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Builds at once.")] = 2,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and how.")] = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Build the container images of Harbor tasks that come with a Dockerfile, each once; exit code 1 if any fails."""
+    found = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
+    missing = [image for image in found if not building.is_there(image)]
+    builder = building.ImageBuilder({image.runtime for image in missing})
+    if dry_run:
+        for image in missing:
+            for words in builder.commands(image, Path("image.tar"), Path(image.name)):
+                note(shlex.join(words))
+    else:
+        builder.build(missing, jobs, note)
+    if as_json:
+        left = missing if dry_run else []
+        rows = [{"image": each.name, "runtime": each.runtime, "tasks": each.tasks} for each in found]
+        print_json([{**row, "built": each not in left} for row, each in zip(rows, found, strict=True)])
+        return
+    for image in found:
+        print(f"{image.name}  {' '.join(image.tasks)}")
+    how = "to build" if dry_run else "built"
+    note(f"{count(len(found), 'image')}: {len(missing)} {how}, {len(found) - len(missing)} there already")

@@ -1,0 +1,80 @@
+"""A stand-in for podman, buildah, docker and apptainer: images are copies of Dockerfiles, and no container runs.
+
+A Dockerfile says how its build goes: `RUN false` fails, `LABEL killed` ends the command that asked for a SIF half way,
+once, and `LABEL beside=NAME` waits for a build of NAME to have begun.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+WAIT_S = 60.0
+
+
+def install(directory: Path, *names: str) -> Path:
+    """Make commands of these names. Returns their directory, beside whose `asked` they write what they were told."""
+    directory.mkdir(exist_ok=True)
+    for name in names:
+        path = directory / name
+        path.write_text(f"#!{sys.executable} -IS\n{Path(__file__).read_text()}")
+        path.chmod(0o755)
+    return directory
+
+
+def main(tool: str, words: list[str], store: Path) -> int:
+    """Do what one command asks."""
+    store.mkdir(exist_ok=True)
+    with (store.parent / "asked").open("a") as asked:
+        print(shlex.join([tool, *words]), file=asked)
+    image = store / next((word for word in words if word.startswith("localhost/")), "none").replace("/", "_")
+    if tool == "apptainer":
+        return convert(Path(words[-2]), Path(words[-1].partition(":")[2]), store)
+    if words[0] == "build":
+        return build(Path(words[-1], "Dockerfile").read_text(), image, store)
+    if words[0] in ("save", "push"):
+        archive = words[-1].partition(":")[2] if words[0] == "push" else words[words.index("--output") + 1]
+        Path(archive).write_text(image.read_text())
+    elif words[0] == "rmi":
+        image.unlink()
+    elif "inspect" in words:
+        if not image.exists():
+            return 125
+        print(next((line.split()[1] for line in image.read_text().splitlines() if line.startswith("WORKDIR")), ""))
+    return 0
+
+
+def build(dockerfile: str, image: Path, store: Path) -> int:
+    """Build a Dockerfile."""
+    name = dockerfile.partition("LABEL name=")[2].split("\n")[0]
+    (store / f"begun-{name}").touch()
+    if other := dockerfile.partition("LABEL beside=")[2].split("\n")[0]:
+        ends = time.monotonic() + WAIT_S
+        while not (store / f"begun-{other}").exists():
+            if time.monotonic() > ends:
+                return 9
+            time.sleep(0.02)
+    if "RUN false" in dockerfile:
+        print("STEP 2: RUN false\nError: building at STEP 2: exit status 1", file=sys.stderr)
+        return 1
+    image.write_text(dockerfile)
+    return 0
+
+
+def convert(sif: Path, archive: Path, store: Path) -> int:
+    """Make a SIF of what a builder exports."""
+    text = archive.read_text()
+    sif.write_text(text[: len(text) // 2])
+    if "LABEL killed" in text and not (store / "killed").exists():
+        (store / "killed").touch()
+        os.kill(os.getppid(), signal.SIGKILL)
+    sif.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[0]).name, sys.argv[1:], Path(sys.argv[0]).parent / "store"))

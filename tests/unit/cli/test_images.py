@@ -1,0 +1,167 @@
+"""`primeslurm images`: each image is built once, what fails is named, and what was interrupted is no image."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.errors import ExitCode
+from tests.support import fake_builder
+from tests.support.cli import Result, run_python
+from tests.support.recipes import recipe_data
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Path:
+    return fake_builder.install(tmp_path / "bin", "buildah", "docker", "apptainer")
+
+
+def task(directory: Path, name: str, *lines: str, toml: str = "") -> Path:
+    """A task whose environment is a Dockerfile."""
+    (directory / name / "environment").mkdir(parents=True)
+    (directory / name / "tests").mkdir()
+    for file in ("instruction.md", "tests/test.sh"):
+        (directory / name / file).touch()
+    (directory / name / "task.toml").write_text(toml)
+    (directory / name / "environment" / "Dockerfile").write_text("\n".join(("FROM debian", *lines, "")))
+    return directory / name
+
+
+def images(tools: Path, *words: str | Path) -> Result:
+    return run_python("-m", "primeslurm", "images", *words, cwd=tools.parent, PATH=str(tools))
+
+
+def built(tools: Path) -> int:
+    """How many builds there were."""
+    asked = tools / "asked"
+    return asked.read_text().count(" build --tag") if asked.exists() else 0
+
+
+def listed(result: Result) -> list[tuple[str, ...]]:
+    return [tuple(line.split()[1:]) for line in result.out.splitlines()]
+
+
+def test_an_image_is_built_once_and_again_when_its_environment_changes(tools: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    one, other = task(tasks, "one", "WORKDIR /testbed"), task(tasks, "deep/other", "WORKDIR /testbed")
+    task(tasks, "named", toml="[environment]\ndocker_image = 'python:3.12'")
+    first = images(tools, "tasks")
+    assert (first.code, listed(first)) == (0, [("other", "one")]), first.err
+    assert built(tools) == 1
+    (sif,) = tasks.glob(".images/*.sif")
+    assert sif.read_text() == (one / "environment/Dockerfile").read_text()
+    assert sif.with_suffix(".apptainer").read_text() == "/testbed\n"
+    assert images(tools, "tasks").out == first.out and built(tools) == 1
+    os.utime(one / "environment/Dockerfile", (0, 0))
+    (other / "environment/data").write_text("more")
+    assert listed(images(tools, "tasks")) == [("other",), ("one",)] and built(tools) == 2
+    assert not list((tools / "store").glob("localhost*")), "builders keep what no one runs"
+
+
+def test_all_that_failed_is_named_and_the_rest_is_built(tools: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    for name in ("one", "two"):
+        task(tasks, name, "RUN false", f"LABEL name={name}")
+    task(tasks, "three")
+    found = images(tools, "tasks")
+    assert found.code == ExitCode.FAILED
+    assert "2 of 3 images were not built" in found.err
+    for name in ("one", "two"):
+        assert f"{name}: buildah build ended with exit code 1: Error: building at STEP 2: exit status 1 (" in found.err
+    assert len(list(tasks.glob(".images/*.sif"))) == 1
+    logs = list(tasks.glob(".images/*.log"))
+    assert len(logs) == 2 and all("STEP 2: RUN false" in log.read_text() for log in logs)
+    again = json.loads(images(tools, "tasks", "--json").out)
+    assert again["exit_code"] == ExitCode.FAILED and "2 of 2 images" in again["error"]
+
+
+def test_what_was_killed_half_way_counts_as_nothing(tools: Path, tmp_path: Path) -> None:
+    task(tmp_path / "tasks", "one", "LABEL killed")
+    place = tmp_path / "tasks" / ".images"
+    assert images(tools, "tasks").code == -9
+    assert {path.suffix for path in place.iterdir()} == {".part", ".log"}
+    again = images(tools, "tasks")
+    assert (again.code, listed(again)) == (0, [("one",)]), again.err
+    assert {path.suffix for path in place.iterdir()} == {".sif", ".apptainer"}
+
+
+def test_several_are_built_at_once(tools: Path, tmp_path: Path) -> None:
+    task(tmp_path / "tasks", "one", "LABEL name=one", "LABEL beside=two")
+    task(tmp_path / "tasks", "two", "LABEL name=two", "LABEL beside=one")
+    found = images(tools, "tasks", "--jobs", "2")
+    assert found.code == 0, found.err
+
+
+def test_a_dry_run_shows_the_commands_and_writes_nothing(tools: Path, tmp_path: Path) -> None:
+    task(tmp_path / "tasks", "one")
+    found = images(tools, "tasks", "--dry-run")
+    assert found.code == 0 and listed(found) == [("one",)]
+    assert "buildah build --tag localhost/primeslurm-tasks:" in found.err and "apptainer build" in found.err
+    assert "1 to build" in found.err
+    assert built(tools) == 0 and not (tmp_path / "tasks/.images").exists()
+    (row,) = json.loads(images(tools, "tasks", "--dry-run", "--json").out)
+    assert (row["tasks"], row["built"], row["runtime"]) == (["one"], False, "apptainer")
+
+
+def test_docker_keeps_images_itself(tools: Path, tmp_path: Path) -> None:
+    task(tmp_path / "tasks", "one", "WORKDIR /")
+    found = images(tools, "tasks", "--runtime", "docker", "--images", "elsewhere")
+    assert found.code == 0 and found.out.startswith("localhost/primeslurm-tasks:")
+    assert [path.suffix for path in (tmp_path / "elsewhere").iterdir()] == [".docker"]
+    assert "apptainer" not in (tools / "asked").read_text()
+    again = ("tasks", "--runtime", "docker", "--images", "elsewhere")
+    images(tools, *again)
+    assert built(tools) == 1
+    for path in (tools / "store").glob("localhost*"):
+        path.unlink()  # as `docker image prune` does
+    images(tools, *again)
+    assert built(tools) == 2
+
+
+def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        task(tmp_path / "tasks", name, f"LABEL name={name}")
+    environments: list[dict[str, Any]] = [
+        {"id": "harbor-local", "args": {"path": str(tmp_path / "tasks"), "tasks": ["two"]}, "harness": {"id": "bash"}},
+        {"id": "reverse-text"},
+    ]
+    environments[0]["runtime"] = {"type": "docker"}
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(environments=environments)))
+    found = images(tools, "r.yaml")
+    assert (found.code, listed(found)) == (0, [("two",)]), found.err
+    assert found.out.startswith("localhost/")
+    contrary = images(tools, "r.yaml", "--runtime", "podman")
+    assert contrary.code == ExitCode.BAD_INPUT and "a recipe says that itself" in contrary.err
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(environments=environments[1:])))
+    none = images(tools, "r.yaml")
+    assert none.code == ExitCode.BAD_INPUT and "has no environment harbor-local" in none.err
+
+
+@pytest.mark.parametrize(
+    ("words", "lacking", "expected"),
+    [
+        (("nowhere",), (), "TASKS = nowhere: is neither a directory of tasks nor a recipe"),
+        (("empty",), (), "TASKS = empty: has no task (a directory with task.toml)"),
+        (("tasks", "--runtime", "modal"), (), "--runtime = modal: runs no image that is built here (one of apptainer"),
+        (("tasks",), ("buildah", "docker"), "none of podman, buildah, docker is installed here"),
+        (("tasks",), ("apptainer",), "--runtime = apptainer: it converts what is built, and is not installed here"),
+        (("tasks", "--runtime", "podman"), (), "none of podman is installed here"),
+        (("broken",), (), "broken/one/task.toml: cannot be read: "),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is(
+    words: tuple[str, ...], lacking: tuple[str, ...], expected: str, tools: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    task(tmp_path / "tasks", "one")
+    task(tmp_path / "broken", "one", toml="[environment")
+    for name in lacking:
+        (tools / name).unlink()
+    found = images(tools, *words)
+    assert found.code == ExitCode.BAD_INPUT and expected in found.err, found.err
+    assert built(tools) == 0 and not list(tmp_path.rglob(".images"))
