@@ -139,7 +139,7 @@ def test_two_clusters_and_a_clean_end(cluster: Cluster, tmp_path: Path) -> None:
     environment = {"SLURM_CONF": str(spec.slurm_conf), "PATH": "/usr/bin:/bin"}
     argv = ["sbatch", "--nodes=2", "--output=/dev/null", f"--wrap=srun bash -c '{escape.replace(chr(39), chr(34))}'"]
     subprocess.run(argv, env=environment, check=True)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while len(job_processes(spec.slurm_conf)) < 6:
         assert time.monotonic() < deadline
         time.sleep(0.2)

@@ -24,22 +24,15 @@ from tests.support.runs import Demo, check_learning, events_of, process, trained
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 24
-
-
-def test_prefill_and_decode_learn_asynchronously(demo: Demo) -> None:
-    run = demo.submit("reverse_text.yaml")
-    demo.finish(run)
-    check_learning(run, STEPS)
-    table = rows(run.path)
-    assert sum(row["rollouts/mixed_version"] for row in table) > 0
-    assert max(row["staleness/max"] for row in table) > 0, "every batch was on-policy: nothing was asynchronous"
-    assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
+SHORTER = 18
+"""Steps of runs that are there for what happens to them: by then they have learned, too."""
 
 
 def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
     """Held to the model that it starts from; rewards are what it learns from."""
     teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
-    settings = ("weights.transport=nccl", teacher, "trainer.loss={type: dppo, ref_kl: 0.01}")
+    loss = "trainer.loss={type: dppo, ref_kl: 0.01}"
+    settings = ("weights.transport=nccl", teacher, loss, f"max_steps={SHORTER}")
     run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
@@ -50,7 +43,7 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     os.kill(process(before, "router-0")["pid"], signal.SIGKILL)
     demo.wait(run, lambda status: process(status, "router-0")["restarts"] == 1)
     demo.finish(run)
-    check_learning(run, STEPS)
+    check_learning(run, SHORTER)
     table = rows(run.path)
     assert abs(table[0]["teacher/kl"]) < 1e-4, "the first policy is the teacher"
     assert all(row["teacher/kl"] > 0.01 and row["trainer/ref_kl"] > 0.01 for row in table[-5:])
@@ -62,7 +55,7 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
 
 
 def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo) -> None:
-    run = demo.submit("reverse_text_single.yaml")
+    run = demo.submit("reverse_text_single.yaml", "--set", f"max_steps={SHORTER}")
     before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
     demo.wait(run, lambda status: status["attempt"] == 2)
@@ -77,18 +70,18 @@ def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo)
     assert preempted.committed_step is not None and preempted.committed_step >= committed + 3
 
     demo.finish(run)
-    check_learning(run, STEPS)
+    check_learning(run, SHORTER)
     steps = trained_steps(run)
     second = list(range(committed + 1, preempted.committed_step + 1))
     assert [step for attempt, step in steps if attempt == 2] == second, "a preemption lost or resumed_steps a step"
-    assert [step for attempt, step in steps if attempt == 3] == list(range(second[-1] + 1, STEPS + 1))
+    assert [step for attempt, step in steps if attempt == 3] == list(range(second[-1] + 1, SHORTER + 1))
 
 
-def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
+def test_prefill_and_decode_learn_asynchronously_though_cancelled_and_resumed(demo: Demo) -> None:
     known = set(Path(tempfile.gettempdir()).iterdir())
     small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
     evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"
-    run = demo.submit("reverse_text.yaml", "--name", "cancelled", "--set", "max_steps=8", "--set", evaluated)
+    run = demo.submit("reverse_text.yaml", "--set", evaluated)
     status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
     assert len(pids) == 7
@@ -104,16 +97,21 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     resumed = demo.command("resume", str(run.path), "--json")
     assert resumed.returncode == 0, resumed.stderr
     demo.finish(run)
-    assert [row["step"] for row in rows(run.path)] == list(range(1, 9))
+    check_learning(run, STEPS)
     resumed_steps = [step for attempt, step in trained_steps(run) if attempt == 2]
-    assert resumed_steps == list(range(cancelled["committed_step"] + 1, 9))
+    assert resumed_steps == list(range(cancelled["committed_step"] + 1, STEPS + 1))
+    table = rows(run.path)
+    assert sum(row["rollouts/mixed_version"] for row in table) > 0
+    assert max(row["staleness/max"] for row in table) > 0, "every batch was on-policy: nothing was asynchronous"
+    assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
 
     found = evaluations(run.path)
-    assert [record.step for record in found] == [5, 8] == [event.step for event in events_of(run, EvaluationDone)]
-    assert (found[-1].oldest_version, found[-1].newest_version) == (8, 8), "the final policy, and no other"
+    evaluated_at = [5, 10, 15, 20, STEPS]
+    assert [record.step for record in found] == evaluated_at == [event.step for event in events_of(run, EvaluationDone)]
+    assert (found[-1].oldest_version, found[-1].newest_version) == (STEPS, STEPS), "the final policy, and no other"
     results = [record.result("held-out") for record in found]
     assert all(each and (each.examples, each.samples, each.failed) == (8, 2, 0) for each in results)
-    assert [row["step"] for row in rows(run.path) if "eval/held-out/reward_mean" in row] == [5, 8]
+    assert [row["step"] for row in table if "eval/held-out/reward_mean" in row] == evaluated_at
 
     done = demo.command("eval", str(run.path), "--site", str(demo.site), "--json", timeout_s=300)
     assert done.returncode == 0, done.stderr

@@ -169,7 +169,7 @@ def _hang(name: str, what: str = "hang") -> Callable[[Deployment], Seen]:
         assert known is not None
         url = f"http://{known['hosts'][name]}:{known['ports'][name]['http']}/emulated/{what}"
         token = {"Authorization": f"Bearer {secret.read(deployment.run.path)}"}
-        httpx.post(url, headers=token, timeout=10).raise_for_status()
+        httpx.post(url, headers=token, timeout=60).raise_for_status()
         return seen
 
     return inject

@@ -68,7 +68,7 @@ def test_a_stand_in_of_a_store_is_healthy_where_its_agent_looks(name: str) -> No
         Path("/dev/null"),
     )
     try:
-        server.wait(process.health.path, timeout_s=30)
+        server.wait(process.health.path, timeout_s=120)
     finally:
         server.stop()
 

@@ -53,7 +53,7 @@ class Routed:
     def workers(self) -> list[str]:
         """What the router lists, to one who shows the secret; empty while it does not answer."""
         try:
-            answer = httpx.get(f"{self.router.url}/list_workers", headers=secret.header(), timeout=5)
+            answer = httpx.get(f"{self.router.url}/list_workers", headers=secret.header(), timeout=60)
         except httpx.TransportError:
             return []
         return sorted(answer.json()["urls"]) if answer.status_code == 200 else []
@@ -65,7 +65,7 @@ class Routed:
 
     def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> httpx.Response:
         """A request as anybody can make it."""
-        return httpx.request(method, self.router.url + path, json=body, headers=headers, timeout=10)
+        return httpx.request(method, self.router.url + path, json=body, headers=headers, timeout=60)
 
     def events(self) -> list[object]:
         """What its keeper told of its workers."""
@@ -97,8 +97,8 @@ def wrong(number: int) -> dict[str, str]:
 async def open_(engines: Sequence[Server]) -> None:
     """Give all engines a policy."""
     for engine in engines:
-        engine.wait("/primeslurm/status", 30)
-        await EngineClient(lambda e=engine: e.url, "/models/tiny").apply(PolicyVersion(0, "/models/tiny"), 10)  # type: ignore[misc]
+        engine.wait("/primeslurm/status", 120)
+        await EngineClient(lambda e=engine: e.url, "/models/tiny").apply(PolicyVersion(0, "/models/tiny"), 60)  # type: ignore[misc]
 
 
 def routed(directory: Path, roles: Sequence[str]) -> Routed:
@@ -179,7 +179,7 @@ def test_a_stranger_gets_nothing_from_a_router(shape: str, request: pytest.Fixtu
     worker = it.engines[-1].url
     places = {"worker": worker, "quoted": worker.replace(":", "%3A").replace("/", "%2F")}
     once = httpx.Limits(max_keepalive_connections=0)  # who is refused may be hung up on
-    with httpx.Client(base_url=it.router.url, timeout=30, limits=once) as client:
+    with httpx.Client(base_url=it.router.url, timeout=60, limits=once) as client:
         for shown in SHOWN:
             headers = {"Authorization": shown.format(**words)} if shown else {}
             for method, path, body in ATTACKS:
@@ -247,12 +247,12 @@ def test_a_router_ends_with_its_keeper_and_the_keeper_with_its_router(tmp_path: 
 
     keeper, child = start("a")
     os.kill(keeper.pid, signal.SIGKILL)
-    assert keeper.wait_gone(20)
+    assert keeper.wait_gone(60)
     eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
     keeper, child = start("b")
     child.kill()
     try:
-        assert keeper.wait_gone(20)
+        assert keeper.wait_gone(60)
     finally:
         keeper.kill()
 
@@ -261,7 +261,7 @@ def test_a_router_ends_with_its_keeper_and_the_keeper_with_its_router(tmp_path: 
 def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path: str) -> None:
     before = alike.child().pid
     status = 200 if path == "/liveness" else 404
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             assert client.get(f"http://{HOST}:{alike.door}{path}", headers=wrong(number)).status_code == status
     # The keeper has looked since when it has put back what is missing now.
@@ -274,7 +274,7 @@ def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path
 def test_a_router_that_was_shown_many_wrong_tokens_starts_anew(alike: Routed) -> None:
     """It keeps every token that it was ever shown; the keeper counts them."""
     before, told = alike.child().pid, len(alike.restarts())
-    with httpx.Client(timeout=30) as client:
+    with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             try:
                 answer = client.get(f"{alike.router.url}/liveness", headers=wrong(number))

@@ -10,6 +10,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +94,21 @@ def test_an_idle_nixl_agent_sleeps() -> None:
     assert ours < 0.5 * stock, (ours, stock)
 
 
+@pytest.mark.parametrize(("threads", "method"), [("1", "fork"), ("2", "spawn")])
+def test_a_fork_has_no_threads_of_openmp_to_lose(threads: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    def stock(cls: type, vllm_config: object) -> None:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(stock))
+    patches._fork_processes()
+    CpuPlatform.check_and_update_config(None)
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == method
+
+
 def _collectives(rank: int, file: str) -> None:
     dist.init_process_group("gloo", f"file://{file}", timedelta(seconds=30), rank=rank, world_size=2)
     communicator = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=dist.group.WORLD)
@@ -120,6 +136,10 @@ async def test_expert_parallel_workers_take_a_policy(
     engine = zygote.start(engine_command(recipe, "cpu", "engine", sys.executable))
     engine.wait("/primeslurm/status")
     try:
+        started = psutil.Process(engine.pid).children(recursive=True)
+        assert len(started) >= 3, "a core and two workers"
+        # Spawned, they would begin with what vLLM has set by then.
+        assert all(process.environ().get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn" for process in started)
         target = make_model(tmp_path / "target", seed=9)
         await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=600)
         answer = generate(engine.url, PROMPT, 8)

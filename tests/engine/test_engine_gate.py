@@ -56,7 +56,7 @@ async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
     await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
     before = await control.status()
     await control.shutdown()
-    assert engine.wait_gone(5)
+    assert engine.wait_gone(60)
     with pytest.raises(EngineDownError):
         await control.status()
 

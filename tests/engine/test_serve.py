@@ -72,9 +72,9 @@ def _serve(path: Path, tmp_path: Path) -> None:
         host, port = addresses["hosts"]["router-0"], addresses["ports"]["router-0"]["http"]
         body = {"model": "policy", "prompt": [2, 5, 9, 14], "max_tokens": 4, "ignore_eos": True}
         url = f"http://{host}:{port}/v1/completions"
-        assert httpx.post(url, json=body, timeout=30).status_code == 401
+        assert httpx.post(url, json=body, timeout=120).status_code == 401
         token = {"Authorization": f"Bearer {(Path(run) / 'secret').read_text().strip()}"}
-        answer = httpx.post(url, json=body, headers=token, timeout=30)
+        answer = httpx.post(url, json=body, headers=token, timeout=120)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert list((tmp_path / "disk").iterdir())
     finally:

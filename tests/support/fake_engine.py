@@ -88,7 +88,7 @@ class FakeEngine:
         self.url = ""
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def __enter__(self) -> FakeEngine:
         return self
@@ -99,7 +99,7 @@ class FakeEngine:
     def stop(self) -> None:
         """End the server."""
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)

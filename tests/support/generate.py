@@ -56,5 +56,5 @@ def spans(answer: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 def metric(url: str, name: str) -> float:
     """Sum of a Prometheus counter over its labels."""
-    lines = httpx.get(f"{url}/metrics", timeout=10, verify=False).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60, verify=False).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

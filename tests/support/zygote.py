@@ -40,24 +40,10 @@ def serve(request: dict[str, Any]) -> None:
     main()
 
 
-def fork_engine_cores() -> None:
-    """Have vLLM fork its engine core from this process too: spawned, it would import everything again."""
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def check_and_update_config(cls: type, config: Any) -> None:
-        original(cls, config)
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set it to spawn
-
-    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-
-
 def run() -> None:
     """Preload, say so, and serve requests until stdin closes."""
     for module in PRELOAD:
         importlib.import_module(module)
-    fork_engine_cores()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

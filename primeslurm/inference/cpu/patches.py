@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def apply() -> None:
     _offload_from_host_memory()
     _return_routed_experts()
     _pause_nixl()
+    _fork_processes()
 
 
 def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
@@ -112,6 +114,25 @@ def _pause_nixl() -> None:
     from primeslurm.inference.cpu import nixl
 
     nixl.apply()
+
+
+def _fork_processes() -> None:
+    """Fork an engine's core and workers, as vLLM does on GPUs: what is spawned imports vLLM anew, for 8 s of a core.
+
+    vLLM spawns them on CPU for the sake of OpenMP's threads, which a fork does not have; here every process has one
+    thread of it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = expect(CpuPlatform, "check_and_update_config", ("vllm_config",))
+
+    @functools.wraps(original)
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        if os.environ.get("OMP_NUM_THREADS") == "1":
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
 
 
 def _all_gatherv(

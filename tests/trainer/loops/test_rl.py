@@ -82,7 +82,7 @@ class FakeOrchestrator:
     def close(self) -> None:
         """Stop the thread."""
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=60)
 
 
 @pytest.fixture

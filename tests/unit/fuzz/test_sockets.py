@@ -323,7 +323,7 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
         parts = [msgspec.msgpack.encode(Answer("batch")), b"\x91" * 100_000]
         thread = threading.Thread(target=lambda: (fake.recv(), fake.send_multipart(parts), fake.recv(), fake.send(b"")))
         thread.start()
-        client = TrainerLink(f"tcp://127.0.0.1:{port}", timeout_s=10)
+        client = TrainerLink(f"tcp://127.0.0.1:{port}", timeout_s=60)
         with pytest.raises(link.LinkError, match="the batch of step 1 is damaged"):
             client.get_batch(1, RankShard(0, 1), timeout_s=60)
         with pytest.raises(link.LinkError, match="with what is no answer"):
@@ -360,7 +360,7 @@ def trainer() -> Iterator[tuple[list[list[bytes]], TrainerLink]]:
     with said_to(zmq.REP) as (fake, address):
         thread = threading.Thread(target=answer, args=(fake,))
         thread.start()
-        found = TrainerLink(address, timeout_s=30, empty=lambda size: np.zeros(size, np.uint8))
+        found = TrainerLink(address, timeout_s=60, empty=lambda size: np.zeros(size, np.uint8))
         yield answers_, found
         found.close()
         ended.set()

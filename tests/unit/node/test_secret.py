@@ -184,7 +184,7 @@ def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch
     with zmq.Context.instance().socket(zmq.ROUTER) as server:
         secret.demand(server)
         port = server.bind_to_random_port("tcp://127.0.0.1")
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as silent:
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
             while silent.recv(64):  # the beginning of a greeting
                 pass
 

@@ -78,7 +78,7 @@ def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
     run.start("worker")
     link = run.link()
     run.publish(link, 0)
-    assert link.get_batch(STEPS + 1, RankShard(0, 2), timeout_s=5) is None
+    assert link.get_batch(STEPS + 1, RankShard(0, 2), timeout_s=60) is None
     for step in range(1, STEPS + 1):
         run.train(link, step)
     assert run.processes["orchestrator"].wait(900) == 0, run.logs()

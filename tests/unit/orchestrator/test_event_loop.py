@@ -84,7 +84,7 @@ async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_w
     )
     watched, held, joined = Watched(worker_pool.joined), threading.Event(), worker_pool.joined
     monkeypatch.setattr(worker_pool, "joined", watched)
-    watched._function = lambda parts: (held.wait(5), joined(parts))[1]
+    watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
     worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)
     secret.present(worker)

@@ -50,7 +50,7 @@ async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.M
     worker = JobRunner("e", 0, address, rollout)
     await asyncio.sleep(0.5)  # refused before it serves
     with pytest.raises(secret.SecretError, match=f"{address}: another run listens there"):
-        await asyncio.wait_for(worker.serve(), 20)
+        await asyncio.wait_for(worker.serve(), 60)
 
 
 async def test_a_rollout_that_cancels_itself_does_not_count_as_running(address: str) -> None:
@@ -62,7 +62,7 @@ async def test_a_rollout_that_cancels_itself_does_not_count_as_running(address: 
     worker = JobRunner("e", 0, address, lost)
     serving = asyncio.create_task(worker.serve())
     worker._handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
-    await asyncio.wait(list(worker._jobs.values()), timeout=20)
+    await asyncio.wait(list(worker._jobs.values()), timeout=60)
     assert not worker._jobs
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
@@ -86,7 +86,7 @@ async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch:
     worker = JobRunner("e", 0, address, finished)
     for name in ("a", "b", "c", "bad"):
         worker._handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
-        await asyncio.wait(list(worker._jobs.values()), timeout=20)
+        await asyncio.wait(list(worker._jobs.values()), timeout=60)
     assert list(worker._unsent) == list(worker._known) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
         await worker._send(name)

@@ -27,7 +27,7 @@ from tests.support.strangers import attempted, needs_second_user, stranger
 from tests.support.verifiers_restored import restored
 
 SECRET = "5ec2e7" * 4
-PATIENCE_S = 30
+PATIENCE_S = 120
 BOMB = """
 import contextlib, os, time
 for _ in range(10):

@@ -46,7 +46,7 @@ def engine(tmp_path: Path) -> Iterator[FakeEngine]:
 
 
 def teacher(*urls: str) -> Teacher:
-    return Teacher(lambda: [f"{url}/v1" for url in urls], httpx.AsyncClient(timeout=5))
+    return Teacher(lambda: [f"{url}/v1" for url in urls], httpx.AsyncClient(timeout=60))
 
 
 @contextlib.asynccontextmanager
@@ -79,7 +79,7 @@ async def test_it_is_asked_until_it_answers(engine: FakeEngine) -> None:
     await asyncio.gather(*(several.logprobs([5, 6]) for _ in range(8)))  # the one that is gone has the fewest requests
     assert len(engine.requests) == 9
     where: list[str] = []
-    later = Teacher(lambda: [*where], httpx.AsyncClient(timeout=5))
+    later = Teacher(lambda: [*where], httpx.AsyncClient(timeout=60))
     asked = asyncio.create_task(later.logprobs([5, 6]))
     await asyncio.sleep(0.05)
     where.append(f"{engine.url}/v1")

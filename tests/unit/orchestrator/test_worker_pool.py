@@ -79,7 +79,7 @@ class Pool:
         await self.pool._receive(identity, head, rest)
 
     async def given(self, worker: int, keep_number: bool = False) -> ToWorker:
-        found: ToWorker = msgspec.msgpack.decode(await asyncio.wait_for(self.sockets[worker].recv(), 20), type=ToWorker)
+        found: ToWorker = msgspec.msgpack.decode(await asyncio.wait_for(self.sockets[worker].recv(), 60), type=ToWorker)
         return found if keep_number or not isinstance(found, Job) else msgspec.structs.replace(found, number=0)
 
     def wait(self, seconds: float) -> None:

@@ -278,7 +278,7 @@ class Server:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._ready.wait(10)
+        assert self._ready.wait(60)
 
     async def answer(self, request: Request) -> Sequence[Frame] | Answer:
         self.seen.append(request)
@@ -306,7 +306,7 @@ class Server:
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._thread.join(10)
+        self._thread.join(60)
 
 
 @pytest.fixture
@@ -318,19 +318,19 @@ def server() -> Iterator[Server]:
 
 def test_batches_come_until_there_are_no_more(server: Server) -> None:
     link = TrainerLink(server.address)
-    found = link.get_batch(1, RankShard(0, 1), timeout_s=5)
+    found = link.get_batch(1, RankShard(0, 1), timeout_s=60)
     assert found is not None
     assert found.info == batch(1).info
     for row, expected in zip(found.rows, batch().rows, strict=True):
         assert all(np.array_equal(getattr(row, name), getattr(expected, name)) for name in ROW)
         assert row.routed_experts is None
-    assert link.get_batch(3, RankShard(0, 1), timeout_s=5) is None
+    assert link.get_batch(3, RankShard(0, 1), timeout_s=60) is None
     link.close()
 
 
 def test_a_lost_answer_is_asked_for_again(server: Server) -> None:
     server.delay_s = 1.0
-    link = TrainerLink(server.address, timeout_s=10, retry_s=0.3)
+    link = TrainerLink(server.address, timeout_s=60, retry_s=0.3)
     link.announce(1, "/w")
     assert server.seen.count(NewPolicy(1, "/w")) >= 2
     link.close()
@@ -341,7 +341,7 @@ def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeyp
     size = sum(map(len, frames[1:]))
     monkeypatch.setattr(link, "CHUNK", 10)
     link_ = TrainerLink(server.address)
-    found = link_.get_batch(1, RankShard(0, 1), timeout_s=5)
+    found = link_.get_batch(1, RankShard(0, 1), timeout_s=60)
     assert found is not None
     assert [bytes(frame) for frame in found.encode()] == [bytes(frame) for frame in frames]
     offsets = [request.offset for request in server.seen if isinstance(request, GetBatch)]
@@ -390,7 +390,7 @@ def test_more_bytes_than_were_announced_are_refused() -> None:
 
 
 def test_waits_end(server: Server) -> None:
-    link = TrainerLink(server.address, timeout_s=5, retry_s=1)
+    link = TrainerLink(server.address, timeout_s=60, retry_s=1)
     with pytest.raises(LinkError, match="no batch for step 9 within 0 s"):
         link.get_batch(9, RankShard(0, 1), timeout_s=0)
     assert link.get_batch(9, RankShard(0, 1), timeout_s=60, interrupted=lambda: len(server.seen) > 3) is None
