@@ -14,7 +14,7 @@ from tests.support.runs import Demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
-STEPS = 3
+STEPS = 5
 GAMES = ROOT / ".venv" / "games"
 
 

@@ -49,7 +49,7 @@ async def serve_in_runtime(server: ServerBase, runtime: Runtime, **options: Any)
             raise ToolsetError(f"tool server {server.server_name!r} says that its port is {refused.result()!r}")
         if serving.done():
             return int(serving.result())
-        words = (await launch.log_tail(runtime, watched.log)).strip() or "without a word"
+        words = (await launch.log_tail(runtime, watched.log)).strip() or _without_words(server, ended.result())
         raise ToolsetError(f"tool server {server.server_name!r} ended with exit code {ended.result()}: {words}")
     finally:
         for task in (serving, ended, refused):
@@ -116,6 +116,16 @@ class _WatchedRuntime:
         if hasattr(self._runtime, "_background"):
             return argv
         return ["sh", "-c", f'{shlex.join(argv)}; echo $? > "$0"', f"{self.log}.exit"]
+
+
+def _without_words(server: ServerBase, code: int) -> str:
+    kind = type(server)
+    if code != 0:
+        return "without a word"
+    return (
+        f"nothing serves; it is started by `python -m {kind.__module__}`, so that this module has to end with "
+        f"`if __name__ == '__main__': {kind.__name__}.run()`"
+    )
 
 
 def _is_port(text: str) -> bool:

@@ -33,7 +33,7 @@ def task(directory: Path, name: str, *lines: str, toml: str = "") -> Path:
 
 
 def images(tools: Path, *words: str | Path) -> Result:
-    return run_python("-m", "primeslurm", "images", *words, cwd=tools.parent, PATH=str(tools))
+    return run_python("-m", "primeslurm", "images", *words, cwd=tools.parent, PATH=str(tools), TMPDIR=str(tools.parent))
 
 
 def built(tools: Path) -> int:

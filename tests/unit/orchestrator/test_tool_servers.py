@@ -31,9 +31,9 @@ LONG_S = 120.0
 
 
 async def outcome(
-    runtime: Any, monkeypatch: pytest.MonkeyPatch, tools: type[vf.Toolset[Any, Any]] = BrokenTools
+    runtime: Any, monkeypatch: pytest.MonkeyPatch, tools: type[vf.Toolset[Any, Any]] = BrokenTools, path: str = ROOT
 ) -> tuple[str, float]:
-    monkeypatch.setenv("PYTHONPATH", ROOT)
+    monkeypatch.setenv("PYTHONPATH", path)
     began = time.monotonic()
     with pytest.raises(ToolsetError) as caught:
         await serve_in_runtime(tools(vf.ToolsetConfig()), runtime, exposed=True)
@@ -47,6 +47,24 @@ async def test_a_server_of_this_host(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert text.startswith("tool server 'broken_tools' ended with exit code 1: ")
     assert text.endswith("FileNotFoundError: the index /data/wiki.faiss is not there")
     assert seconds < LONG_S
+
+
+class Unserved(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
+    """Of a module that starts no server when it is run."""
+
+
+async def test_a_module_that_serves_nothing_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "unserved_tools.py").write_text("import verifiers.v1\n")
+    monkeypatch.setattr(Unserved, "__module__", "unserved_tools")
+    monkeypatch.setattr(subprocess_runtime, "CACHE_DIR", tmp_path)
+    async with provision_runtime(SubprocessConfig()) as runtime:
+        text, _ = await outcome(runtime, monkeypatch, Unserved, str(tmp_path))
+    assert text.startswith("tool server 'unserved' ended with exit code 0: nothing serves")
+    assert text.endswith(
+        "`python -m unserved_tools`, so that this module has to end with `if __name__ == '__main__': Unserved.run()`"
+    )
 
 
 @pytest.mark.skipif(bool(bubblewrap_works()), reason="needs bubblewrap")
