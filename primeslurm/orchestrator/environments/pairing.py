@@ -39,6 +39,21 @@ def contradictions(environment: Environment, env: vf.Env) -> list[Violation]:
     return found
 
 
+def unrewarded(environment: Environment, env: vf.Env, task: vf.Task) -> list[Violation]:
+    """Say so if nothing gives rollouts of a task a reward, as far as can be seen: all would get 0.
+
+    Args:
+        environment: as the recipe has it.
+        env: what was loaded for that.
+        task: its first one.
+    """
+    own = type(task).score is not vf.Task.score or type(task).finalize is not vf.Task.finalize
+    if own or type(env).finalize is not vf.Env.finalize or task.hooks("reward") or task.plugged_judges():
+        return []
+    why = f"no method of {type(task).__name__} is marked `@vf.reward`, and no judge is named: every rollout gets 0"
+    return [Violation("environments.id", environment.id, why, "mark what returns the reward with `@vf.reward`")]
+
+
 def tool_users(environment: Environment, env: vf.Env) -> list[tuple[str, str]]:
     """List the agents that offer the model tools: where the recipe says their harness, and its name.
 

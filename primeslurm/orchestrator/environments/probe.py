@@ -71,13 +71,14 @@ def probe(environment: Environment) -> EnvironmentAnswer:
     """Load an environment and its first task."""
     try:
         env = environments.load(environment.id, environment.args, agents.agent_options(environment))
-        if next(iter(env.taskset), None) is None:
+        task = next(iter(env.taskset), None)
+        if task is None:
             text = f"{environment.id} has no tasks with these arguments"
             return EnvironmentAnswer([Violation("environments.args", "", text)])
         return EnvironmentAnswer(
             violations=pairing.contradictions(environment, env),
             missing=host_needs.unmet(environment, env),
-            notes=host_needs.notes(environment, env),
+            notes=[*host_needs.notes(environment, env), *pairing.unrewarded(environment, env, task)],
             tools=pairing.tool_users(environment, env),
         )
     except UsageError as error:

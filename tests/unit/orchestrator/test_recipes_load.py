@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments import agents, host_needs, pairing, probe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import sees_packages
@@ -30,8 +30,17 @@ def test_it_loads(environment: Environment, tmp_path: Path) -> None:
     stand_ins = {"/shared/data/math.jsonl": str(problems), "/shared/data/swe": str(ROOT / "examples" / "harbor")}
     args = {name: stand_ins.get(str(value), value) for name, value in environment.args.items()}
     env = environments.load(environment.id, args, agents.agent_options(environment))
-    assert next(iter(env.taskset)).data.prompt
+    task = next(iter(env.taskset))
+    assert task.data.prompt
+    assert pairing.unrewarded(environment, env, task) == []
     assert host_needs.notes(environment, env) == [], "its rollouts download their harness"
+
+
+@pytest.mark.parametrize(("module", "rewarded"), [("broken-tool", False), ("fine-words", True)])
+def test_rewards_that_nobody_gives_are_noticed(module: str, rewarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tests" / "support" / "environments")
+    found = probe.probe(Environment.model_validate({"id": module}))
+    assert found.violations == [] and [note.value for note in found.notes] == ([] if rewarded else [module])
 
 
 def test_harnesses_are_installed_by_a_command_that_the_recipe_names() -> None:
