@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import os
 import signal
 import sys
@@ -17,6 +18,9 @@ from tests.support import temporary
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
 
+# Before a module of ours has something done in forked processes: coverage's tracer takes a lock for what is new to it
+# there, and another thread may have held that at the fork. This is no Python function, whose call would be traced, too.
+os.register_at_fork(after_in_child=functools.partial(sys.settrace, None))
 sweeper = temporary.use_own()
 # Processes of a run get this from their agent; those that tests start, from here.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
