@@ -101,7 +101,6 @@ def test_prefill_and_decode_learn_asynchronously_though_cancelled_and_resumed(de
     resumed_steps = [step for attempt, step in trained_steps(run) if attempt == 2]
     assert resumed_steps == list(range(cancelled["committed_step"] + 1, STEPS + 1))
     table = rows(run.path)
-    assert sum(row["rollouts/mixed_version"] for row in table) > 0
     assert max(row["staleness/max"] for row in table) > 0, "every batch was on-policy: nothing was asynchronous"
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
 
