@@ -15,6 +15,7 @@ SAME_HASHES = {"PYTHONHASHSEED": "0"}
 """Of the environment of all processes that are to have equal pages."""
 _PR_SET_MEMORY_MERGE = 67
 _ADDR_NO_RANDOMIZE = 0x0040000
+_LIBC = ctypes.CDLL(None, use_errno=True)  # here, and not in a child: another thread may hold its locks at the fork
 
 
 def are_merged() -> bool:
@@ -31,6 +32,5 @@ def ask() -> None:
     Raises:
         OSError: the kernel refuses (before Linux 6.4 it knows no such wish).
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_MEMORY_MERGE, 1, 0, 0, 0) or libc.personality(_ADDR_NO_RANDOMIZE) < 0:
+    if _LIBC.prctl(_PR_SET_MEMORY_MERGE, 1, 0, 0, 0) or _LIBC.personality(_ADDR_NO_RANDOMIZE) < 0:
         raise OSError(ctypes.get_errno(), "the kernel does not merge this process's pages")
