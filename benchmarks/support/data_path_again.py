@@ -7,26 +7,19 @@ it is from; so nothing here says how fast a disk is.
 from __future__ import annotations
 
 import asyncio
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.support.data_path_fetch import fetched, recipe_of
-from benchmarks.support.data_path_receive import in_process
-from benchmarks.support.data_path_restart import write_groups
+from benchmarks.support.data_path_restart import from_disk
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.plan.commands.processes import HUGE_PAGES
 
 
 def measure(rollouts: int) -> dict[str, Any]:
     """Fetch a batch of so many rollouts, a multiple of 16."""
-    os.environ |= HUGE_PAGES  # as the orchestrator is started
-    with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
-        in_process(write_groups, directory, rollouts)
-        return in_process(_again, directory, rollouts)
+    return from_disk(_again, rollouts)
 
 
 def _again(directory: str, rollouts: int) -> dict[str, Any]:

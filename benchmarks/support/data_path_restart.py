@@ -10,6 +10,7 @@ import asyncio
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,18 @@ from primeslurm.plan.commands.processes import HUGE_PAGES
 
 def measure(rollouts: int) -> dict[str, Any]:
     """Report a step of so many rollouts, a multiple of 16."""
+    return from_disk(_report, rollouts)
+
+
+def from_disk(measured: Callable[[str, int], dict[str, Any]], rollouts: int) -> dict[str, Any]:
+    """Measure what a process of its own does with a batch of so many rollouts that is on disk alone."""
     os.environ |= HUGE_PAGES  # as the orchestrator is started
     with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
-        in_process(write_groups, directory, rollouts)
-        return in_process(_report, directory, rollouts)
+        in_process(_write_groups, directory, rollouts)
+        return in_process(measured, directory, rollouts)
 
 
-def write_groups(directory: str, rollouts: int) -> dict[str, Any]:
+def _write_groups(directory: str, rollouts: int) -> dict[str, Any]:
     """Put the groups of a batch of so many rollouts on disk, in files whose routed experts are holes."""
     spool = Path(directory, "rollouts")
     spool.mkdir()
