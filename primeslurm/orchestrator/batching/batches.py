@@ -176,7 +176,7 @@ class Batches:
         if found is None or memory is None:
             return None
         try:
-            taken = [_stored_experts_apart(group) for group in found]
+            taken = [group.experts_apart() for group in found]
         except DamagedError as error:
             log.error("the batch of step %d cannot be given again, a group on disk is damaged: %s", step, error)
             return None
@@ -213,11 +213,6 @@ class Batches:
         )
         rows = pack(docs, recipe.seq_len, ranks, smallest)
         return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
-
-
-def _stored_experts_apart(group: RolloutGroup) -> tuple[RolloutGroup, list[StoredArray | None]]:
-    """A group in memory but for routed experts that are on disk, and where these are, for each of its sequences."""
-    return group.experts_apart() if isinstance(group, SpooledGroup) else (group, [None] * len(group.sequences))
 
 
 def _slim(group: SpooledGroup) -> RolloutGroup:

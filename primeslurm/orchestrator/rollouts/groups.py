@@ -13,6 +13,7 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
+from primeslurm.wire.batches.file_ranges import StoredArray
 from primeslurm.wire.batches.rollouts import Frame, Rollout, whole
 from primeslurm.wire.decoding import Count, DamagedError, value
 from primeslurm.wire.stored.digests import XXH3, hasher
@@ -154,6 +155,10 @@ class RolloutGroup:
     def whole(self) -> RolloutGroup:
         """Return it with its arrays in memory: itself."""
         return self
+
+    def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
+        """Return it in memory but for routed experts on disk, and where these are, for each of its sequences."""
+        return self, [None] * len(self.sequences)
 
     def to_bytes(self) -> bytes:
         """Encode it as the content of a spool file, as a whole."""

@@ -10,14 +10,13 @@ import asyncio
 import logging
 import socket
 from typing import Any
-from urllib.parse import urlsplit
 
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, RuntimeProcess
 from verifiers.v1.runtimes.container import cli
 
 from primeslurm.orchestrator.environments.sandbox import namespaces
-from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, OwnLoopback, SandboxGoneError
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +25,7 @@ OWN_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USE
 installed setuid."""
 
 
-class OwnNetwork:
+class OwnNetwork(OwnLoopback):
     """Of an instance that has one: what its class does beside other things."""
 
     _instance: str
@@ -36,13 +35,6 @@ class OwnNetwork:
         self._crossing = Crossing(self._socket)
         self._ports: set[int] = set()
         self._lock = asyncio.Lock()
-
-    def host_url(self, url: str) -> str:
-        """Open the way to an endpoint on the node's loopback; within, it has the same address."""
-        parts = urlsplit(url)
-        if parts.hostname in ("127.0.0.1", "localhost") and parts.port is not None:
-            self._ports.add(parts.port)
-        return url
 
     async def expose(self, port: int) -> str:
         """Open the way from the node to a port within."""

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from primeslurm.wire.transport.loopback import far_socket
 
@@ -19,6 +20,19 @@ CONNECTIONS = 64
 
 class SandboxGoneError(RuntimeError):
     """The sandbox does not answer any more: ended, killed from within, or for what it used."""
+
+
+class OwnLoopback:
+    """A runtime with a loopback that is not the node's: which of the node's ports are to be reached from within."""
+
+    _ports: set[int]
+
+    def host_url(self, url: str) -> str:
+        """Open the way to an endpoint on the node's loopback; within, it has the same address."""
+        parts = urlsplit(url)
+        if parts.hostname in ("127.0.0.1", "localhost") and parts.port is not None:
+            self._ports.add(parts.port)
+        return url
 
 
 class Crossing:

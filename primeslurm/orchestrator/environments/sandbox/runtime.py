@@ -12,14 +12,13 @@ import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
 
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
 from primeslurm.orchestrator.environments.sandbox import scripts, view, watch
 from primeslurm.orchestrator.environments.sandbox.box import Box, BoxProcess
-from primeslurm.orchestrator.environments.sandbox.crossing import SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.crossing import OwnLoopback, SandboxGoneError
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 
 LONGEST_OUTPUT = 16 << 20
@@ -30,7 +29,7 @@ _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "UV_OFFLINE": "1"}
 _LINGER_S = 1.0
 
 
-class SandboxedRuntime(Runtime):  # type: ignore[misc]
+class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
     """Programs of the node in a sandbox. Made by verifiers, which gives it nothing but its own config."""
 
     limits: ClassVar[SandboxLimits] = SandboxLimits()
@@ -170,13 +169,6 @@ class SandboxedRuntime(Runtime):  # type: ignore[misc]
     ) -> list[str]:
         """Put a script into the sandbox, to be run by a Python that set-up gave its packages. Raises SandboxError."""
         return await scripts.put(self, script, activate)
-
-    def host_url(self, url: str) -> str:
-        """Open the way to an endpoint on the node's loopback; within, it has the same address."""
-        parts = urlsplit(url)
-        if parts.hostname in ("127.0.0.1", "localhost") and parts.port is not None:
-            self._ports.add(parts.port)
-        return url
 
     async def expose(self, port: int) -> str:
         """Open the way from the node to a port within."""
