@@ -99,7 +99,7 @@ CELLS = {
         tiny=("model", *FP8_SIZES, "--phrases"),
         demonstrations=(TOOL_USE,),
     ),
-    "tool-use-fp8": Cell("tool_use.yaml", 4, 420, SMALL | FP8 | P_AND_D, after="tool-use-sft"),
+    "tool-use-fp8": Cell("tool_use.yaml", 4, 500, SMALL | FP8 | P_AND_D, after="tool-use-sft"),
     "tool-use-fp8-replay": Cell("tool_use.yaml", 4, 420, SMALL | FP8 | TWO_ENGINES | REPLAY, after="tool-use-sft"),
 }
 

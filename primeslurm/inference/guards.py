@@ -32,5 +32,5 @@ def changed(what: str) -> RuntimeError:
     """Make the error that says what is not as it was."""
     import vllm
 
-    where = "primeslurm/inference/cpu/ and primeslurm/inference/weight_transfer/layerwise.py"
+    where = "primeslurm/inference/, its cpu/ and weight_transfer/layerwise.py"
     return RuntimeError(f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32; see {where}")

@@ -17,7 +17,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register our transfer engines, the fix of selection biases, gated stores and sockets; on CPU, `cpu.patches`, too.
+    """Register our transfer engines, fixes of selection biases and pauses, gated stores and sockets, `cpu.patches`.
 
     The run's secret is read first, and where compiled code is kept is set, as the engine starts its processes after
     this.
@@ -35,7 +35,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import gated_sockets, gated_store, spawned
+    from primeslurm.inference import gated_sockets, gated_store, pausing, spawned
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
@@ -43,6 +43,7 @@ def register() -> None:
 
         patches.apply()
     layerwise.load_selection_bias()
+    pausing.use()
     if secret.is_there():  # or it is an engine of no run, to which others of its kind connect
         gated_store.use()
         gated_sockets.use()

@@ -15,6 +15,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.recipe.sections.routers import VllmRouter
 from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, metric, spans, tokens
+from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish
 
 pytestmark = pytest.mark.engine
@@ -97,14 +98,19 @@ async def test_prefill_and_decode_engines_answer_as_one(
             assert spans(through) == [(version, 0, 16)]
     assert metric(decode.url, "vllm:nixl_bytes_transferred_count") >= 6
 
+    path = publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2)
+    policy = PolicyVersion(2, str(path))
+    kept = await update_while_kv_is_kept([prefill], [decode], router, client, policy, prompts[0][::-1])
+    assert spans(kept) == [(2, 0, 8)] and kv_given_up([prefill]) == 0
+
     port = int(decode.url.rpartition(":")[2])
     decode.kill()
     restarted = start_engine("decode", http=port)
     with pytest.raises(httpx.HTTPStatusError):
         generate(router.url, prompts[0], 2)
     assert metric(restarted.url, "vllm:request_success_total") == 0
-    await client(restarted).apply(PolicyVersion(1, str(path)), 600)
-    assert spans(retrying(router.url, "s")) == [(1, 0, 4)]
+    await client(restarted).apply(policy, 600)
+    assert spans(retrying(router.url, "s")) == [(2, 0, 4)]
 
 
 async def test_every_policy_serves(

@@ -18,6 +18,7 @@ from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
 from tests.support.doors import MESSAGES, Answer, Door, said
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens
+from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish, reference_logprobs
 from tests.support.processes import HOST, Server, Zygote
 from tests.support.strangers import attempted, needs_second_user
@@ -110,7 +111,7 @@ def doors_of(server: Server, name: str) -> list[Door]:
 
 
 async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
-    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path
+    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")
     try:
@@ -128,6 +129,9 @@ async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
             expected = reference_logprobs(model, prompt + tokens(answer))[len(prompt) - 1 :]
             assert logprobs(answer) == pytest.approx(expected, abs=1e-3)
         assert all(metric(server.url, "vllm:nixl_bytes_transferred_count") > 0 for server in decode)
+        policy = PolicyVersion(1, str(publish(make_model(tmp_path / "newer", seed=2), tmp_path, 1)))
+        kept = await update_while_kv_is_kept(prefill, decode, router, client, policy, prompt[::-1])
+        assert spans(kept) == [(1, 0, 8)] and kv_given_up(prefill) == 0
     finally:
         for server in (*prefill, *decode):
             server.stop()

@@ -30,7 +30,7 @@ Config = dict[str, Any]
 
 def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config | None:
     """Work out vLLM's `--kv-transfer-config` of an engine; None if its KV stays where it is."""
-    connectors = [_nixl(role, device)] if role != "engine" else []
+    connectors = [_nixl(role, device, recipe.weights.timeout_s)] if role != "engine" else []
     match recipe.inference.kv_offload:
         case NativeOffload() as native if role != "decode":
             connectors.append(_native(native))
@@ -138,9 +138,17 @@ def store_client(offload: MooncakeOffload, device: Device) -> Command:
     return Command(tuple(argv), env, ("rpc", "http"), scratch=scratch)
 
 
-def _nixl(role: EngineRole, device: Device) -> Config:
+def _nixl(role: EngineRole, device: Device, update_s: int) -> Config:
     kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
-    return {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": device}
+    # A decode engine that is paused for a policy does not renew its leases, of which half is left then at least. What
+    # it takes after their end may be another prompt's.
+    lease = {"kv_lease_duration": 2 * update_s}
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": kv_role,
+        "kv_buffer_device": device,
+        "kv_connector_extra_config": lease,
+    }
 
 
 def _native(offload: NativeOffload) -> Config:
