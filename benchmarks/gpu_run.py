@@ -4,6 +4,7 @@
     timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
     timeout 200 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
     timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
+    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one, shared by all four
 
 Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
 finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which

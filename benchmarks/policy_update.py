@@ -145,7 +145,7 @@ async def updates(
     sends = sender(address)
 
     def client_of(server: Server) -> EngineClient:
-        return EngineClient(lambda: server.url, asked.model.path, sessions.join)
+        return EngineClient(lambda: server.url, asked.model.path, sessions)
 
     clients = list(map(client_of, servers))
 

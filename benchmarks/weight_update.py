@@ -112,7 +112,7 @@ async def by_sending(model: Path, directory: Path, world: World) -> list[dict[st
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     sender = Sender(build(asked, world), Encoding(torch.float32), TrainerLink(address), world, 60)
     server = start(asked, directory / "sent.log")
-    client = TimedClient(lambda: server.url, str(model), sessions.join)
+    client = TimedClient(lambda: server.url, str(model), sessions)
     rows = []
     try:
         for version in range(1, UPDATES + 1):

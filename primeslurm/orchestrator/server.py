@@ -61,7 +61,7 @@ from primeslurm.wire.transport.link import (
     Save,
     StepDone,
 )
-from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
+from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState
 
 log = logging.getLogger(__name__)
 
@@ -307,6 +307,9 @@ class OrchestratorServer:
                 if self._is_outdated(request.version):
                     return Answer("ok")
                 return await self._sessions.answer(request, self._policy.pool.wanting, HOLD_S)
+            case SessionState():
+                lost = self._sessions.lost_from(request.session)
+                return Answer("lost", lost) if lost else Answer("ok")
             case StepDone():
                 await self._step_done(request)
             case Save():

@@ -18,7 +18,7 @@ from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer.collective import Channel, TransferError
-from primeslurm.wire.weight_transfer.messages import OfferTransfer
+from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.engine.conftest import STATUS_S, tiny_recipe
 from tests.engine.test_wide_ep import exact, start_ranks
 from tests.support.models import make_model
@@ -46,13 +46,13 @@ class Exchange:
         self.sessions = TransferSessions(workers=1, timeout_s=300)
         self.wanting = 0
         self.engines = [
-            EngineClient(
-                lambda url=server.url: url, str(model), self.sessions.join, retry_s=0.1, status_timeout_s=STATUS_S
-            )
+            EngineClient(lambda url=server.url: url, str(model), self.sessions, retry_s=0.1, status_timeout_s=STATUS_S)
             for server in servers
         ]
 
     async def handle(self, request: Request) -> Answer:
+        if isinstance(request, SessionState):
+            return Answer("lost", self.sessions.lost_from(request.session))
         assert isinstance(request, OfferTransfer)
         return await self.sessions.answer(request, lambda: self.wanting, 2)
 
@@ -115,6 +115,24 @@ async def test_engines_recover_from_a_trainer_that_broke_off(
     assert await asyncio.to_thread(sender(target, world, exchange).send, 3) == 1
     assert await applying == [Step.UPDATE] * 2
     assert all(exact(server, target, "after") for server in servers)
+
+
+async def test_engines_get_the_policy_without_one_that_died_before_it_came(
+    servers: list[Server], exchange: Exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it had a place, the trainer and all others wait for it: until the orchestrator says that it is gone."""
+    monkeypatch.setattr("primeslurm.wire.weight_transfer.collective.ARRIVE_S", 600)
+    target = make_model(tmp_path / "target", seed=40)
+    applying = asyncio.create_task(exchange.apply(5))
+    await asyncio.sleep(0)  # what is expected is said now
+    dying = asyncio.create_task(exchange.sessions.join(5))
+    exchange.wanting += 1
+    sending = asyncio.create_task(asyncio.to_thread(sender(target, world, exchange).send, 5))
+    place = await dying
+    exchange.sessions.leave(place.session, "engine-2 was killed")
+    exchange.wanting -= 1
+    assert await sending == 1 and await applying == [Step.UPDATE] * 2
+    assert all(exact(server, target, "without it") for server in servers)
 
 
 async def test_an_engine_without_its_trainer_is_refused_in_time(exchange: Exchange) -> None:

@@ -213,7 +213,7 @@ async def send_and_compare(server: Server, asked: Recipe, models: list[Path], wo
 
     fp8, stored = asked.trainer.fp8, TensorFiles.read(Path(asked.model.path)).fp8_names()
     sessions, wanting = TransferSessions(workers=1, timeout_s=120), 1
-    client = EngineClient(lambda: server.url, asked.model.path, sessions.join)
+    client = EngineClient(lambda: server.url, asked.model.path, sessions)
     address = f"tcp://127.0.0.1:{free_port()}"
 
     async def handle(request: Request) -> Answer:

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import enum
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import httpx
 import msgspec
@@ -25,6 +25,18 @@ class PolicyVersion(msgspec.Struct, frozen=True):
 
     version: int
     path: str
+
+
+class Sessions(Protocol):
+    """Where engines come together with the trainer that sends a policy."""
+
+    async def join(self, version: int) -> SessionPlace:
+        """Wait for a place in a session."""
+        ...
+
+    def leave(self, session: str, reason: str) -> None:
+        """Say that whoever had a place does not come, or stay."""
+        ...
 
 
 class Step(enum.Enum):
@@ -69,7 +81,7 @@ class EngineClient:
     Args:
         where: base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
-        join_session: gives an engine its part in a session with the trainer, for versions that no directory holds.
+        sessions: give an engine its part in a session with the trainer, for versions that no directory holds.
         tries: how often an update is tried, with generation paused all the while.
         status_timeout_s: shortest wait for a status; longer where the engine took longer before.
         trains_encoder: what the engine's encoder made of images before an update is not that of the new policy.
@@ -79,7 +91,7 @@ class EngineClient:
         self,
         where: Callable[[], str],
         model_path: str,
-        join_session: Callable[[int], Awaitable[SessionPlace]] | None = None,
+        sessions: Sessions | None = None,
         *,
         tries: int = 3,
         retry_s: float = 1.0,
@@ -88,7 +100,7 @@ class EngineClient:
     ) -> None:
         self._where = where
         self._model_path = model_path
-        self._join_session = join_session
+        self._sessions = sessions
         self._tries = tries
         self._retry_s = retry_s
         self._trains_encoder = trains_encoder
@@ -194,8 +206,9 @@ class EngineClient:
             info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
             told = time.monotonic()
             if not status.paused:  # pausing twice would have engines that share experts run a step
-                # clear_cache would preempt every running request and prefill it anew
-                await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+                with self._taking_part(info):
+                    # clear_cache would preempt every running request and prefill it anew
+                    await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
             paused = time.monotonic()
             await self._update(policy, info, timeout_s)
             loaded = time.monotonic()
@@ -210,8 +223,9 @@ class EngineClient:
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
                     info = await self._update_info(policy)
-                await self._post("/start_weight_update", timeout_s)
-                await self._post("/update_weights", timeout_s, {"update_info": msgspec.structs.asdict(info)})
+                with self._taking_part(info):
+                    await self._post("/start_weight_update", timeout_s)
+                    await self._post("/update_weights", timeout_s, {"update_info": msgspec.structs.asdict(info)})
                 if self._trains_encoder:
                     # Its prefix cache is salted by the policy's version, this one knows images alone. A prompt that
                     # is half computed has what is left of its image encoded anew.
@@ -219,9 +233,19 @@ class EngineClient:
                 await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
 
     async def _update_info(self, policy: PolicyVersion) -> UpdateInfo:
-        if policy.path or self._join_session is None:
+        if policy.path or self._sessions is None:
             return PolicyDirectory(policy.version, policy.path)
-        return await self._join_session(policy.version)
+        return await self._sessions.join(policy.version)
+
+    @contextlib.contextmanager
+    def _taking_part(self, info: UpdateInfo) -> Iterator[None]:
+        """Leave the session if the body fails or is given up: the others would wait for this engine."""
+        try:
+            yield
+        except BaseException as error:
+            if self._sessions is not None and isinstance(info, SessionPlace):
+                self._sessions.leave(info.session, f"{self.url}: {_reason(error)}")
+            raise
 
     async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
         try:
@@ -232,5 +256,5 @@ class EngineClient:
             raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {words(response)}")
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -279,7 +279,7 @@ def policy_loop(
         name: EngineClient(
             partial(url, name),
             recipe.model.path,
-            sessions.join if sessions else None,
+            sessions,
             trains_encoder=recipe.model.trains_encoder,
         )
         for name in arguments.engines

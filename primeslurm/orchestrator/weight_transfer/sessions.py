@@ -2,7 +2,8 @@
 
 The trainer can only send between steps, while it offers one (`OfferTransfer`). Engines that wait then are put into one
 session, in which all trainer ranks send to all their workers. What an engine that comes later misses, it gets in the
-next session: when the trainer has made the next policy, or waits for a batch.
+next session: when the trainer has made the next policy, or waits for a batch. An engine that is lost leaves its
+session, which then ends for all: they would wait for it. The others ask for another one.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class TransferSessions:
         self._version: int | None = None
         self._asked = clock()
         self._session: TransferSession | None = None
+        self._lost = ""
+        """Which engine of the session is gone, and why."""
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Condition()
 
@@ -85,6 +88,21 @@ class TransferSessions:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
+    def leave(self, session: str, reason: str) -> None:
+        """Take an engine out of the session that it was to take part in.
+
+        Args:
+            session: its id; of one that is over, nothing is to be done.
+            reason: which engine it is, and why it does not come, or stay.
+        """
+        if self._session is not None and self._session.id == session:
+            self._lost = self._lost or reason
+
+    def lost_from(self, session: str) -> str:
+        """Say which engine has left the session, and why; "" if none has, or if the session is over."""
+        current = self._session is not None and self._session.id == session
+        return self._lost if current else ""
+
     async def answer(self, request: OfferTransfer, wanting: Callable[[], int], hold_s: float) -> Answer:
         """Answer the trainer, within `hold_s`.
 
@@ -118,6 +136,7 @@ class TransferSessions:
             return None
         if len(waiting) < wanting and self._clock() - waiting[0].since < GATHER_S:
             return None
+        self._lost = ""
         session = TransferSession(
             uuid.uuid4().hex[:12], request.senders, request.senders + len(waiting) * self._workers
         )

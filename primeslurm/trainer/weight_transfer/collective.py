@@ -34,7 +34,7 @@ class Sender:
     """Sends the policy as it is. All ranks call it together.
 
     Args:
-        link: of rank 0, to the orchestrator; other ranks do not use theirs.
+        link: to the orchestrator. Sessions are rank 0's; any rank that waits in one asks whether it is whole.
         timeout_s: longest wait within a session, and longest time in which sessions are begun.
     """
 
@@ -85,7 +85,14 @@ class Sender:
         begun = time.monotonic()
         channel, failure = None, None
         try:
-            channel = Channel(session, self._world.rank, self._store, self._world.device, self._timeout_s)
+            channel = Channel(
+                session,
+                self._world.rank,
+                self._store,
+                self._world.device,
+                self._timeout_s,
+                lost=lambda: self._link.lost_from(session.id),
+            )
         except TransferError as error:
             failure = error
         if not self._all_well(version, failure):

@@ -9,6 +9,7 @@ requests (trainer -> orchestrator)              answers
                                                 stop | transfer: engines want the policy first
   NewPolicy(version, path)                      ok       a new policy is complete on the file system, or can be sent
   OfferTransfer(version, store, senders, done)  session  of engines that wait for it | wait | ok: none does
+  SessionState(session)                         ok | lost: an engine of it is gone
   StepDone(step, metrics)                       ok       metrics of the optimizer step
   Save(step, directory)                         ok       the orchestrator has written its part of the checkpoint
   Committed(step)                               ok       COMMITTED is on disk; says which earlier ones must stay
@@ -43,7 +44,7 @@ from primeslurm.wire.batches.file_ranges import FileRange, Part, loaded
 from primeslurm.wire.batches.rollouts import Batch, Frame, Incoming, RankShard
 from primeslurm.wire.decoding import Size
 from primeslurm.wire.transport import secret
-from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
+from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState, TransferSession
 
 log = logging.getLogger(__name__)
 
@@ -95,8 +96,10 @@ MOST_PATIENT_S = 160.0
 REREAD_S = 1.0
 """Wait before a file is asked for again that could not be read; twice as long each time, up to MOST_REREAD_S."""
 MOST_REREAD_S = 16.0
+STATE_S = 2.0
+"""Longest wait for the state of a session, which is asked for while something else is waited for."""
 
-Request = GetBatch | NewPolicy | OfferTransfer | StepDone | Save | Committed
+Request = GetBatch | NewPolicy | OfferTransfer | SessionState | StepDone | Save | Committed
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -104,7 +107,8 @@ class Answer(msgspec.Struct, frozen=True):
 
     kind: str
     """batch (frames follow), file (it is at `path`), ok, wait (ask again), stop (no more batches), error (text says
-    why), transfer (engines want the policy before the next batch), session (come to it)."""
+    why), transfer (engines want the policy before the next batch), session (come to it), lost (an engine of it is gone;
+    text says which)."""
     text: str = ""
     session: TransferSession | None = None
     version: int | None = None
@@ -239,6 +243,14 @@ class TrainerLink:
             if answer.kind != "wait" or time.monotonic() > deadline:
                 return answer.session
 
+    def lost_from(self, session: str) -> str:
+        """Ask whether a session has lost an engine: which one, and why; "" if not, or if nobody answers at once."""
+        try:
+            answer, _ = self._ask(SessionState(session), STATE_S)
+        except LinkError:
+            return ""
+        return answer.text if answer.kind == "lost" else ""
+
     def step_done(self, step: int, metrics: dict[str, float]) -> None:
         """Report a trained step."""
         self._ask(StepDone(step, metrics))
@@ -289,8 +301,9 @@ class TrainerLink:
         self.receiving = False
         return Batch.decode(incoming.frames())
 
-    def _ask(self, request: Request) -> tuple[Answer, list[Any]]:
-        deadline, patience_s = time.monotonic() + self._timeout_s, self._retry_s
+    def _ask(self, request: Request, timeout_s: float | None = None) -> tuple[Answer, list[Any]]:
+        timeout_s = timeout_s or self._timeout_s
+        deadline, patience_s = time.monotonic() + timeout_s, min(self._retry_s, timeout_s)
         while time.monotonic() < deadline:
             if self._socket is None:
                 self._socket = self._context.socket(zmq.REQ)
@@ -310,7 +323,7 @@ class TrainerLink:
             self.close()  # a REQ socket cannot send twice: connect anew and repeat the idempotent request
             if isinstance(request, GetBatch):  # or what is always too late would be asked for for ever
                 patience_s = min(2 * patience_s, max(MOST_PATIENT_S, self._retry_s))
-        raise LinkError(f"{self._address} did not answer {request} within {self._timeout_s:.0f} s")
+        raise LinkError(f"{self._address} did not answer {request} within {timeout_s:.0f} s")
 
     def _is_answered(self, socket: zmq.Socket[bytes], patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s

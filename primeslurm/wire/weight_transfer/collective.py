@@ -7,8 +7,8 @@ holds. From these two, both ends know every message, and nothing else has to be 
 
     for each layer, for each sender: one message with what every receiver needs, one with the receiver's own experts
 
-Whoever fails says so in the store and leaves; the others then fail too, instead of waiting. No wait is longer than the
-session's time-out.
+Whoever fails says so in the store and leaves; the others then fail too, instead of waiting. For one that was killed, a
+sender says it, which asks the orchestrator while it waits. No wait is longer than the session's time-out.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from primeslurm.wire.weight_transfer.messages import TransferSession
 _PREFIX = "primeslurm/weights"
 _POLL_S = 0.0005
 ARRIVE_S = 120.0
-"""Longest wait for everybody to come. An engine that is killed after it got its place cannot say so, and trainer and
-other engines stand still meanwhile; one that lives comes within the seconds that it takes to pause."""
+"""Longest wait for everybody to come, who need the seconds that a pause takes. Trainer and other engines stand still
+meanwhile."""
 LARGEST_CATALOGUE = 256 << 20
 """Bytes. A tensor takes about a hundred, and a stack of experts some hundreds more; there are some ten thousand."""
 _LOOK_S = 1.0
@@ -105,9 +105,11 @@ class Channel:
         rank: place in the session.
         experts: which experts this rank holds, if it receives.
         arrive_s: longest wait for everybody to come.
+        lost: of a sender, who of the session is gone; "" if nobody is. Asked now and then while something is waited
+            for.
 
     Raises:
-        TransferError: not everybody came in time.
+        TransferError: not everybody came in time, or somebody is gone.
     """
 
     def __init__(
@@ -119,7 +121,9 @@ class Channel:
         timeout_s: float,
         experts: Experts = None,
         arrive_s: float = ARRIVE_S,
+        lost: Callable[[], str] = lambda: "",
     ) -> None:
+        self._lost = lost
         self._timeout = timedelta(seconds=timeout_s)
         self._arriving = min(self._timeout, timedelta(seconds=arrive_s))
         self._store = dist.PrefixStore(session.id, store.store)
@@ -163,7 +167,20 @@ class Channel:
     def _meet(self, where: str, rank: int, size: int, word: bytes) -> None:
         """Leave a word for the others, and wait until all have left theirs."""
         self._store.set(f"{where}/{rank}", word)  # type: ignore[arg-type]  # torch's stub knows str alone
-        self._store.wait([f"{where}/{other}" for other in range(size)], self._arriving)
+        deadline = time.monotonic() + self._arriving.total_seconds()
+        while not self._all_came([f"{where}/{other}" for other in range(size)], deadline - time.monotonic()):
+            if reason := self._reason():
+                raise TransferError(reason)
+
+    def _all_came(self, words: list[str], left_s: float) -> bool:
+        """Wait for a moment. Raises torch's DistStoreError once nothing of the time is left."""
+        try:
+            self._store.wait(words, timedelta(seconds=max(min(left_s, _LOOK_S), 0.001)))
+        except dist.DistStoreError:
+            if left_s <= _LOOK_S:
+                raise
+            return False
+        return True
 
     def _wait(self, start: Callable[[], list[Any]]) -> None:
         if failure := self._failure(start):
@@ -201,7 +218,11 @@ class Channel:
 
     def _reason(self) -> str:
         try:
-            return self._store.get("failed").decode(errors="replace") if self._store.check(["failed"]) else ""
+            if self._store.check(["failed"]):
+                return self._store.get("failed").decode(errors="replace")
+            if lost := self._lost():
+                self._store.set("failed", lost)
+            return lost
         except RuntimeError:
             return "the trainer's store is gone"
 

@@ -27,6 +27,12 @@ class OfferTransfer(msgspec.Struct, frozen=True, tag=True):
     done: str = ""
 
 
+class SessionState(msgspec.Struct, frozen=True, tag=True):
+    """A trainer rank has waited for a while in `session`: are all of its engines still there?"""
+
+    session: str
+
+
 class TransferSession(msgspec.Struct, frozen=True):
     """Senders and receivers that meet once, to transfer a policy. Senders are the first `senders` ranks of `size`."""
 

@@ -135,6 +135,24 @@ def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for
         Channel(session, 0, Store(address, 10), CPU, 600, arrive_s=0.5)
 
 
+def test_a_rank_that_a_sender_knows_to_be_gone_is_waited_for_by_nobody(address: str) -> None:
+    """Before it has come, and once it has: others would wait for the time-out."""
+    for came in (False, True):
+        session = TransferSession(f"gone-{came}", senders=2, size=4)
+        if came:
+            dist.PrefixStore(session.id, Store(address, 10).store).set("experts/3", msgspec.msgpack.encode(None))
+        known = iter(["", "", "rank 3: its node is gone"])
+        knowing = partial(Channel, arrive_s=500, lost=lambda known=known: next(known, "asked again"))
+        opened = together(
+            lambda s=session: Channel(s, 0, Store(address, 10), CPU, 600, arrive_s=500),
+            lambda s=session, knowing=knowing: knowing(s, 1, Store(address, 10), CPU, 600),
+            lambda s=session: Channel(s, 2, Store(address, 10), CPU, 600, arrive_s=500),
+        )
+        for end in opened:
+            with pytest.raises(TransferError, match="rank 3: its node is gone"):
+                end.result()
+
+
 def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long() -> None:
     with pytest.raises(TransferError, match=r"127\.0\.0\.1:1:"):
         Store("127.0.0.1:1", 600, arrive_s=0.5)

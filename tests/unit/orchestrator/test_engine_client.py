@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -20,41 +21,55 @@ from primeslurm.wire.weight_transfer.messages import SessionPlace
 STATUS = {"version": 3, "incarnation": "a", "paused": False, "updates": 1, "initialized": True}
 
 
-class Engine:
-    """Answers like an engine whose first updates fail."""
+class Sessions:
+    """Gives places, one after the other."""
 
-    def __init__(self, failures: int, lost: bool = False) -> None:
+    def __init__(self) -> None:
+        self.left: list[str] = []
+        self._places = 0
+
+    async def join(self, version: int) -> SessionPlace:
+        self._places += 1
+        return SessionPlace(version, "node:29500", f"session {self._places - 1}", 2, 10, 6, 60.0)
+
+    def leave(self, session: str, reason: str) -> None:
+        self.left.append(f"{session}: {reason}")
+
+
+class Engine:
+    """Answers like an engine whose first updates fail, or which is gone when it is asked for something."""
+
+    def __init__(self, failures: int = 0, lost_at: str = "", silent_at: str = "") -> None:
+        self.sessions = Sessions()
         self.asked: list[str] = []
         self.infos: list[dict[str, Any]] = []
         self._failures = failures
-        self._lost = lost
+        self._lost_at = lost_at
+        self._silent_at = silent_at
 
     def client(self, *_: object, **__: object) -> httpx.AsyncClient:
         return httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
 
-    def _answer(self, request: httpx.Request) -> httpx.Response:
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
         path = request.url.path
         if path == "/primeslurm/status":
             return httpx.Response(200, json=STATUS)
         self.asked.append(path)
+        if path == self._silent_at:
+            await asyncio.sleep(60)
         if path == "/update_weights":
             self.infos.append(json.loads(request.content)["update_info"])
-            if self._lost:
-                raise httpx.ConnectError("gone")
-            if len(self.infos) <= self._failures:
-                return httpx.Response(500, text=f"failure {len(self.infos)}")
+        if path == self._lost_at:
+            raise httpx.ConnectError("gone")
+        if path == "/update_weights" and len(self.infos) <= self._failures:
+            return httpx.Response(500, text=f"failure {len(self.infos)}")
         return httpx.Response(200)
 
 
-async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Step:
+async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch, timeout_s: float = 30, **options: Any) -> Step:
     monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.engine_client.client_within_run", engine.client)
-    places = iter(range(9))
-
-    async def place(version: int) -> SessionPlace:
-        return SessionPlace(version, "node:29500", f"session {next(places)}", 2, 10, 6, 60.0)
-
-    control = EngineClient(lambda: "http://engine", "/model", place, retry_s=0.0, **options)
-    return await control.apply(PolicyVersion(4, ""), timeout_s=30)
+    control = EngineClient(lambda: "http://engine", "/model", engine.sessions, retry_s=0.0, **options)
+    return await control.apply(PolicyVersion(4, ""), timeout_s)
 
 
 async def test_an_update_that_failed_is_tried_again_with_another_place_at_the_trainer(
@@ -66,6 +81,8 @@ async def test_an_update_that_failed_is_tried_again_with_another_place_at_the_tr
     assert engine.infos == [{**place, "session": f"session {number}"} for number in range(3)]
     updates = ["/start_weight_update", "/update_weights"]
     assert engine.asked == ["/pause", *updates, *updates, *updates, "/finish_weight_update", "/resume"]
+    error = "http://engine: EngineUpdateError: http://engine/update_weights: 500 failure"
+    assert engine.sessions.left == [f"session 0: {error} 1", f"session 1: {error} 2"]
 
 
 async def test_what_an_encoder_made_of_images_is_forgotten_before_the_version_is_set(
@@ -86,8 +103,21 @@ async def test_after_the_last_try_its_error_is_told_and_the_engine_stays_paused(
     assert len(engine.infos) == 3 and "/resume" not in engine.asked
 
 
-async def test_an_engine_that_is_gone_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(failures=0, lost=True)
+@pytest.mark.parametrize("at", ["/pause", "/start_weight_update", "/update_weights"])
+async def test_an_engine_that_is_gone_is_not_tried_again_and_leaves_its_session(
+    at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the trainer and the other engines would wait for it."""
+    engine = Engine(lost_at=at)
     with pytest.raises(EngineDownError, match="gone"):
         await apply(engine, monkeypatch)
-    assert len(engine.infos) == 1
+    assert engine.asked.count(at) == 1
+    (left,) = engine.sessions.left
+    assert left.startswith("session 0: http://engine: ") and "gone" in left
+
+
+async def test_an_engine_that_does_not_answer_leaves_its_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(silent_at="/pause")
+    with pytest.raises(EngineUpdateError, match="longer than"):
+        await apply(engine, monkeypatch, timeout_s=0.5)
+    assert engine.sessions.left == ["session 0: http://engine: CancelledError"]

@@ -134,3 +134,22 @@ async def test_an_engine_that_waits_is_told_when_the_trainer_turns_to_something_
     turn(meeting.sessions)
     with pytest.raises(NoSenderError, match="version 1"):
         await asyncio.wait_for(waits, 1)
+
+
+async def test_a_session_that_an_engine_left_says_so_to_whoever_waits_in_it(meeting: Meeting) -> None:
+    meeting.sessions.expect(1)
+    meeting.wanting = 2
+    await meeting.come()
+    await meeting.come()
+    first = (await meeting.ask()).session
+    assert first is not None and meeting.sessions.lost_from(first.id) == ""
+    meeting.sessions.leave(first.id, "engine-1 is gone")
+    meeting.sessions.leave(first.id, "engine-0: it had waited for engine-1")
+    assert meeting.sessions.lost_from(first.id) == "engine-1 is gone"
+
+    meeting.wanting = 1
+    await meeting.come()
+    second = (await meeting.ask(done=first.id)).session
+    assert second is not None and second.size == 6
+    meeting.sessions.leave(first.id, "the old one again")
+    assert meeting.sessions.lost_from(second.id) == meeting.sessions.lost_from(first.id) == ""
