@@ -605,7 +605,7 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
 )
 def test_requeue_rules(ending: Ending, attempt: int, fruitless: int, expected: tuple[bool, str]) -> None:
     plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
-    assert should_requeue(ending, attempt, plan, fruitless) == expected
+    assert should_requeue(ending, attempt, plan, fruitless, again=False) == expected
 
 
 @pytest.mark.parametrize(
