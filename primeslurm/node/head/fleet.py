@@ -358,6 +358,7 @@ class Fleet:
         return not needed and all(self._processes[name].role in _EXPENDABLE for name in lost)
 
     def _restart_groups(self, now: float) -> Ending | None:
+        assembled = self.assembled  # looks at every node: not once for each group
         for group in self.restart_groups.values():
             if any(process.name in self.lost for process in group.members):
                 continue
@@ -373,7 +374,7 @@ class Fleet:
                         return ending
                     continue
                 self._restart_group(group, reason, now)
-            if self.assembled:  # or members would start with the address of a node that is being replaced
+            if assembled:  # or members would start with the address of a node that is being replaced
                 group.tick(now, reports)
         return None
 
