@@ -134,7 +134,8 @@ KNOWN = (
         symptom=True,
     ),
     _known(
-        r"Connection (reset|closed) by peer|Connection refused|Broken pipe|Dist(Store|Network)Error|wait timeout",
+        r"Connection (reset|closed) by peer|Connection refused|Broken pipe|Dist(Store|Network)Error|wait timeout"
+        r"|Max retries exceeded|Temporary failure in name resolution",
         "another process went away, or was never reached",
         "look for what ended first; if nothing did, check the interface in the site file",
         symptom=True,
@@ -228,8 +229,14 @@ def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
     return sorted(found.values(), key=lambda each: each[0].symptom)
 
 
+_LATE = re.compile(r"(?i)time(d )?out")
+"""What was not there in time may be there the next time, whoever was waited for."""
+
+
 def is_transient(error: str) -> bool:
     """Whether another node, or the same one later, may be free of an error, by its most likely cause."""
+    if _LATE.search(error):
+        return True
     known = next((known for known in KNOWN if known.pattern.search(error)), None)
     return known is not None and (known.transient or known.symptom)
 

@@ -134,6 +134,8 @@ def test_engines_that_are_restarted_as_one_are_one() -> None:
         ("ValueError: Free memory on device cuda:0 (2/80 GiB) is less than desired GPU memory utilization", True),
         ("OSError: [Errno 98] Address already in use", True),
         ("ConnectionError: Connection refused", True),
+        ("requests.exceptions.ConnectionError: Max retries exceeded with url: /api/models/m", True),
+        ("TimeoutError: Timed out waiting for engine core processes to start.", True),
         ("ValueError: No available memory for the cache blocks.", False),
         (NO_MODULE, False),
         (ERROR, False),
