@@ -47,7 +47,8 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     known = [end for a in run.attempts() if a.number < attempt.number and (end := a.end()) is not None]
     ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in known]
     ends.append((_failed_itself(ending.outcome, ending.suspect), step))
-    again = _fails_to_start_again(ending, [end for end in known if end.outcome == Outcome.FAILED])
+    failed = [end for end in known if end.outcome == Outcome.FAILED and end.committed_step == step]
+    again = _fails_to_start_again(ending, failed)
     requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again)
     record = EndRecord(
         outcome=ending.outcome,
@@ -71,7 +72,12 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
 
 
 def _fails_to_start_again(ending: Ending, failed: Sequence[EndRecord]) -> bool:
-    """Whether engines could not start for the same reason in the failed attempt before."""
+    """Whether engines could not start in the failed attempt before, either, with the same error.
+
+    Args:
+        ending: of this attempt.
+        failed: ends of the attempts before that failed, since the newest committed step.
+    """
     if not ending.start_error or not failed:
         return False
     return signature(ending.start_error) == signature(failed[-1].start_error)

@@ -15,6 +15,7 @@ from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.directory import RunDirectory
+from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of, python
 from tests.unit.node.test_agent import Running, start
 from tests.unit.node.test_agent import process as of_plan
@@ -170,6 +171,23 @@ def test_a_run_ends_with_the_second_attempt_that_cannot_start(
     assert end is not None
     again = "engines could not start in the attempt before, either, with the same error"
     assert end.why_not_requeued == ("" if requeued[-1] else again)
+
+
+def test_attempts_before_the_newest_committed_step_do_not_count(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "r", (), max_attempts=9)
+    run = RunDirectory(Path(plan.run_dir))
+    for number in (1, 2):
+        attempt = run.attempt(number)
+        attempt.prepare(plan)
+        assert conclude(
+            plan,
+            run,
+            attempt,
+            Ending(Outcome.FAILED, "engine-0 cannot start", "engine-0", start_error=ERROR),
+            Journal(attempt.path, "head"),
+        )
+        checkpoints.step_dir(run.path, 5).mkdir(parents=True, exist_ok=True)
+        checkpoints.commit(checkpoints.step_dir(run.path, 5), 5, 1)
 
 
 @pytest.mark.parametrize(
