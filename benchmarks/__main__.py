@@ -10,6 +10,8 @@ import signal
 import sys
 from pathlib import Path
 
+from benchmarks.support import temporary
+
 
 def benchmarks() -> dict[str, str]:
     """The first line of what each benchmark says of itself, by name. Modules without a `main` are no benchmarks."""
@@ -38,6 +40,7 @@ def main(words: list[str]) -> None:
         # Processes that are started let in who knows this; those of a run have one from their agent.
         os.environ.setdefault("PRIMESLURM_SECRET", secrets.token_hex(32))
         end_in_order()
+        held = temporary.use_own()  # noqa: F841  (sockets of an orchestrator that is killed would stay)
         importlib.import_module(f"benchmarks.{words[0]}").main(words[1:])
 
 

@@ -8,6 +8,7 @@ PrimeslurmError          exit code 1
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -68,3 +69,9 @@ class RunError(PrimeslurmError):
     """A run directory does not exist, is in use, or cannot be read."""
 
     exit_code = ExitCode.BAD_RUN
+
+
+def signature(error: str) -> str:
+    """Reduce an error to what is the same every time: without numbers, paths and what is quoted."""
+    text = re.sub(r"'[^']*'|\"[^\"]*\"|/[\w./-]+|\b[0-9a-f]{8,}\b|\d+", "#", error)
+    return text[:200]

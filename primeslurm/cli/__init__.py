@@ -27,7 +27,6 @@ app = typer.Typer(
     name="primeslurm",
     cls=VerbGroup,
     help="Asynchronous RL post-training of large MoE models on Slurm: one recipe, one command.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=True,
 )

@@ -82,7 +82,15 @@ VERBS: dict[str, tuple[str, str]] = {
 """Name to place (module of this package and name in it) and help, in the order shown."""
 
 
-class VerbGroup(TyperGroup):
+class HelpingGroup(TyperGroup):
+    """Commands that a first word chooses among. Without a word, help is what was asked for: click calls it an error."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Take in the words."""
+        return super().parse_args(ctx, args or ["--help"])
+
+
+class VerbGroup(HelpingGroup):
     """The commands of `VERBS`. Lists show what is said there; the command that is called is the real one."""
 
     def __init__(self, **settings: Any) -> None:

@@ -41,3 +41,5 @@ class EndRecord(msgspec.Struct, frozen=True):
     requeued: bool
     why_not_requeued: str
     time: float
+    start_error: str = ""
+    """With which engines ended before any of their role was ready; empty if the attempt ended for another reason."""

@@ -36,6 +36,8 @@ class Ending:
     suspect: str = ""
     final: bool = False
     """Another attempt would end in the same way."""
+    start_error: str = ""
+    """With which engines ended before any of their role was ready; empty if the attempt ends for another reason."""
 
 
 class BeatReport(msgspec.Struct, frozen=True):
@@ -75,6 +77,10 @@ class ProcessReport(msgspec.Struct, frozen=True):
     reason: str = ""
     generation: int = 0
     """Generation of its restart group that it was last started in."""
+    failed_starts: int = 0
+    """So often, most recently, it ended alike before it was ready."""
+    start_error: str = ""
+    """With this error."""
     beat: BeatReport | None = None
     """None: it neither beats nor is probed, or does not run."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 FAILED = 1
+BAD_WORDS = 2
+"""A program does not know an option, or not the value that it was given, as argparse says it."""
 CHECKPOINTED = 75
 """A trainer that was asked to checkpoint and stop did so."""
 STALLED = 76

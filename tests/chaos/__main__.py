@@ -21,6 +21,7 @@ from tests.chaos.kinds import KINDS, switched_on
 from tests.chaos.runner import to_stderr
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
+from tests.support import temporary
 
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "chaos.json"
 
@@ -46,9 +47,10 @@ def main(words: list[str]) -> None:
         "machine": machine,
     }
     results = []
+    held = temporary.use_own()  # noqa: F841
     # so that the cluster goes with it
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
-    with tempfile.TemporaryDirectory(prefix="chaos", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="chaos") as directory:
         scene = Scene(Path(directory))
         try:
             for result in run_all(scene, options.seed, rounds, options.steps, to_stderr):

@@ -26,7 +26,7 @@ def scene() -> Iterator[Scene]:
     """A cluster, in a directory whose path is short: Slurm's Unix sockets lie below it."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
-    with tempfile.TemporaryDirectory(prefix="chaos", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="chaos") as directory:
         found = Scene(Path(directory))
         yield found
         found.end()

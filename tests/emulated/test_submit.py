@@ -32,7 +32,7 @@ STEPS = 3
 @pytest.fixture
 def place() -> Iterator[Path]:
     """A home with a short path: Slurm's Unix sockets lie below it."""
-    with tempfile.TemporaryDirectory(prefix="ps", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="ps") as directory:
         yield Path(directory)
 
 

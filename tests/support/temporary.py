@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import getpass
 import os
 import tempfile
-from pathlib import Path
 
+from benchmarks.support import temporary
 from primeslurm.node.host.sweeper import Sweeper
 
 
 def use_own() -> Sweeper:
     """Have this process and all that it starts keep temporary files in a directory that goes when they have ended.
 
-    pytest keeps its directories of the last tests where they were, and torch what it has compiled.
+    pytest keeps its directories of the last tests where they were.
 
     Returns:
         Who removes the directory: when nobody holds this any more.
     """
-    shared = tempfile.gettempdir()
-    own = Path(tempfile.mkdtemp(prefix="ps", dir=shared))  # a short name: paths of sockets are
-    own.chmod(0o1777)  # as /tmp: tests act as other users, too
-    sweeper = Sweeper()
-    sweeper.add(own)
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{getpass.getuser()}")
-    os.environ["TMPDIR"] = tempfile.tempdir = str(own)
-    return sweeper
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    return temporary.use_own()

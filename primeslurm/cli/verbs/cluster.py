@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from primeslurm.api.clusters import ClusterStatus, find_cluster, start_cluster
+from primeslurm.cli.lazy_verbs import HelpingGroup
 from primeslurm.errors import ExitCode
 
 app = typer.Typer(
-    help="Run a real Slurm cluster with fake GPUs on this machine.", no_args_is_help=True, add_completion=False
+    cls=HelpingGroup, help="Run a real Slurm cluster with fake GPUs on this machine.", add_completion=False
 )
 
 Name = Annotated[str, typer.Option(help="Name of the cluster.")]

@@ -143,7 +143,7 @@ class ProcessManager:
             self.vitals.ended(name)
             self._killed_at.pop(name, None)
             supervision = self.supervised[name]
-            if code == exits.FAILED and not ending and not supervision.reason:
+            if code in (exits.FAILED, exits.BAD_WORDS) and not ending and not supervision.reason:
                 supervision.reason = last_words(self.attempt.path / supervision.process.log, time.time())
             supervision.exited(now, code, ending=ending)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
@@ -266,6 +266,8 @@ class ProcessManager:
             healthy=healthy,
             reason=supervision.reason,
             generation=supervision.generation,
+            failed_starts=supervision.failed_starts,
+            start_error=supervision.start_error,
             beat=self._beat(name),
         )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from primeslurm.errors import signature
 from primeslurm.plan.model import Process
 from primeslurm.records.fleet import RestartOrder
 from primeslurm.wire import exits
@@ -59,6 +60,10 @@ class Supervision:
     """It is being ended only to be started anew: no fault of its own."""
     hung: bool = False
     """It is being ended because it hangs."""
+    failed_starts: int = 0
+    """So often, most recently, it ended alike before it was ready."""
+    start_error: str = ""
+    """With this error."""
 
     @property
     def running(self) -> bool:
@@ -121,6 +126,8 @@ class Supervision:
             ending: the attempt ends, so that it is not started again.
         """
         self.exit_code = code
+        if self.state is ProcessState.LOADING and not ending and not self.renewing:
+            self._start_failed(self.reason if code > 0 else "")
         if ending:
             self._become(ProcessState.STOPPED, now)
         elif self.renewing:
@@ -140,6 +147,7 @@ class Supervision:
         health = self.process.health
         if self.state is ProcessState.LOADING:
             if ready:
+                self.failed_starts, self.start_error = 0, ""
                 self._become(ProcessState.READY, now)
             elif health and now - self.started_at > health.start_timeout_s:
                 self.reason = f"not ready within {health.start_timeout_s} s"
@@ -153,6 +161,12 @@ class Supervision:
         if now - self.started_at > STABLE_S:
             self.restarts = 0
         return "nothing"
+
+    def _start_failed(self, error: str) -> None:
+        """Count starts that end alike. One that ended without a word is like no other."""
+        alike = bool(error) and signature(error) == signature(self.start_error)
+        self.failed_starts = self.failed_starts + 1 if alike else int(bool(error))
+        self.start_error = error
 
     @property
     def _restartable(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tenacity import RetryCallState
 
-from primeslurm.errors import ClusterError
+from primeslurm.errors import ClusterError, signature
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
@@ -47,7 +47,9 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     known = [end for a in run.attempts() if a.number < attempt.number and (end := a.end()) is not None]
     ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in known]
     ends.append((_failed_itself(ending.outcome, ending.suspect), step))
-    requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends))
+    failed = [end for end in known if end.outcome == Outcome.FAILED and end.committed_step == step]
+    again = _fails_to_start_again(ending, failed)
+    requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again)
     record = EndRecord(
         outcome=ending.outcome,
         reason=ending.reason,
@@ -56,6 +58,7 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
         requeued=requeue,
         why_not_requeued=why_not,
         time=time.time(),
+        start_error=ending.start_error,
     )
     reserve = Reserve(run.path)
     try:
@@ -66,6 +69,18 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     with contextlib.suppress(OSError):
         journal.sync()
     return requeue
+
+
+def _fails_to_start_again(ending: Ending, failed: Sequence[EndRecord]) -> bool:
+    """Whether engines could not start in the failed attempt before, either, with the same error.
+
+    Args:
+        ending: of this attempt.
+        failed: ends of the attempts before that failed, since the newest committed step.
+    """
+    if not ending.start_error or not failed:
+        return False
+    return signature(ending.start_error) == signature(failed[-1].start_error)
 
 
 def _failed_itself(outcome: str, suspect: str) -> bool:
@@ -88,7 +103,7 @@ def fruitless(ends: Sequence[tuple[bool, int | None]]) -> int:
     return count
 
 
-def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int) -> tuple[bool, str]:
+def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int, *, again: bool) -> tuple[bool, str]:
     """Decide whether the job resumes as a new attempt. Pure.
 
     Args:
@@ -96,6 +111,7 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int) -> 
         attempt: its number.
         plan: of the attempt.
         fruitless: failed attempts that have committed nothing new, this one included.
+        again: engines could not start, and so in the failed attempt before, with the same error.
 
     Returns:
         The decision, and why not if the job does not resume though it failed.
@@ -106,6 +122,8 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int) -> 
         return False, f"this was attempt {attempt} of {plan.max_attempts}"
     if ending.final:
         return False, "another attempt would end in the same way"
+    if again:
+        return False, "engines could not start in the attempt before, either, with the same error"
     if ending.outcome is Outcome.PREEMPTED or ending.suspect == FILE_SYSTEM:
         return True, ""
     if fruitless >= FRUITLESS_ATTEMPTS:

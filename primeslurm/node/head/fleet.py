@@ -16,6 +16,7 @@ from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.head.blame import Fault, whose_fault
+from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.node.head.hangs import PATIENCE, Patience, Standstill, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died
@@ -94,6 +95,7 @@ class Fleet:
         self.assignment = NodeAssignment(self.plan)
         self.restart_groups: dict[str, RestartGroup] = restart_groups_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
+        self._failed_starts = FailedStarts(self._processes.values())
         self._enough_since: float | None = None
         self._killed: dict[str, str] = {}
         """Names of nodes whose agent was killed, and how."""
@@ -189,6 +191,7 @@ class Fleet:
         return (
             self._unfit(now)
             or self._missing(now)
+            or self._failed_starts.look(self.report, self.lost)
             or self._restart_groups(now)
             or self._dead_process(now)
             or self._complete()
@@ -355,6 +358,7 @@ class Fleet:
         return not needed and all(self._processes[name].role in _EXPENDABLE for name in lost)
 
     def _restart_groups(self, now: float) -> Ending | None:
+        assembled = self.assembled  # looks at every node: not once for each group
         for group in self.restart_groups.values():
             if any(process.name in self.lost for process in group.members):
                 continue
@@ -370,7 +374,7 @@ class Fleet:
                         return ending
                     continue
                 self._restart_group(group, reason, now)
-            if self.assembled:  # or members would start with the address of a node that is being replaced
+            if assembled:  # or members would start with the address of a node that is being replaced
                 group.tick(now, reports)
         return None
 

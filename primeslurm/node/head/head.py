@@ -41,6 +41,9 @@ from primeslurm.wire.transport.addresses import Addresses
 SUSPECT_S = 10.0
 """Who has not been heard of for so long, or a third of `node_silent_s`, is not called healthy any more."""
 
+REPEAT_S = 1.0
+"""So often agents are told what they know, to be sure of the head: all of them read as much as there are processes."""
+
 
 @dataclass(frozen=True)
 class HeadTimings:
@@ -84,6 +87,7 @@ class Head(threading.Thread):
         self._waits_for = ""
         self._addresses = Addresses({}, {})
         self._published_generation = 0
+        self._told = FleetView(time=0.0)
         self._asked: Ending | None = None
         self._ending_at = 0.0
         self._ticked_at = time.time()
@@ -225,8 +229,11 @@ class Head(threading.Thread):
             waits_for=self._waiting(),
             release=self._release(now),
         )
+        if now - self._told.time < REPEAT_S and view == msgspec.structs.replace(self._told, time=now):
+            return
         try:
             write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
+            self._told = view
         except OSError as error:
             if may_pass(error):
                 raise

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from primeslurm.errors import signature
 from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 
@@ -177,9 +178,3 @@ def headline(error: str) -> str:
         first = ": ".join(lines[0].split(": ")[:2])
     last = next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[-1]) if traced else lines[-1]
     return f"{first.strip().removesuffix(':')[:_LONGEST]}: {last[:_LONGEST]}"
-
-
-def signature(error: str) -> str:
-    """Reduce an error to what is the same every time: without numbers, paths and what is quoted."""
-    text = re.sub(r"'[^']*'|\"[^\"]*\"|/[\w./-]+|\b[0-9a-f]{8,}\b|\d+", "#", error)
-    return text[:200]

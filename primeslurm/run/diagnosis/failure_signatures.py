@@ -30,10 +30,12 @@ class FailureSignature:
     fix: str
     symptom: bool = False
     """Usually the consequence of a failure elsewhere: another process that failed at the same time is blamed first."""
+    transient: bool = False
+    """Another node may be free of it, or this one later: a fault of its own, or something that others do there."""
 
 
-def _known(pattern: str, cause: str, fix: str, symptom: bool = False) -> FailureSignature:
-    return FailureSignature(re.compile(pattern), cause, fix, symptom)
+def _known(pattern: str, cause: str, fix: str, *, symptom: bool = False, transient: bool = False) -> FailureSignature:
+    return FailureSignature(re.compile(pattern), cause, fix, symptom, transient)
 
 
 KNOWN = (
@@ -51,21 +53,25 @@ KNOWN = (
         r"Free memory on device .* is less than desired GPU memory utilization",
         "another process has memory of the engine's GPU",
         "look with nvidia-smi on that node for what was left behind, or exclude the node (slurm.exclude)",
+        transient=True,
     ),
     _known(
         r"oom[-_]kill|Out of memory: Killed|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY",
         "the node's own memory ran out",
         "ask Slurm for more (`mem` of the component), or lower the memory of KV offload",
+        transient=True,
     ),
     _known(
         r"No space left on device|Disk quota exceeded|ENOSPC|EDQUOT",
         "a disk, quota or /dev/shm is full",
         "free space in the run directory, in TMPDIR and in /dev/shm of the node; keep fewer checkpoints",
+        transient=True,
     ),
     _known(
         r"Address already in use|EADDRINUSE|address in use",
         "a port was taken by another process of the node",
         "look for what listens there (`ss -ltnp`), or move port_base in the site file",
+        transient=True,
     ),
     _known(
         r"(?i:no such file or directory).*(config\.json|safetensors|tokenizer|model)|Repo id must be in the form"
@@ -83,12 +89,14 @@ KNOWN = (
         r"No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver version is insufficient|libcuda\.so",
         "the process sees no usable GPU",
         "check the driver with nvidia-smi on that node, and what gres the partition gives",
+        transient=True,
     ),
     _known(
-        r"uncorrectable ECC|CUDA error: (an illegal memory|unspecified launch|device-side assert)|\bXid\b"
+        r"uncorrectable ECC|CUDA error: (?!out of memory|no kernel image)|\bXid\b"
         r"|fallen off the bus",
         "a GPU failed, or a kernel wrote where it must not",
         "exclude the node (slurm.exclude) and go on; if it happens on other nodes too, it is the software",
+        transient=True,
     ),
     _known(
         r"the gradient norm is (nan|inf|-inf)|loss is (nan|inf)",
@@ -100,11 +108,13 @@ KNOWN = (
         r"|\buc[tp]_\w+.*(?i:fail|error)",
         "KV transfer between engines (NIXL over UCX) failed",
         "check network.hcas and interface in the site file; UCX must be the one of its library_path",
+        transient=True,
     ),
     _known(
         r"Stale file handle|Transport endpoint is not connected|Input/output error|Errno 5\b",
         "the shared file system failed on that node",
         "check the mount on that node; exclude it (slurm.exclude) if others have no trouble",
+        transient=True,
     ),
     _known(
         r"Too many open files",
@@ -115,6 +125,7 @@ KNOWN = (
         r"ncclSystemError|ncclInternalError|ncclUnhandledCudaError|unhandled (system|cuda) error|NCCL WARN",
         "NCCL could not use the network or a GPU",
         "check network.hcas and interface in the site file; run with NCCL_DEBUG=INFO in the site's env",
+        transient=True,
     ),
     _known(
         r"collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError",
@@ -123,7 +134,8 @@ KNOWN = (
         symptom=True,
     ),
     _known(
-        r"Connection (reset|closed) by peer|Connection refused|Broken pipe|Dist(Store|Network)Error|wait timeout",
+        r"Connection (reset|closed) by peer|Connection refused|Broken pipe|Dist(Store|Network)Error|wait timeout"
+        r"|Max retries exceeded|Temporary failure in name resolution",
         "another process went away, or was never reached",
         "look for what ended first; if nothing did, check the interface in the site file",
         symptom=True,
@@ -215,6 +227,18 @@ def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
             if known.cause not in found and known.pattern.search(line):
                 found[known.cause] = (known, line.strip())
     return sorted(found.values(), key=lambda each: each[0].symptom)
+
+
+_LATE = re.compile(r"(?i)time(d )?out")
+"""What was not there in time may be there the next time, whoever was waited for."""
+
+
+def is_transient(error: str) -> bool:
+    """Whether another node, or the same one later, may be free of an error, by its most likely cause."""
+    if _LATE.search(error):
+        return True
+    known = next((known for known in KNOWN if known.pattern.search(error)), None)
+    return known is not None and (known.transient or known.symptom)
 
 
 def of_exit(code: int | None) -> list[Cause]:

@@ -177,7 +177,8 @@ class Cluster:
         self._start(
             "munged",
             [
-                *("munged", "--force", "--num-threads=2", f"--socket={self.spec.munge_socket}"),
+                *("munged", "--force", f"--num-threads={self.spec.munge_threads}"),
+                f"--socket={self.spec.munge_socket}",
                 *(f"--key-file={munge}/key", f"--seed-file={munge}/seed"),
                 *(f"--pid-file={directory}/pid/munged", f"--log-file={directory}/log/munged.log"),
             ],

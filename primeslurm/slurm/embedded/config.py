@@ -89,6 +89,16 @@ class ClusterSpec:
         return self.nodes > NARROW_NODES
 
     @property
+    def node_silent_s(self) -> int:
+        """Seconds after which a silent node is lost, to the head of a run and to Slurm."""
+        return max(NODE_SILENT_S, self.nodes + self.control_nodes)
+
+    @property
+    def munge_threads(self) -> int:
+        """Threads of munged; 10 is its own advice where its socket is full, as when hundreds of tasks are launched."""
+        return 10 if self.wide else 2
+
+    @property
     def slurm_conf(self) -> Path:
         """Path of slurm.conf."""
         return self.directory / "slurm.conf"
@@ -199,7 +209,7 @@ def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
         "MessageTimeout=30",
-        "SlurmdTimeout=30",
+        f"SlurmdTimeout={spec.node_silent_s}",
         "KillWait=30",
         "MinJobAge=3600",
         "SelectType=select/cons_tres",
@@ -272,5 +282,5 @@ def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
         slurm_conf=str(spec.slurm_conf),
         nodes=nodes,
         network=Network(addresses=addresses(spec, place)),
-        node_silent_s=max(NODE_SILENT_S, spec.nodes + spec.control_nodes),
+        node_silent_s=spec.node_silent_s,
     )

@@ -48,6 +48,13 @@ def files(directory: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
+@pytest.mark.parametrize("words", [(), ("cluster",)])
+def test_without_a_word_the_help_is_shown_as_if_it_were_asked_for(words: tuple[str, ...], tmp_path: Path) -> None:
+    shown = primeslurm(*words, cwd=tmp_path)
+    assert (shown.code, shown.err) == (0, "") and "Commands" in shown.out
+    assert shown.out == primeslurm(*words, "--help", cwd=tmp_path).out
+
+
 def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) -> None:
     before = files(place)
     result = primeslurm("submit", "r.yaml", "--local", "--dry-run", cwd=place)

@@ -140,6 +140,25 @@ def test_dependents_start_after_what_they_need_answers(start: Callable[..., Runn
     assert running.report("server").healthy is True
 
 
+def test_agents_are_told_what_is_new_at_once_and_what_they_know_each_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primeslurm.node.agent.node_agent.own_address", lambda *_: "127.0.0.1")
+    plan = plan_of(tmp_path / "run", (process("p", 0, SLEEP),))
+    run = RunDirectory(Path(plan.run_dir))
+    run.attempt(1).prepare(plan)
+    head, now = Head(NodeAgent(plan, 0, run.attempt(1), "id", plan.python), run), time.time()
+    said = []
+    for after in (0.0, 0.5, 1.0, 1.5, 1.75):
+        if after == 1.75:
+            head.end(Ending(Outcome.CANCELLED, "test over"))
+        head.tick(now + after)
+        view = run.attempt(1).fleet()
+        assert view is not None and (view.ending is not None) is (after == 1.75)
+        said.append(round(view.time - now, 2))
+    assert said == [0.0, 0.0, 1.0, 1.0, 1.75]
+
+
 def test_a_killed_engine_is_restarted_in_place_on_its_port(start: Callable[..., Running]) -> None:
     argv = python(SERVER, "${host}", "${port:http}")
     server = process("server", 0, argv, ports={"http": 21000}, health=Health(port="http", path="/x"))

@@ -476,6 +476,24 @@ def test_a_restart_group_restarts_as_one_and_only_when_all_of_it_has_ended() -> 
     assert [news.generation for news in agents.news(ProcessesRestarted)] == [1]
 
 
+def test_a_turn_of_the_head_takes_as_long_as_there_are_nodes_and_not_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looks: list[int] = []
+    agent_of = Fleet.agent_of
+    monkeypatch.setattr(Fleet, "agent_of", lambda self, node: looks.append(node) or agent_of(self, node))
+
+    def looks_at(nodes: int) -> int:
+        agents = Agents(*((process(name=f"engine-r{i}-0", node=i, unit=f"r{i}"),) for i in range(nodes)))
+        agents.assigned()
+        agents.decide(1.0)  # the first turn also finds that the role serves
+        looks.clear()
+        agents.decide(2.0)
+        return len(looks)
+
+    assert looks_at(80) <= 2 * looks_at(40)
+
+
 def test_a_restart_group_that_keeps_dying_is_given_up_as_one() -> None:
     agents = unit_of_two()
     fleet = agents.assigned()
@@ -605,7 +623,7 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
 )
 def test_requeue_rules(ending: Ending, attempt: int, fruitless: int, expected: tuple[bool, str]) -> None:
     plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
-    assert should_requeue(ending, attempt, plan, fruitless) == expected
+    assert should_requeue(ending, attempt, plan, fruitless, again=False) == expected
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.ports import free_port
+from primeslurm.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
@@ -19,7 +20,6 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     Hopeless,
     RolloutFailures,
     headline,
-    signature,
 )
 from primeslurm.orchestrator.telemetry.watch import FutileError
 from primeslurm.recipe import Recipe

@@ -1,27 +1,41 @@
-"""What tests leave in their temporary directory when they are killed is removed."""
+"""What tests and benchmarks leave in their temporary directory when they are killed is removed."""
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from tests.support.cli import ROOT
 
-KILLED = """
+TESTS = """
 import os, signal, tempfile
 from tests.support.temporary import use_own
 held = use_own()
 print(tempfile.mkdtemp(), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+BENCHMARK = """
+import os, signal, tempfile, types
+from benchmarks import __main__ as command
+def killed(words):
+    print(tempfile.mkdtemp(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+command.importlib.import_module = lambda name: types.SimpleNamespace(main=killed)
+command.main(["turns"])
+"""
 PATIENCE_S = 60.0
 
 
-def test_tests_have_a_temporary_directory_of_their_own_that_goes_when_they_are_killed() -> None:
-    argv = [sys.executable, "-c", KILLED]
+@pytest.mark.parametrize("code", [TESTS, BENCHMARK], ids=["tests", "benchmark"])
+def test_they_have_a_temporary_directory_of_their_own_that_goes_when_they_are_killed(code: str) -> None:
+    argv = [sys.executable, "-c", code]
     killed = Path(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout.strip())
     assert killed.parent.parent == Path(tempfile.gettempdir()) and killed.parent.name.startswith("ps")
     deadline = time.monotonic() + PATIENCE_S
@@ -32,3 +46,16 @@ def test_tests_have_a_temporary_directory_of_their_own_that_goes_when_they_are_k
 
 def test_tests_keep_nothing_in_the_directory_of_all() -> None:
     assert Path(tempfile.gettempdir()).name.startswith("ps")
+
+
+def made_elsewhere(path: Path) -> Iterator[str]:
+    """Where a file has `tempfile` make something in a directory that it names."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tempfile."):
+            named = [word.value for word in node.keywords if word.arg == "dir"]
+            if any(isinstance(value, ast.Constant) for value in named):
+                yield f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def test_no_test_names_the_directory_of_all() -> None:
+    assert [place for path in sorted(Path(ROOT, "tests").rglob("*.py")) for place in made_elsewhere(path)] == []

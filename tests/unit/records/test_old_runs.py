@@ -52,8 +52,8 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A copy of the run below ./runs, in a directory whose name is always as long: tables are as wide as words."""
-    with tempfile.TemporaryDirectory(prefix="old", dir="/tmp") as directory:
+    """A copy of the run below ./runs."""
+    with tempfile.TemporaryDirectory(prefix="old") as directory:
         shutil.copytree(DATA / "run_of_0_1_0", Path(directory) / "runs" / "small-1")
         yield Path(directory)
 

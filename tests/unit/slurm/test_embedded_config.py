@@ -109,6 +109,14 @@ def test_every_node_has_its_address_and_port(nodes: int) -> None:
     assert sorted([LoopbackPlace(3).port, *ports]) == sorted(LoopbackPlace(3).ports(spec))
 
 
+@pytest.mark.parametrize(("nodes", "silent_s", "threads"), [(4, 30, 2), (64, 68, 2), (512, 516, 10)])
+def test_large_clusters_are_given_time(nodes: int, silent_s: int, threads: int) -> None:
+    spec = replace(SPEC, nodes=nodes, control_nodes=4)
+    assert f"SlurmdTimeout={silent_s}" in slurm_conf(spec, LoopbackPlace(0), "host", 1000).splitlines()
+    assert site(spec, LoopbackPlace(0)).node_silent_s == silent_s
+    assert spec.munge_threads == threads
+
+
 def test_no_gpus_no_gres() -> None:
     spec = replace(SPEC, gpus_per_node=0)
     assert gres_conf(spec) == ""

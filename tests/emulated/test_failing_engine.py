@@ -1,0 +1,77 @@
+"""Engines that cannot start, in a run whose agents and head are real: how often they are tried, and what is said of it.
+
+No Slurm: the agents are processes of this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from primeslurm.api.runs import Run
+from primeslurm.api.sites import local_site, with_python
+from primeslurm.api.submission import _start
+from primeslurm.plan.emulate import emulate
+from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
+from primeslurm.recipe import Recipe
+from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.run.directory import RunDirectory, create
+from primeslurm.run.records import attempt_events
+from tests.support.cli import primeslurm
+from tests.support.fake_engine import write_tokenizer
+from tests.support.recipes import recipe_data
+
+PATIENCE_S = 900.0
+ERROR = "ValueError: max_model_len 131072 is larger than 40960"
+
+
+def with_engines_that_fail(plan: Plan) -> Plan:
+    """A plan whose engines end at once."""
+    argv = (sys.executable, "-c", f"raise ValueError({ERROR.removeprefix('ValueError: ')!r})")
+    nodes = [
+        node.model_copy(
+            update={
+                "processes": tuple(
+                    process.model_copy(update={"argv": argv}) if process.role == "engine" else process
+                    for process in node.processes
+                )
+            }
+        )
+        for node in plan.nodes
+    ]
+    return plan.model_copy(update={"nodes": tuple(nodes)})
+
+
+def test_the_run_ends_with_its_second_attempt_and_says_why(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(
+        recipe_data(
+            model={"path": str(write_tokenizer(tmp_path / "model"))},
+            deployment={
+                "train": {"nodes": 1, "gpus_per_node": 1},
+                "inference": {"type": "multi_node", "gpus_per_node": 1},
+            },
+        )
+    )
+    site = with_python(local_site(tmp_path / "runs", device_dir=tmp_path))
+    plan = with_engines_that_fail(emulate(derive(recipe, site, tmp_path / "runs" / "r", local=True)))
+    (tmp_path / "r.yaml").write_text("# made by a test\n")
+    _start(create(recipe, plan, tmp_path / "r.yaml"), plan, "", None)
+    run = RunDirectory(tmp_path / "runs" / "r")
+    deadline = time.monotonic() + PATIENCE_S
+    try:
+        while (end := run.latest().end()) is None or end.requeued:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        Run(run.path).cancel()
+    assert [attempt.number for attempt in run.attempts()] == [1, 2]
+    for attempt in run.attempts():
+        starts = [event for event in attempt_events(attempt) if isinstance(event, ProcessStarted)]
+        assert len([event for event in starts if event.name.startswith("engine")]) <= 3, "the third may have begun"
+    status = json.loads(primeslurm("status", run.path, "--json", cwd=tmp_path).out)
+    assert status["phase"] == "failed"
+    assert ERROR in status["reason"] and status["reason"].endswith("in the attempt before, either, with the same error")
+    assert ERROR in primeslurm("doctor", run.path, cwd=tmp_path).out
