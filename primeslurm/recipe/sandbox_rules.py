@@ -156,7 +156,7 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
     if limits.processes is not None and not isinstance(runtime, SubprocessRuntime):
         why = f"verifiers gives {runtime.type} no such limit"
         yield Violation(f"{field}.processes", str(limits.processes), why, "leave it out")
-    if limits.disk_gb is not None and runtime.type not in ("subprocess", "prime"):
+    if limits.disk_gb is not None and runtime.type not in ("subprocess", "apptainer", "prime"):
         why = f"{runtime.type} has no such limit, and would not hold it"
         yield Violation(f"{field}.disk_gb", f"{limits.disk_gb:g}", why, "leave it out")
     if isinstance(runtime, PrimeRuntime) and runtime.checkpoint is not None:

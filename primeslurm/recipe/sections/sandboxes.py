@@ -49,8 +49,8 @@ class Limits(Section):
     memory_gb: PositiveFloat | None = None
     """Memory. Default: 4 with `subprocess`; without a limit in containers; at providers 2, at E2B 1."""
     disk_gb: PositiveFloat | None = None
-    """Files that it writes; only `subprocess`, which keeps them in memory, and `prime` have this limit. Default: 1, at
-    `prime` 5."""
+    """Files that it writes: with `subprocess`, which keeps them in memory, `apptainer`, where nodes have fuse2fs, and
+    `prime`. Default: 1; without a limit in containers; at `prime` 5."""
     processes: PositiveInt | None = None
     """Processes and threads at once; only `subprocess` has this limit. Default: 256."""
     wall_time_s: PositiveFloat = 3600
