@@ -51,10 +51,12 @@ def _verifiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 
 
 @pytest.fixture
-def image(tmp_path: Path) -> Path:
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A SIF with some programs of this machine, and a file in its working directory."""
     if shutil.which("apptainer") is None or disk.lacking():
         pytest.skip("apptainer, fuse2fs, fuse-overlayfs or mke2fs is not installed")
+    (tmp_path / "config").mkdir()
+    monkeypatch.setenv(containers.CONFIG, str(tmp_path / "config"))  # logs of instances would stay at home
     root = tmp_path / "root"
     for name in ("app/deep", "dev", "etc", "proc", "sys", "tmp", "var/tmp", "usr/bin", "root", "home"):
         (root / name).mkdir(parents=True)
