@@ -16,7 +16,6 @@ FAMILY = Family(
     parsers={
         r"deepseek-?v3": Parsers("deepseek_v3"),
         r"deepseek-?v3\.1": Parsers("deepseek_v31", "deepseek_v3"),
-        r"deepseek-?v3\.2": Parsers("deepseek_v32", "deepseek_v3"),
         r"deepseek-?r1": Parsers("deepseek_v3", "deepseek_r1"),
     },
     renderer="deepseek-v3",

@@ -8,7 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from primeslurm.errors import Violation
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, sees_packages
+from primeslurm.recipe.sections.sandboxes import (
+    ApptainerRuntime,
+    E2BRuntime,
+    Limits,
+    PrimeRuntime,
+    SubprocessRuntime,
+    sees_packages,
+)
 
 HARNESSES = (
     "bash",
@@ -149,9 +156,15 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
     if limits.processes is not None and not isinstance(runtime, SubprocessRuntime):
         why = f"verifiers gives {runtime.type} no such limit"
         yield Violation(f"{field}.processes", str(limits.processes), why, "leave it out")
-    if limits.disk_gb is not None and runtime.type in ("apptainer", "docker", "podman"):
+    if limits.disk_gb is not None and runtime.type not in ("subprocess", "apptainer", "prime"):
         why = f"{runtime.type} has no such limit, and would not hold it"
         yield Violation(f"{field}.disk_gb", f"{limits.disk_gb:g}", why, "leave it out")
+    if isinstance(runtime, PrimeRuntime) and runtime.checkpoint is not None:
+        for where, value in (("runtime.image", runtime.image), (f"{field}.disk_gb", limits.disk_gb)):
+            if value is not None:
+                yield Violation(where, str(value), "`checkpoint` of the runtime has its own", "keep one of them")
+    if isinstance(runtime, E2BRuntime):
+        yield from _sizes_at_e2b(limits, field)
     if isinstance(runtime, SubprocessRuntime) and runtime.trusted:
         for name, value in limits.model_dump(exclude_none=True, exclude={"wall_time_s"}).items():
             if value != "open":
@@ -160,6 +173,18 @@ def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
         if runtime.visible:
             why = "without a sandbox programs see everything"
             yield Violation("runtime.visible", ", ".join(runtime.visible), why, "leave it out")
+
+
+def _sizes_at_e2b(limits: Limits, field: str) -> Iterator[Violation]:
+    """E2B has sizes of sandboxes of its own, and says so only when a rollout asks for one."""
+    cpus, memory_gb = limits.cpus, limits.memory_gb
+    if cpus is not None and cpus != 1 and cpus % 2:
+        near = max(1, 2 * round(cpus / 2))
+        yield Violation(f"{field}.cpus", f"{cpus:g}", "e2b has 1 core or an even number of them", f"{near}")
+    if memory_gb is not None and (memory_gb < 0.125 or memory_gb * 512 % 1):
+        enough = max(0.125, round(memory_gb * 512) / 512)
+        why = "e2b has an even number of MiB, of 128 at least"
+        yield Violation(f"{field}.memory_gb", f"{memory_gb:g}", why, f"{enough:g}")
 
 
 def _installed(module: str) -> bool:

@@ -38,6 +38,7 @@ SELECTION: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc
 RELEASED: dict[str, dict[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
     "deepseek_v3": SELECTION,
+    "deepseek_v32": SELECTION,
     "glm_moe_dsa": SELECTION | {"index_topk_pattern": "FSSF"},
     "minimax_m2": {"rotary_dim": 8, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }

@@ -1,7 +1,7 @@
 """A stand-in for podman, buildah, docker and apptainer: images are copies of Dockerfiles, and no container runs.
 
-A Dockerfile says how its build goes: `RUN false` fails, `LABEL killed` ends the command that asked for a SIF half way,
-once, and `LABEL beside=NAME` waits for a build of NAME to have begun.
+A Dockerfile says how its build goes: `RUN false` fails, after as many lines as `LABEL lines=` says, `LABEL killed` ends
+the command that asked for a SIF half way, once, and `LABEL beside=NAME` waits for a build of NAME to have begun.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ def build(dockerfile: str, image: Path, store: Path) -> int:
                 return 9
             time.sleep(0.02)
     if "RUN false" in dockerfile:
+        lines = int(dockerfile.partition("LABEL lines=")[2].split("\n")[0] or 0)
+        print(*(f"line {number}" for number in range(lines)), sep="\n", end="\n" * bool(lines))
         print("STEP 2: RUN false\nError: building at STEP 2: exit status 1", file=sys.stderr)
         return 1
     image.write_text(dockerfile)

@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DeepseekV3Config,
+    DeepseekV32Config,
     Glm4Config,
     Glm4MoeConfig,
     Glm4vConfig,
@@ -261,6 +262,8 @@ CASES = (
     ),
     Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=MLA_YARN)),
     Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
+    Case("deepseek_v32", lambda: DeepseekV32Config(**DSA | GROUPS, index_topk=16, rope_parameters=MLA_YARN)),
+    Case("deepseek_v32-short", lambda: DeepseekV32Config(**DSA, n_group=1, topk_group=1, index_topk=64)),
     Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
     Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
 )

@@ -25,6 +25,10 @@ _BUILDERS = {"apptainer": ("podman", "buildah", "docker")}
 """What builds a Dockerfile for a runtime that does not itself: the first one that works."""
 
 
+_LINES, _LINE = 10, 300
+"""Lines of a failed build's output that its error shows, and characters of each."""
+
+
 class ImageBuildError(PrimeslurmError):
     """Images could not be built."""
 
@@ -103,40 +107,61 @@ class ImageBuilder:
         tool, is_sif = self._tools[image.runtime], image.runtime == "apptainer"
         image.images.mkdir(parents=True, exist_ok=True)
         _sweep(image)
+        image.log.unlink(missing_ok=True)  # an earlier build's
         part = image.images / f"{image.digest}.{socket.gethostname()}.{os.getpid()}.part"
-        with tempfile.TemporaryDirectory(prefix="primeslurm-images-") as directory, image.log.open("wb") as log:
+        with tempfile.TemporaryDirectory(prefix="primeslurm-images-") as directory:
             try:
                 for words in self.commands(image, Path(directory, "image.tar"), part):
-                    self._run(words, log.fileno(), image.log)
+                    self._run(words, Path(directory, "log"), image.log)
                 workdir = _workdir(tool, image.tag)
                 if is_sif:
                     part.replace(image.name)
             finally:
                 part.unlink(missing_ok=True)
         task_images.note_built(image.images, image.digest, image.runtime, workdir)
-        image.log.unlink()
         if is_sif:  # it is what counts, and a builder's storage is small
             _succeeds([tool, "rmi", image.tag])
 
-    def _run(self, words: Sequence[str], output: int, log: Path) -> None:
-        """Run a command whose output goes to a log. Raises ImageBuildError with the last line of that."""
-        with self._lock:
-            if self._stopped:
-                raise ImageBuildError("was interrupted")
-            process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-            self._running.add(process)
-        code = process.wait()
+    def _run(self, words: Sequence[str], log: Path, kept: Path) -> None:
+        """Run a command whose output goes to a log.
+
+        Args:
+            words: the command.
+            log: what it says is added to this one.
+            kept: where the log stays if the error shows only its end.
+
+        Raises:
+            ImageBuildError: it failed, or was interrupted.
+        """
+        with log.open("ab") as output:
+            with self._lock:
+                if self._stopped:
+                    raise ImageBuildError("was interrupted")
+                process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+                self._running.add(process)
+            code = process.wait()
         with self._lock:
             self._running.discard(process)
+            stopped = self._stopped
         if code:
-            said = log.read_text(errors="replace").strip().splitlines() or ["without a word"]
-            raise ImageBuildError(f"{words[0]} {words[1]} ended with exit code {code}: {said[-1][:300]} ({log})")
+            said = [] if stopped else _ending(log, kept)
+            raise ImageBuildError("\n  ".join([f"{words[0]} {words[1]} ended with exit code {code}", *said]))
 
     def _stop(self) -> None:
         with self._lock:
             self._stopped = True
             for process in self._running:
                 process.terminate()
+
+
+def _ending(log: Path, kept: Path) -> list[str]:
+    """The last lines of a log; one that has more is kept, and named."""
+    lines = log.read_text(errors="replace").strip().splitlines()
+    shown = [line[:_LINE] for line in lines[-_LINES:]]
+    if shown == lines:
+        return shown
+    shutil.move(log, kept)
+    return [*shown, f"(the end of {kept})"]
 
 
 def _workdir(tool: str, tag: str) -> str:

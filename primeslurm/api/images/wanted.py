@@ -49,7 +49,7 @@ class WantedImage:
 
     @property
     def log(self) -> Path:
-        """What the commands of a build that failed said."""
+        """What the commands of a build that failed said, if its error shows only the end of it."""
         return self.images / f"{self.digest}.log"
 
 

@@ -9,7 +9,14 @@ from verifiers.v1.utils.loaders import default_harness_id, harness_class
 
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_CONTAINER, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import STAGES, ApptainerRuntime, ContainerRuntime, Limits, Runtime
+from primeslurm.recipe.sections.sandboxes import (
+    STAGES,
+    ApptainerRuntime,
+    ContainerRuntime,
+    HostedRuntime,
+    Limits,
+    Runtime,
+)
 
 
 def agent_options(environment: AnyEnvironment) -> dict[str, Any]:
@@ -58,6 +65,8 @@ def _runtime(runtime: Runtime) -> dict[str, Any]:
     if isinstance(runtime, ContainerRuntime):
         options |= {name: value for name in ("image", "workdir") if (value := getattr(runtime, name)) is not None}
         options |= _limits(runtime.limits)
+    if isinstance(runtime, HostedRuntime):  # the rest of its fields are verifiers' own, by their names
+        options |= runtime.model_dump(mode="json", exclude=set(ContainerRuntime.model_fields))
     if isinstance(runtime, ApptainerRuntime):  # it has no such option: `containers` closes the network
         options.pop("allow", None)
     return options

@@ -3,8 +3,8 @@
 verifiers' own `harbor` taskset downloads tasks with the Harbor CLI, and needs the harbor package and Python 3.12 to
 read them. This one reads `task.toml` itself; setting a task up and grading it is verifiers' (`HarborTask`). A task is
 
-    task.toml         [environment] docker_image, workdir, cpus, memory_mb, storage_mb, env; [agent] and [verifier]
-                      timeout_sec; [verifier] env; [metadata] difficulty, category, tags
+    task.toml         [environment] docker_image, workdir, cpus, memory_mb and storage_mb (or memory and storage, "2G"),
+                      env; [agent] and [verifier] timeout_sec; [verifier] env; [metadata] difficulty, category, tags
     instruction.md    what the agent is asked
     environment/      a Dockerfile, whose image `primeslurm images` builds; else files put into the working directory,
                       if no docker_image has them
@@ -13,6 +13,7 @@ read them. This one reads `task.toml` itself; setting a task up and grading it i
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -33,6 +34,8 @@ from primeslurm.wire.stored.task_images import TaskImage
 __all__ = ["HarborLocalEnv", "HarborLocalTaskset"]
 
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)([KMG])\s*", re.IGNORECASE)
+_GIGABYTES = {"K": 1 / 1024**2, "M": 1 / 1024, "G": 1.0}
 _BUILT = ("Dockerfile", "docker-compose.yaml")
 
 
@@ -214,8 +217,29 @@ def _filled(env: Mapping[str, Any]) -> dict[str, str]:
 def _resources(environment: Mapping[str, Any]) -> TaskResources:
     gpus = environment.get("gpus")
     return TaskResources(
-        cpu=environment.get("cpus"),
-        memory=environment["memory_mb"] / 1024 if environment.get("memory_mb") else None,
-        disk=environment["storage_mb"] / 1024 if environment.get("storage_mb") else None,
+        cpu=_number(environment, "cpus"),
+        memory=_gigabytes(environment, "memory"),
+        disk=_gigabytes(environment, "storage"),
         gpu=str(gpus) if gpus else None,
     )
+
+
+def _gigabytes(environment: Mapping[str, Any], name: str) -> float | None:
+    """A size as older tasks say it (`memory = "2G"`), which counts before one in MiB (`memory_mb`), as in Harbor."""
+    said = environment.get(name)
+    if said is None:
+        megabytes = _number(environment, f"{name}_mb")
+        return None if megabytes is None else megabytes / 1024
+    match = _SIZE.fullmatch(said) if isinstance(said, str) else None
+    if match is None:
+        raise ValueError(f'[environment] {name} = {said!r} is not a size: a number and K, M or G, such as "2G"')
+    return float(match[1]) * _GIGABYTES[match[2].upper()]
+
+
+def _number(environment: Mapping[str, Any], name: str) -> float | None:
+    value = environment.get(name) or None  # 0 is as good as nothing
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"[environment] {name} = {value!r} is not a number above 0")
+    return value

@@ -16,10 +16,10 @@ from verifiers.v1.utils.loaders import harness_config_type
 from primeslurm.errors import Violation
 from primeslurm.orchestrator.environments import hosted
 from primeslurm.orchestrator.environments.chat import ChatHarness
-from primeslurm.orchestrator.environments.sandbox import limits, namespaces, scripts, view
+from primeslurm.orchestrator.environments.sandbox import disk, limits, namespaces, scripts, view
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.recipe.sections.sandboxes import SubprocessRuntime, closes_network, sees_packages
+from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
 LOCKED = ("mini_swe_agent",)
 """Harnesses whose packages `./just harness NAME` installs."""
@@ -65,6 +65,8 @@ def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     if closes_network(environment.runtime) and shutil.which(namespaces.ENTERING) is None:
         why = f"`{namespaces.ENTERING}` is not installed here, and opens the way to the model"
         found.append(Violation("environments.runtime.limits.network", "none", why, "install util-linux"))
+    if isinstance(environment.runtime, ApptainerRuntime) and environment.runtime.limits.disk_gb is not None:
+        found += _disk(environment.runtime.limits.disk_gb)
     return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
 
 
@@ -122,6 +124,14 @@ def _runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
         )
     elif kind in hosted.PROVIDERS:
         yield from hosted.unmet(kind, env)
+
+
+def _disk(disk_gb: float) -> Iterator[Violation]:
+    """What apptainer mounts a disk of fixed size with."""
+    if lacking := disk.lacking():
+        why = f"apptainer cannot hold it here: {', '.join(lacking)} is lacking"
+        fix = "leave it out, or install them (fuse2fs, fuse-overlayfs, e2fsprogs)"
+        yield Violation("environments.runtime.limits.disk_gb", f"{disk_gb:g}", why, fix)
 
 
 def _of_the_system() -> Iterator[Violation]:

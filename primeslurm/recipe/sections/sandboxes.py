@@ -45,11 +45,12 @@ class Limits(Section):
     """What one rollout's programs may use, all together."""
 
     cpus: PositiveFloat | None = None
-    """CPU cores. Default: as many as are free."""
+    """CPU cores. Default: as many as are free; at providers 1, at E2B 2."""
     memory_gb: PositiveFloat | None = None
-    """Memory. Default: 4 with `subprocess`; without a limit in containers."""
+    """Memory. Default: 4 with `subprocess`; without a limit in containers; at providers 2, at E2B 1."""
     disk_gb: PositiveFloat | None = None
-    """Files that it writes. Default: 1 with `subprocess`, which keeps them in memory; advice to the other runtimes."""
+    """Files that it writes: with `subprocess`, which keeps them in memory, `apptainer`, where nodes have fuse2fs, and
+    `prime`. Default: 1; without a limit in containers; at `prime` 5."""
     processes: PositiveInt | None = None
     """Processes and threads at once; only `subprocess` has this limit. Default: 256."""
     wall_time_s: PositiveFloat = 3600
@@ -129,23 +130,52 @@ class PodmanRuntime(NodeContainerRuntime):
     type: Literal["podman"] = "podman"
 
 
+Gpu = Annotated[str, Field(pattern=r"^[A-Za-z][^:\s]*(:[1-9][0-9]*)?$")]
+"""A kind of GPU, and how many if there are several: A100, A100:2."""
+
+
 class PrimeRuntime(ContainerRuntime):
     """A sandbox at Prime Intellect. Its key is one of `pass_env`; nodes must reach the internet."""
 
     type: Literal["prime"] = "prime"
+    region: str | None = None
+    """Where sandboxes are. Default: the provider chooses."""
+    gpu: Gpu | None = None
+    """GPUs of a sandbox: A100, A100:2."""
+    checkpoint: str | None = None
+    """A durable checkpoint of a sandbox, to start from instead of `image`; it keeps its own disk."""
+    labels: tuple[str, ...] = ()
+    """Labels of sandboxes, beside the run's id."""
+    idle_timeout: PositiveFloat | None = 3600
+    """Seconds without a request after which a sandbox ends. null: never."""
+    creates_per_min: PositiveInt | None = None
+    """Sandboxes that all workers of a node begin in a minute. Default: as many as are asked for."""
 
 
 class ModalRuntime(ContainerRuntime):
     """A sandbox at Modal. Its key is one of `pass_env`; nodes must reach the internet."""
 
     type: Literal["modal"] = "modal"
+    region: str | None = None
+    """Where sandboxes are. Default: the provider chooses."""
+    gpu: Gpu | None = None
+    """GPUs of a sandbox: A100, A100:2."""
+    vm: bool = False
+    """A virtual machine, as programs need that start containers of their own."""
+    creates_per_sec: PositiveFloat | None = 40
+    """Sandboxes that all workers of a node begin in a second. null: as many as are asked for."""
 
 
 class E2BRuntime(ContainerRuntime):
-    """A sandbox at E2B. Its key is one of `pass_env`; nodes must reach the internet."""
+    """A sandbox at E2B, whose plan must let it live a day. Its key is one of `pass_env`; nodes reach the internet."""
 
     type: Literal["e2b"] = "e2b"
+    creates_per_sec: PositiveFloat | None = 1
+    """Sandboxes that all workers of a node begin in a second. null: as many as are asked for."""
 
+
+HostedRuntime = PrimeRuntime | ModalRuntime | E2BRuntime
+"""Runtimes at providers."""
 
 Runtime = Annotated[
     SubprocessRuntime | ApptainerRuntime | DockerRuntime | PodmanRuntime | PrimeRuntime | ModalRuntime | E2BRuntime,

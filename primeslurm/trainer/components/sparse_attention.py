@@ -68,11 +68,13 @@ class Indexer(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """`rope_dim` of the `head_dim` values of a head are rotated."""
+        """The first `rope_dim` of the `head_dim` values of a head are rotated."""
 
         heads: int
         head_dim: int
         rope_dim: int
+        interleaved: bool
+        """Neighbours are rotated together; else each of the first half of `rope_dim` with one of the second."""
         top_k: int
         wq_b: Linear.Config
         wk: Linear.Config
@@ -107,9 +109,16 @@ class Indexer(Module):
             heads = self.wq_b(compressed).view(rows, length, config.heads, config.head_dim)
             query, query_rest = heads.split(parts, -1)
             key, key_rest = self.k_norm(self.wk(x)).unsqueeze(2).split(parts, -1)
+            if not config.interleaved:  # scores are the same in whichever order both have their values
+                query, key = _neighbours(query), _neighbours(key)
             query, key = rope(query, key, positions)
             weight = self.weights_proj(x).float() * (config.heads * config.head_dim) ** -0.5
             return torch.cat([query, query_rest], -1), torch.cat([key, key_rest], -1).squeeze(2), weight
+
+
+def _neighbours(values: torch.Tensor) -> torch.Tensor:
+    """Values of which those of both halves alternate."""
+    return values.unflatten(-1, (2, -1)).mT.flatten(-2)
 
 
 def select(query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, context: Context, top_k: int) -> torch.Tensor:

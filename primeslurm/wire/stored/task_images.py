@@ -5,7 +5,7 @@ with the same environment share one, and whoever edits a Dockerfile asks for ano
 
     DIGEST.sif          what apptainer runs; docker and podman keep theirs, tagged DIGEST
     DIGEST.RUNTIME      written last, as without it nothing is built: the image's working directory, on one line
-    DIGEST.log          what the commands of a build that failed said
+    DIGEST.log          what the commands of a build that failed said, if that is more than its error shows
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tests.trainer.as_released import FP8, assert_stored_alike, change_config, s
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 from tests.trainer.families import CASES, Case, write
 
-RELEASED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2")
+RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")
 """Families whose publishers release them in FP8."""
 BY_NAME = {case.name: case for case in CASES}
 

@@ -50,6 +50,7 @@ TWO_RANKS = [
     Layout("deepseek_v3", {"cp": 2, "ep": 2}, "varlen"),
     Layout("deepseek_v3", {"cp": 2, "cp_style": "allgather"}, "varlen"),
     Layout("glm_moe_dsa", {"cp": 2, "ep": 2, "activation_checkpointing": "full"}),
+    Layout("deepseek_v32", {"cp": 2, "ep": 2, "activation_checkpointing": "selective"}),
     # attention sinks
     Layout("gpt_oss", {"cp": 2, "ep": 2}, "varlen"),
     Layout("gpt_oss", {"cp": 2, "cp_style": "allgather"}),

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from primeslurm.errors import ExitCode
+from primeslurm.wire.stored import task_images
 from tests.support import fake_builder
 from tests.support.cli import Result, run_python
 from tests.support.recipes import recipe_data
@@ -72,19 +73,32 @@ def test_all_that_failed_is_named_and_the_rest_is_built(tools: Path, tmp_path: P
     assert found.code == ExitCode.FAILED
     assert "2 of 3 images were not built" in found.err
     for name in ("one", "two"):
-        assert f"{name}: buildah build ended with exit code 1: Error: building at STEP 2: exit status 1 (" in found.err
-    assert len(list(tasks.glob(".images/*.sif"))) == 1
-    logs = list(tasks.glob(".images/*.log"))
-    assert len(logs) == 2 and all("STEP 2: RUN false" in log.read_text() for log in logs)
+        said = ("buildah build ended with exit code 1", "STEP 2: RUN false", "Error: building at STEP 2: exit status 1")
+        assert f"{name}: " + "\n    ".join(said) in found.err
+    assert {path.suffix for path in tasks.glob(".images/*")} == {".sif", ".apptainer"}, "the error says it all"
     again = json.loads(images(tools, "tasks", "--json").out)
     assert again["exit_code"] == ExitCode.FAILED and "2 of 2 images" in again["error"]
+
+
+def test_of_a_long_log_the_error_has_the_end_and_names_the_rest(tools: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    one = task(tasks, "one", "RUN false", "LABEL lines=30")
+    found = images(tools, "tasks")
+    (log,) = tasks.glob(".images/*.log")
+    assert "\n    line 29\n" in found.err and "\n    line 5\n" not in found.err and f"(the end of {log})" in found.err
+    assert "line 5\n" in log.read_text()
+    images(tools, "tasks")
+    assert list(tasks.glob(".images/*.log")) == [log]
+    (one / "environment/Dockerfile").write_text("FROM debian\n")
+    log.rename(log.with_stem(task_images.environment_digest(one / "environment")))
+    assert images(tools, "tasks").code == 0 and not list(tasks.glob(".images/*.log"))
 
 
 def test_what_was_killed_half_way_counts_as_nothing(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "LABEL killed")
     place = tmp_path / "tasks" / ".images"
     assert images(tools, "tasks").code == -9
-    assert {path.suffix for path in place.iterdir()} == {".part", ".log"}
+    assert {path.suffix for path in place.iterdir()} == {".part"}
     again = images(tools, "tasks")
     assert (again.code, listed(again)) == (0, [("one",)]), again.err
     assert {path.suffix for path in place.iterdir()} == {".sif", ".apptainer"}

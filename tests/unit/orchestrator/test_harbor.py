@@ -189,6 +189,10 @@ def test_what_needs_a_container_gets_apptainer_unless_the_recipe_says_otherwise(
         ("[[steps]]\nname = 'one'", "several steps"),
         ("[environment]\nenv = {KEY = '${OPENAI_API_KEY}'}", "which is not in `variables`"),
         ("[verifier]\nenvironment_mode = 'separate'", "separate environment"),
+        ("[environment]\nmemory = '2 gigs'", r"\[environment\] memory = '2 gigs' is not a size"),
+        ("[environment]\nstorage = 2048", "storage = 2048 is not a size"),
+        ("[environment]\nmemory_mb = '2G'", r"one: \[environment\] memory_mb = '2G' is not a number above 0"),
+        ("[environment]\ncpus = -1", "cpus = -1 is not a number"),
         ("[environment", "Expected"),
     ],
 )
@@ -202,6 +206,27 @@ def test_tasks_that_cannot_be_run_are_named_at_once(change: str, words: str, tmp
     with pytest.raises(ValueError, match=words) as raised:
         list(env.taskset.load())
     assert "one: " in str(raised.value) and "other: " in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "memory", "disk"),
+    [
+        ("memory_mb = 2048\nstorage_mb = 512", 2, 0.5),
+        ("memory = '2G'\nstorage = '512M'", 2, 0.5),
+        ("memory = ' 1.5g '\nstorage = '1048576K'", 1.5, 1),
+        ("memory = '2G'\nmemory_mb = 4096", 2, None),
+        ("cpus = 2", None, None),
+    ],
+)
+def test_sizes_are_numbers_of_mebibytes_or_have_a_unit(
+    said: str, memory: float | None, disk: float | None, tmp_path: Path
+) -> None:
+    (tmp_path / "one/tests").mkdir(parents=True)
+    for name in ("tests/test.sh", "instruction.md"):
+        (tmp_path / "one" / name).touch()
+    (tmp_path / "one/task.toml").write_text(f"[environment]\n{said}")
+    (task,) = environments.load("harbor-local", {"path": str(tmp_path)}).taskset.load()
+    assert (task.data.resources.memory, task.data.resources.disk) == (memory, disk)
 
 
 @pytest.fixture

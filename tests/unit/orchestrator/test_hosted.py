@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from verifiers.v1.runtimes.modal import ModalConfig
+from pydantic import ValidationError
+from verifiers.v1.runtimes import E2BConfig, ModalConfig, PrimeConfig
 
 from primeslurm.api import environments as api_environments
+from primeslurm.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import agents, host_needs, hosted
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.recipe.sections.sandboxes import Runtime
+from primeslurm.recipe.sections.sandboxes import ContainerRuntime, HostedRuntime, Runtime
 from tests.support import recipes
 
+CONFIGS: dict[str, Any] = {"prime": PrimeConfig, "modal": ModalConfig, "e2b": E2BConfig}
 CUSTOM = {"type": "server", "tunnel": {"type": "custom", "url": "https://me.example", "port": 9000}}
 
 
@@ -84,6 +87,32 @@ def test_limits_are_what_the_provider_is_asked_for() -> None:
     asked = spec.runtime
     assert isinstance(asked, ModalConfig)
     assert (asked.image, asked.cpu, asked.memory, asked.allow) == ("i", 3, 6, ["pypi.org"])
+
+
+@pytest.mark.parametrize("kind", get_args(HostedRuntime))
+def test_fields_are_verifiers_own_with_its_defaults(kind: type[ContainerRuntime]) -> None:
+    theirs = CONFIGS[kind.model_fields["type"].default]
+    ours = set(kind.model_fields) - set(ContainerRuntime.model_fields)
+    said_by_limits = {"allow", "block", "cpu", "memory", "disk", "network_access"}
+    assert ours == set(theirs.model_fields) - said_by_limits - set(ContainerRuntime.model_fields)
+    options = agents._runtime(kind())  # type: ignore[arg-type]
+    assert theirs.model_validate(options) == theirs()
+
+
+def test_fields_of_a_provider_are_what_it_is_asked_for() -> None:
+    runtime = {"type": "modal", "gpu": "H100:2", "region": "eu", "creates_per_sec": 2}
+    made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
+    (spec,) = environments.load(made.id, made.args, agents.agent_options(made))._agent_specs.values()
+    assert (spec.runtime.gpu, spec.runtime.region, spec.runtime.creates_per_sec) == ("H100:2", "eu", 2)
+    with pytest.raises(ValidationError, match="gpu"):
+        Environment.model_validate({"id": "tool-use", "runtime": {"type": "prime", "gpu": "2"}})
+
+
+def test_hosts_that_a_provider_cannot_tell_apart_are_named_by_check() -> None:
+    runtime = {"type": "modal", "limits": {"network": ["10.0.0.1"]}}
+    made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
+    with pytest.raises(UsageError, match=r"10\.0\.0\.1"):
+        environments.load(made.id, made.args, agents.agent_options(made))
 
 
 def test_a_key_that_jobs_do_not_get_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,13 @@ def test_a_custom_tunnel_leads_to_one_worker(
         ({"runtime": {**APPTAINER, "limits": {"network": "none"}}}, "limits.network", "no harness could be installed"),
         ({"runtime": {"type": "subprocess", "limits": {"network": ["pypi.org"]}}}, "limits.network", "some hosts"),
         ({"runtime": {"type": "docker", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
+        ({"runtime": {"type": "modal", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
+        ({"runtime": {"type": "e2b", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
+        ({"runtime": {"type": "e2b", "limits": {"cpus": 3}}}, "limits.cpus", "an even number of them; 4"),
+        ({"runtime": {"type": "e2b", "limits": {"cpus": 0.5}}}, "limits.cpus", "1 core or an even number of them; 1"),
+        ({"runtime": {"type": "e2b", "limits": {"memory_gb": 0.1}}}, "limits.memory_gb", "128 at least; 0.125"),
+        ({"runtime": {"type": "prime", "checkpoint": "c", "image": "i"}}, "runtime.image", "keep one"),
+        ({"runtime": {"type": "prime", "checkpoint": "c", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "keep one"),
         ({"runtime": {**APPTAINER, "limits": {"processes": 3}}}, "limits.processes", "no such limit"),
         ({"runtime": {"type": "subprocess", "trusted": True, "limits": {"memory_gb": 3}}}, "memory_gb", "takes away"),
         ({"runtime": {"type": "subprocess", "trusted": True, "visible": ["/opt"]}}, "visible", "see everything"),
@@ -103,7 +110,10 @@ def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str
         {"runtime": {"type": "subprocess", "trusted": True, "limits": {"network": "open", "wall_time_s": 60}}},
         {"runtime": {"type": "docker", "limits": {"network": ["pypi.org"]}}},
         {"runtime": {**APPTAINER, "install": False, "limits": {"network": "none"}}},
-        {"runtime": {"type": "modal", "limits": {"disk_gb": 3}}, "args": {"env": {"agent": {"max_turns": 3}}}},
+        {"runtime": {"type": "prime", "limits": {"disk_gb": 3}}, "args": {"env": {"agent": {"max_turns": 3}}}},
+        {"runtime": {"type": "prime", "checkpoint": "c", "limits": {"cpus": 3}}},
+        {"runtime": {**APPTAINER, "limits": {"disk_gb": 3}}},
+        {"runtime": {"type": "e2b", "limits": {"cpus": 1, "memory_gb": 4.5}}},
     ],
 )
 def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
@@ -111,8 +121,8 @@ def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
 
 
 def test_all_is_said_at_once() -> None:
-    wrong = {"type": "apptainer", "limits": {"network": "none", "disk_gb": 1, "processes": 1}}
-    assert len(found(harness={"id": "bassh"}, runtime=wrong)) == 4
+    wrong = {"type": "docker", "limits": {"network": "none", "disk_gb": 1, "processes": 1}}
+    assert len(found(harness={"id": "bassh"}, runtime=wrong)) == 3
 
 
 def test_null_without_quotes_is_not_bash() -> None:

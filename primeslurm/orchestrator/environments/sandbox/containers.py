@@ -27,12 +27,12 @@ from typing import Any, ClassVar, NamedTuple
 
 from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
-from verifiers.v1.runtimes.apptainer import ApptainerConfig, ApptainerRuntime
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
 
 from primeslurm.orchestrator.environments.sandbox import scripts
 from primeslurm.orchestrator.environments.sandbox.apptainer import OWN_NETWORK, LimitProbe, OwnNetwork
+from primeslurm.orchestrator.environments.sandbox.disk import OwnDisk
 from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
@@ -96,13 +96,9 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
     """verifiers' podman is its docker with another command."""
 
 
-class _MarkedApptainer(_Scripted, ApptainerRuntime):  # type: ignore[misc]
+class _MarkedApptainer(_Scripted, OwnDisk):
     worker: ClassVar[str]
-    config: ApptainerConfig
-    limits: ClassVar[Limits]
     probe: ClassVar[LimitProbe]
-    _instance: str
-    _dir: Path | None
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

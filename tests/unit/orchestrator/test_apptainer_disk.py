@@ -1,0 +1,139 @@
+"""`disk_gb` in apptainer: with the real one where it is installed, else what a stand-in for it is told."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from verifiers.v1.errors import SandboxError
+from verifiers.v1.runtimes import ApptainerConfig, provision_runtime
+
+from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments.sandbox import containers, disk
+from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import Limits
+from tests.support.verifiers_restored import restored
+
+MIB = 1 << 20
+IN_IMAGE = ("cat", "cp", "dd", "env", "ls", "mkdir", "sh")
+FILL = "dd if=/dev/zero of=$0/fill bs=65536 count=2048 conv=fsync"
+STAND_IN = (
+    f"#!{sys.executable} -IS"
+    + r'''
+"""A stand-in for apptainer: an image is a directory, and an instance is nothing."""
+import json, os, pathlib, shutil, sys
+words = sys.argv[1:]
+if words[0] == "exec":
+    place = words[words.index("--bind") + 1].partition(":")[0]
+    shutil.copytree(words[-7] + words[-2], place, dirs_exist_ok=True)
+if words[:2] == ["instance", "start"]:
+    shutil.copyfile(words[words.index("--overlay") + 1], sys.argv[0] + ".disk")
+    pathlib.Path(sys.argv[0] + ".asked").write_text(json.dumps(words))
+'''
+)
+needs_mke2fs = pytest.mark.skipif(disk.find("mke2fs") is None, reason="mke2fs (e2fsprogs) is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _verifiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    with restored(monkeypatch):
+        yield
+    assert not list((tmp_path / "scratch").iterdir()), "a sandbox left files"
+
+
+@pytest.fixture
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A SIF with some programs of this machine, and a file in its working directory."""
+    if shutil.which("apptainer") is None or disk.lacking():
+        pytest.skip("apptainer, fuse2fs, fuse-overlayfs or mke2fs is not installed")
+    (tmp_path / "config").mkdir()
+    monkeypatch.setenv(containers.CONFIG, str(tmp_path / "config"))  # logs of instances would stay at home
+    root = tmp_path / "root"
+    for name in ("app/deep", "dev", "etc", "proc", "sys", "tmp", "var/tmp", "usr/bin", "root", "home"):
+        (root / name).mkdir(parents=True)
+    (root / "app/deep/given").write_text("of the image")
+    for link in ("bin", "lib", "lib64"):
+        (root / link).symlink_to(f"usr/{link}")
+    libraries = set()
+    for name in IN_IMAGE:
+        program = shutil.which(name)
+        assert program is not None
+        shutil.copy(program, root / "usr/bin" / name)
+        said = subprocess.run(["ldd", program], capture_output=True, text=True, check=True).stdout
+        libraries |= {word for word in said.split() if word.startswith("/")}
+    for library in libraries:
+        copy = root / "usr" / os.path.normpath(library).lstrip("/").removeprefix("usr/")
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, copy)
+    sif = tmp_path / "image.sif"
+    words = ["apptainer", "build", "--disable-cache", str(sif), str(root)]
+    subprocess.run(words, check=True, capture_output=True)
+    return sif
+
+
+@pytest.mark.parametrize("network", ["open", "none"])
+async def test_what_a_rollout_writes_is_held(image: Path, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("APPTAINER_USERNS", "1")
+    containers.mark("tasks-0", limits=Limits.model_validate({"disk_gb": 0.05, "network": network}))
+    async with provision_runtime(ApptainerConfig(image=str(image))) as runtime:
+        given = await runtime.run(["sh", "-c", "cat deep/given && echo mine >deep/given && cat deep/given"], {})
+        assert given.stdout == "of the imagemine\n", given.stderr
+        for place in ("/app", "/tmp", "/var/tmp", str(Path.home())):
+            full = await runtime.run(["sh", "-c", f"{FILL}; echo $?; : >$0/fill", place], {})
+            assert "No space left on device" in full.stderr and full.stdout == "1\n", place
+        await runtime.write("/app/kept", b"x" * MIB)
+        assert len(await runtime.read("/app/kept")) == MIB, "there is room again"
+        (own,) = Path(tempfile.gettempdir()).glob("vf-apptainer-*/disk.img")
+        assert own.stat().st_blocks * 512 <= own.stat().st_size == 50_000_000
+
+
+@needs_mke2fs
+async def test_an_instance_gets_a_disk_with_what_its_image_has_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "apptainer").write_text(STAND_IN)
+    (tmp_path / "apptainer").chmod(0o755)
+    (tmp_path / "image/app").mkdir(parents=True)
+    (tmp_path / "image/app/given").write_text("of the image")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    containers.mark("tasks-0", limits=Limits(disk_gb=0.05))
+    monkeypatch.setattr(disk.OwnDisk, "_image", lambda self: _told(str(tmp_path / "image")))
+    async with provision_runtime(ApptainerConfig()):
+        asked = (tmp_path / "apptainer.asked").read_text()
+    made = tmp_path / "apptainer.disk"
+    assert made.stat().st_size == 50_000_000
+    assert "--writable-tmpfs" not in asked and "--bind" not in asked and "home,tmp" in asked
+    debugfs = shutil.which("debugfs", path=disk._SYSTEM)
+    assert debugfs is not None
+    words = [debugfs, "-R", "cat upper/app/given", str(made)]
+    assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "of the image"
+    (tmp_path / "image/app/given").write_bytes(os.urandom(60 * MIB))
+    with pytest.raises(SandboxError, match=r"runtime\.limits\.disk_gb: no disk of this size has what the image has"):
+        async with provision_runtime(ApptainerConfig()):
+            pass
+
+
+async def _told(image: str) -> str:
+    return image
+
+
+def test_a_machine_that_cannot_hold_it_is_found_out_before_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = {"type": "apptainer", "limits": {"disk_gb": 3}}
+    made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    monkeypatch.setattr(host_needs, "_runtime", lambda *_: ())
+    monkeypatch.setattr(disk, "find", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    (problem,) = host_needs.unmet(made, env)
+    assert problem.field == "environments.runtime.limits.disk_gb" and problem.why.endswith(": fuse2fs is lacking")
+    monkeypatch.setattr(disk, "find", lambda name: f"/bin/{name}")
+    assert host_needs.unmet(made, env) == []
