@@ -509,6 +509,7 @@ class OrchestratorServer:
         self._dispatch.rejected(group, reason)
         self._watch.group_rejected(reason, len(group.rollouts))
         self._wake.set()
+        self._notify_if_enough()  # a batch may have waited for it
 
     def _count(self, group: RolloutGroup) -> None:
         """Take a group whose rollouts are finished, and on disk."""
