@@ -329,20 +329,21 @@ class OrchestratorServer:
             raise ValueError(f"step {request.step} was asked for, but step {self._dispatch.step} is next")
         if not request.ahead:
             self._sessions.close()
-        if (waiting := await self._batch_of(request)) is not None:
+        deadline = time.monotonic() + HOLD_S
+        if (waiting := await self._batch_of(request, deadline)) is not None:
             return waiting
+        within_s = max(0.0, deadline - time.monotonic())
         found: Sequence[Part] | Answer | None
         if self._files is None:
-            found = await self._batches.serve(share)
+            found = await self._batches.answer(share, within_s)
         else:
-            found = await self._files.answer(share, unreadable=request.unreadable, within_s=HOLD_S)
+            found = await self._files.answer(share, unreadable=request.unreadable, within_s=within_s)
         if found is None:
             raise ValueError(f"the rollouts of step {request.step} are no longer kept")
         return found
 
-    async def _batch_of(self, request: GetBatch) -> Answer | None:
+    async def _batch_of(self, request: GetBatch, deadline: float) -> Answer | None:
         """Wait until the batch is formed; or the answer that it is not."""
-        deadline = time.monotonic() + HOLD_S
         async with self._batch_formed:
             while request.step == self._dispatch.step:
                 if (unread := self._unread(request.ahead)) is not None:
@@ -511,6 +512,7 @@ class OrchestratorServer:
         self._dispatch.rejected(group, reason)
         self._watch.group_rejected(reason, len(group.rollouts))
         self._wake.set()
+        self._notify_if_enough()  # a batch may have waited for it
 
     def _count(self, group: RolloutGroup) -> None:
         """Take a group whose rollouts are finished, and on disk."""

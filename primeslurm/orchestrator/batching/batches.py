@@ -27,6 +27,7 @@ from primeslurm.recipe.sections.losses import Average, CustomLoss
 from primeslurm.wire.batches.file_ranges import Part, StoredArray
 from primeslurm.wire.batches.rollouts import BatchInfo, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.transport.link import Answer
 
 log = logging.getLogger(__name__)
 KEPT_STEPS = 2
@@ -81,6 +82,7 @@ class Batches:
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], _Packed] = {}
         self._encoded: dict[StepShard, list[Part]] = {}
+        self._encoding: dict[StepShard, asyncio.Task[list[Part] | None]] = {}
         self._thread = ThreadPoolExecutor(1, "packing")
         """One: requests of a batch's other ranks wait for its packing, and nothing else does."""
 
@@ -124,6 +126,28 @@ class Batches:
             del self._packed[packed]
         for share in [key for key in list(self._encoded) if key.step not in self._recent]:
             self._encoded.pop(share, None)  # it may be handed over at this moment
+
+    async def answer(self, share: StepShard, within_s: float) -> list[Part] | Answer | None:
+        """As `serve`, or say that it takes longer: a batch on disk is read first, which may take minutes.
+
+        Args:
+            share: that a rank asks for.
+            within_s: who asks waits no longer; what was begun goes on.
+
+        Returns:
+            None if there is no such batch (any more).
+
+        Raises:
+            UsageError: an algorithm of the user's own made an error.
+        """
+        if (known := self._encoded.get(share)) is not None:  # a repeat, or the next chunk
+            return known
+        encoding = self._encoding.get(share)
+        if encoding is None:
+            encoding = self._encoding[share] = asyncio.create_task(self.serve(share))
+            encoding.add_done_callback(lambda _: self._encoding.pop(share))
+        done, _ = await asyncio.wait([encoding], timeout=within_s)
+        return encoding.result() if done else Answer("wait")
 
     async def serve(self, share: StepShard) -> list[Part] | None:
         """As `get`, off the event loop."""

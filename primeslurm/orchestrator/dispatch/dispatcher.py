@@ -32,6 +32,9 @@ PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""
 CUT_AHEAD_LOSS = 0.02
 """A batch is cut ahead of its time if so much of one is lost by that: the trainer does not wait for its fetch then."""
+MOSTLY_DONE = 2 / 3
+"""Share of a group from which on `drop` trains it with what is done at the last batch that it may be in: else a few
+stragglers would have all of it thrown away, and sampled anew."""
 MAX_TRIES = 3
 """Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
 
@@ -329,7 +332,7 @@ class Dispatcher:
         if self.ready_rollouts < self.limits.batch_size:
             return False
         oldest = self.limits.oldest_version(self.step)
-        if any(self._age_of(group) <= oldest for group in self.unscored.values()):
+        if self._finishes(oldest) or any(self._age_of(group) <= oldest for group in self.unscored.values()):
             return False
         rule = self.limits.staleness.rule
         last = [] if rule == "mask" else self.open.before(oldest + 1)  # mask finishes all of them
@@ -343,10 +346,10 @@ class Dispatcher:
             ahead: the trainer is still at the step before.
 
         Returns:
-            None if there are not enough.
+            None if there are not enough, or if one that may be in no later batch is on its way to disk.
         """
         batch = self._chosen()
-        if not batch:
+        if not batch or self._finishes(self.limits.oldest_version(self.step)):
             return None
         self.ready.take(batch)
         self._examples.put_in_batch({group.id for group in batch})
@@ -403,6 +406,12 @@ class Dispatcher:
             return _choose(last, self.limits.batch_size)
         return last + _choose([group for group in self.ready if self._age_of(group) > oldest], lack)
 
+    def _finishes(self, version: int) -> bool:
+        """Whether a complete group that was opened at a version, and counts as of it, is not on disk yet."""
+        if self.limits.staleness.counts_tokens:
+            return False
+        return any(group.version == version for group in self._finishing.values())
+
     def _last_chance(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
         """Complete the groups that this batch is the last for, if that makes a batch.
 
@@ -417,7 +426,8 @@ class Dispatcher:
         completed: list[RolloutGroup] = []
         cancelled: list[str] = []
         for group in last:
-            if group.jobs and self._goes_on(group.environment, group.example, group.id):
+            goes_on = self._goes_on(group.environment, group.example, group.id)
+            if group.jobs and (goes_on or self.limits.staleness.rule == "drop"):
                 self._carry(group)
             cancelled += self._close(group)
             completed.append(self._complete(group))  # at once: the next one's rollouts may not go on under its name
@@ -436,7 +446,8 @@ class Dispatcher:
         """Whether a group is trained with the rollouts that are done, if the next batch is its last."""
         rule = self.limits.staleness
         goes_on = self._goes_on(group.environment, group.example, group.id)
-        return len(group.done) >= rule.at_least and (rule.rule != "drop" or goes_on)
+        enough = rule.rule != "drop" or goes_on or len(group.done) >= MOSTLY_DONE * group.size
+        return len(group.done) >= rule.at_least and enough
 
     def _carry(self, group: OpenGroup) -> None:
         """Have the rollouts of a group that run go on in another one."""
@@ -454,18 +465,20 @@ class Dispatcher:
         """The open group that a job of another orchestrator goes on in, opened if it is not."""
         goes_on = self._goes_on(job.environment, job.example, job.group)
         ages = not self.limits.staleness.counts_tokens and not goes_on
-        if ages and job.opened_version < self.limits.oldest_version(self.step):
-            return None
+        oldest = self.limits.oldest_version(self.step)
+        is_old = ages and job.opened_version < oldest
         first = group_id(job.environment, job.example)
         if job.group != first and not (runs and job.group.startswith(f"{first}.")):
             return None
         group = self.open.get(first)
         if group is None and first not in self._finishing and self._examples.is_to_come((job.environment, job.example)):
-            return self._reopen(job)
+            return None if is_old else self._reopen(job)
         if group is None:  # its example is trained without it
-            carries = goes_on or self.limits.staleness.surplus == "carry"
+            staleness = self.limits.staleness
+            had_last_chance = staleness.rule == "drop" and job.opened_version <= oldest
+            carries = goes_on or had_last_chance or staleness.surplus == "carry"
             return self._part_to_claim(job) if runs and carries else None
-        if ages and group.version != job.opened_version:
+        if is_old or (ages and group.version != job.opened_version):
             return None  # it was opened anew, under another version
         self.open.reopen_at(group, max(group.version, job.opened_version))
         return group

@@ -27,8 +27,9 @@ MORE, CALM_S = 0.25, 300.0
 """Headroom that a preemption adds, and how long it takes until as much is gone."""
 FIRST_HELD, MOST_HELD, LEAST_HELD = 0.95, 1.1, 0.6
 """Share of the KV caches that all rollouts should have, with those at their tools: at first, and its bounds."""
-HELD_PER_S = 0.0005
-"""How fast that share rises while no prompt is computed anew; it falls at most twice as fast."""
+HELD_PER_S = 0.00025
+"""How fast that share rises while no prompt is computed anew; it falls at most twice as fast. What is decided takes
+effect when rollouts end, minutes later: faster, the share would swing around what fits."""
 COOLING_S = 60.0
 """It grows no more often: rollouts that run are not cancelled, so that it takes effect late."""
 

@@ -48,13 +48,11 @@ PREFILL_QUEUED = 1.0
 which rollouts end and begin."""
 USED, LEFT = 0.9, 1.0
 """So much of the places, less one that was left just now, is in use where more rollouts would be begun."""
-RECOMPUTED, RECOMPUTED_TOKENS = 0.25, 0.5
+RECOMPUTED, RECOMPUTED_TOKENS = 0.15, 0.3
 """Prompt tokens computed for each one sampled, above the least that was seen of it: so many are worth the rollouts that
 cause them, as a share of the least and in all. An engine computes prompts ten to twenty times as fast as it samples."""
 COMPUTED_S = 30.0
 """These are smoothed over."""
-THRASHING = 2.0
-"""While there are so many times as many, no rollout takes the place of one that ends."""
 TESTED = 0.9
 """So much of the wanted share of the cache has to be in use before it says anything that nothing is computed anew."""
 BASELINE_UP_PER_S = 0.00005
@@ -145,8 +143,8 @@ class ReplicaShare:
         self._held.add(period.kv * self._engines, period.running, period.inflight, period.ended, period.seconds)
         each = self._held.expected(period.inflight)
         share = self._headroom.share(each)
-        recomputed = self._learn(period, share)
-        wishes = self._wishes(period, each, share, recomputed)
+        self._learn(period, share)
+        wishes = self._wishes(period, each, share)
         limit = min(wishes, key=lambda name: wishes[name])
         if wishes[limit] < self._cap:
             self._bound(period, limit, wishes[limit], each)
@@ -155,14 +153,10 @@ class ReplicaShare:
         else:
             self._limit = "demand"
 
-    def _learn(self, period: Period, share: float) -> float:
-        """Learn from what was preempted and computed anew, below this share of the cache, unless others did it.
-
-        Returns:
-            How many prompts are computed anew, as `_Computed.lost`.
-        """
+    def _learn(self, period: Period, share: float) -> None:
+        """Learn from what was preempted and computed anew, below this share of the cache, unless others did it."""
         if not period.alone:
-            return 0.0
+            return
         recomputed = self._computed.lost(period)
         # more than is wanted: then there is too much for now, and that is known
         held = period.together * self._held.mean / self._engines
@@ -172,16 +166,14 @@ class ReplicaShare:
         self._headroom.learn(self._held.settled(period.inflight) if preempted else 0.0, period.seconds)
         if recomputed > 1 or held > TESTED * self._overcommit.share:
             self._overcommit.learn(recomputed, period.seconds)
-        return recomputed
 
-    def _wishes(self, period: Period, each: float, share: float, recomputed: float) -> dict[Limit, float]:
+    def _wishes(self, period: Period, each: float, share: float) -> dict[Limit, float]:
         """How many rollouts each limit lets in.
 
         Args:
             period: that is over.
             each: what a rollout holds of the cache, over its life.
             share: of the cache that requests may fill.
-            recomputed: prompts that are computed anew, as `_learn` says.
         """
         idle = period.together / period.busy
         running_kv: Limit = "preemption" if self._headroom.is_raised else "kv"
@@ -195,8 +187,7 @@ class ReplicaShare:
         kept = math.exp(-period.seconds / IDLE_S)
         self._idle = idle if self._idle is None else self._idle * kept + idle * (1 - kept)
         if self._idle > MOSTLY_IDLE:
-            most = period.inflight if recomputed > THRASHING else math.inf  # until some of them are over
-            wishes["cache"] = min(self._overcommit.share * self._engines / each, most)
+            wishes["cache"] = self._overcommit.share * self._engines / each
         return wishes
 
     def _bound(self, period: Period, limit: Limit, wanted: float, each: float) -> None:

@@ -18,6 +18,7 @@ A batch may have tens of gigabytes. Its first answer has the header and the firs
 makes room for all of them and asks for the rest, chunk by chunk. So no time-out depends on the size of a batch, what is
 on its way to all ranks at once is bounded, and what is lost with a connection is one chunk. A chunk that takes longer
 than a dead peer is waited for (many ranks, or a slow network) is given twice the time whenever it is asked for again.
+A request that comes again while it is being answered is answered once: to who asked last.
 A batch that is a file (see `batch_files`) is not sent: who asks for it reads it. One that cannot be read is asked for
 again: then it is looked at, and if need be written anew.
 """
@@ -85,8 +86,8 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 LARGEST_REQUEST = 256 << 10
 """Bytes of a part of a request. Requests are words; the longest holds the metrics of a step, some ten kilobytes. Who
 has not shown the secret yet makes the orchestrator hold so much, too."""
-CHUNK = 8 << 20
-"""Bytes of arrays in an answer."""
+CHUNK = 2 << 20
+"""Bytes of arrays in an answer. All ranks ask for the first at once, so that it is on its way to each of them."""
 LARGEST_ANSWER = 1 << 30
 """Bytes of a part of an answer: a chunk, or the header of a batch, which may have images in data URIs."""
 LARGEST_BATCH = 256 << 30
@@ -346,6 +347,9 @@ class OrchestratorLink:
     wait should be answered with Answer("wait") well before the client's retry_s. Parts after the first are the bytes
     of the arrays, cut wherever it suits; they are sent without a copy, and must not change any more. Of those that are
     on disk a chunk is read, in a thread, when it is asked for.
+
+    A rank that asks the same again, on another connection, no longer listens on the first: the answer that is being
+    made goes to the second, and nothing is done or sent twice.
     """
 
     def __init__(self, bind: str, handler: Handler) -> None:
@@ -355,6 +359,8 @@ class OrchestratorLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)  # whoever sends more is disconnected
         self._socket.bind(bind)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asking: dict[bytes, bytes] = {}
+        """Who asked last, by the request that is being answered."""
         self._readers = ThreadPoolExecutor(READERS, "batch-reading")
         self.sent_bytes = 0
         """Of batches."""
@@ -367,7 +373,12 @@ class OrchestratorLink:
                 if len(parts) != 3:  # identity, empty, request
                     log.warning("a message of %d parts is no request, and is ignored", len(parts))
                     continue
-                task = asyncio.create_task(self._answer(parts[0], parts[2]))
+                identity, _, raw = parts
+                answering = raw in self._asking
+                self._asking[raw] = identity
+                if answering:
+                    continue
+                task = asyncio.create_task(self._answer(raw))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
@@ -376,7 +387,7 @@ class OrchestratorLink:
             self._readers.shutdown(wait=False, cancel_futures=True)
             self._socket.close(linger=1000)
 
-    async def _answer(self, identity: bytes, raw: bytes) -> None:
+    async def _answer(self, raw: bytes) -> None:
         rest: list[Frame] = []
         try:
             request: Request = decoding.value(raw, Request)  # type: ignore[arg-type]  # a union is no type
@@ -389,6 +400,7 @@ class OrchestratorLink:
         except Exception as error:
             answer = Answer("error", f"{type(error).__name__}: {error}")
         self.sent_bytes += sum(len(frame) for frame in rest)
+        identity = self._asking.pop(raw)
         await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer), *rest], copy=False)
 
     async def _loaded(self, parts: list[Part]) -> list[Frame]:

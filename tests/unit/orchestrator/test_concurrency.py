@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
+from benchmarks.concurrency import COLD_S, LOOK_S, WINDOW_S, WORKLOADS, World
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
@@ -227,10 +228,20 @@ def test_prompts_that_are_computed_anew_cost_places() -> None:
     before = engines.made.shares["router-0"]
     assert 95 <= before <= 110, "also those at their tools need their KV"
     assert engines.made.report["0"].limit == "cache"
-    turn(300, 9000)
+    turn(600, 9000)
     assert engines.made.shares["router-0"] <= 0.8 * before
-    turn(600, 1000)
+    turn(1200, 1000)
     assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.1)
+
+
+@pytest.mark.parametrize("draw", [0, 1])
+def test_agents_at_their_tools_are_not_by_turns_too_many_and_too_few(draw: int) -> None:
+    agents = next(workload for workload in WORKLOADS if workload.turns == 30)
+    world = World(agents, None, draw)
+    world.run(agents.steady_s + LOOK_S)
+    starts = range(int(COLD_S), int(agents.steady_s - WINDOW_S) + 1, 60)
+    worst = min(world.rate(at, at + WINDOW_S) for at in starts)
+    assert worst >= 0.9 * world.rate(COLD_S, agents.steady_s), "tokens a second, in the worst five minutes"
 
 
 @pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from weakref import ReferenceType, ref
 
 import numpy as np
@@ -113,6 +114,27 @@ def test_groups_are_read_one_after_another_and_once(stored: Batches, monkeypatch
     assert len(experts) == 6 and all(isinstance(each, StoredArray) for each in experts)
 
 
+async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
+    stored: Batches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_read, read = Event(), SpooledGroup._read
+    begun = list[SpooledGroup]()
+
+    def held(one: SpooledGroup) -> memoryview:
+        begun.append(one)
+        assert may_read.wait(60)
+        return read(one)
+
+    monkeypatch.setattr(SpooledGroup, "_read", held)
+    shares = [StepShard(1, shard) for shard in SHARES]
+    for _ in range(3):
+        assert [await stored.answer(share, 0) for share in shares] == [link.Answer("wait")] * len(shares)
+    may_read.set()
+    found = [await stored.answer(share, 60) for share in shares]
+    assert found == [stored.encoded(share) for share in shares] and None not in found
+    assert len(begun) == 3, "of three groups each once"
+
+
 def test_an_algorithm_sees_the_same_whether_a_batch_is_in_memory_or_not(
     tmp_path: Path, groups: list[RolloutGroup]
 ) -> None:
@@ -134,7 +156,7 @@ class Giving(Server):
     async def answer(self, request: link.Request) -> Sequence[Part] | link.Answer:
         assert isinstance(request, link.GetBatch)
         self.seen.append(request)
-        return await self.batches.serve(StepShard(request.step, request.shard)) or []
+        return await self.batches.answer(StepShard(request.step, request.shard), 60) or []
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +45,7 @@ from primeslurm.wire.batches.rollouts import (
 )
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport import link
+from primeslurm.wire.transport import link, secret
 from primeslurm.wire.transport.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
@@ -266,10 +267,8 @@ def test_what_a_killed_process_had_begun_to_delete_is_deleted_by_the_next(
 class Server:
     """An orchestrator's end of the link in a thread, answering with `answer`."""
 
-    def __init__(self, delay_s: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.seen: list[Request] = []
-        self.delay_s = delay_s
-        self.always_s = 0.0
         self.formed = threading.Event()
         """Answers are held until it is set."""
         self.formed.set()
@@ -282,8 +281,6 @@ class Server:
 
     async def answer(self, request: Request) -> Sequence[Frame] | Answer:
         self.seen.append(request)
-        delay, self.delay_s = self.delay_s, 0.0
-        await asyncio.sleep(delay + self.always_s)
         while not self.formed.is_set():
             await asyncio.sleep(0.01)
         if isinstance(request, GetBatch):
@@ -328,12 +325,50 @@ def test_batches_come_until_there_are_no_more(server: Server) -> None:
     link.close()
 
 
-def test_a_lost_answer_is_asked_for_again(server: Server) -> None:
-    server.delay_s = 1.0
+def test_a_lost_answer_is_asked_for_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, send = list[bytes](), server.link._socket.send_multipart
+
+    async def losing(parts: list[bytes], **options: bool) -> None:
+        sent.append(parts[0])
+        if len(sent) > 1:
+            await send(parts, **options)
+
+    monkeypatch.setattr(server.link._socket, "send_multipart", losing)
     link = TrainerLink(server.address, timeout_s=60, retry_s=0.3)
     link.announce(1, "/w")
-    assert server.seen.count(NewPolicy(1, "/w")) >= 2
+    assert server.seen == [NewPolicy(1, "/w")] * len(sent) and len(set(sent)) == len(sent) >= 2
     link.close()
+
+
+def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_last(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received, receive = list[object](), server.link._socket.recv_multipart
+
+    async def noted() -> list[bytes]:
+        received.append(parts := await receive())
+        return parts
+
+    monkeypatch.setattr(server.link._socket, "recv_multipart", noted)
+    link = TrainerLink(server.address)
+    link.announce(1, "/w")  # what comes after it is noted
+    link.close()
+    server.formed.clear()
+    request = GetBatch(1, RankShard(0, 1))
+    sockets = [zmq.Context.instance().socket(zmq.REQ) for _ in range(3)]
+    for number, socket in enumerate(sockets, 1):
+        secret.present(socket)
+        socket.connect(server.address)
+        socket.send(msgspec.msgpack.encode(request))
+        while len(received) < number:
+            time.sleep(0.01)
+    server.formed.set()
+    _, *frames = sockets[-1].recv_multipart()
+    assert frames == [bytes(frame) for frame in batch(1).encode()]
+    assert server.seen == [NewPolicy(1, "/w"), request] and server.link.sent_bytes == sum(map(len, frames))
+    assert not any(socket.poll(0) for socket in sockets)
+    for socket in sockets:
+        socket.close(linger=0)
 
 
 def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,11 +406,22 @@ def test_a_batch_is_not_fetched_twice_if_it_is_formed_while_a_prefetch_waits_tha
     link_.close()
 
 
-def test_what_takes_longer_than_a_dead_peer_is_waited_for_is_not_asked_for_for_ever(server: Server) -> None:
-    server.always_s = 1.0
-    link_ = TrainerLink(server.address, timeout_s=60, retry_s=0.2)
+def test_what_takes_longer_than_a_dead_peer_is_waited_for_is_given_more_time_whenever_it_is_asked_for(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.formed.clear()
+    waits, wait = list[float](), TrainerLink._is_answered
+
+    def noted(link: TrainerLink, socket: zmq.Socket[bytes], patience_s: float) -> bool:
+        waits.append(patience_s)
+        if len(waits) == 3:
+            server.formed.set()
+        return wait(link, socket, patience_s)
+
+    monkeypatch.setattr(TrainerLink, "_is_answered", noted)
+    link_ = TrainerLink(server.address, timeout_s=60, retry_s=0.1)
     assert link_.get_batch(1, RankShard(0, 1), timeout_s=60) is not None
-    assert 2 <= len(server.seen) <= 12, "each time it is given more time"
+    assert waits[:3] == [0.1, 0.2, 0.4]
     link_.close()
 
 
