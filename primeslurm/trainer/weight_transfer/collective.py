@@ -91,7 +91,7 @@ class Sender:
                 self._store,
                 self._world.device,
                 self._timeout_s,
-                lost=lambda: self._link.lost_from(session.id),
+                lost=lambda: self._link.lost_from(session.id, self._world.rank),
             )
         except TransferError as error:
             failure = error

@@ -9,7 +9,7 @@ requests (trainer -> orchestrator)              answers
                                                 stop | transfer: engines want the policy first
   NewPolicy(version, path)                      ok       a new policy is complete on the file system, or can be sent
   OfferTransfer(version, store, senders, done)  session  of engines that wait for it | wait | ok: none does
-  SessionState(session)                         ok | lost: an engine of it is gone
+  SessionState(session, rank)                   ok | lost: an engine of it is gone
   StepDone(step, metrics)                       ok       metrics of the optimizer step
   Save(step, directory)                         ok       the orchestrator has written its part of the checkpoint
   Committed(step)                               ok       COMMITTED is on disk; says which earlier ones must stay
@@ -244,10 +244,10 @@ class TrainerLink:
             if answer.kind != "wait" or time.monotonic() > deadline:
                 return answer.session
 
-    def lost_from(self, session: str) -> str:
-        """Ask whether a session has lost an engine: which one, and why; "" if not, or if nobody answers at once."""
+    def lost_from(self, session: str, rank: int) -> str:
+        """Ask, as a rank, whether a session has lost an engine: which, and why; "" if not, or without an answer."""
         try:
-            answer, _ = self._ask(SessionState(session), STATE_S)
+            answer, _ = self._ask(SessionState(session, rank), STATE_S)
         except LinkError:
             return ""
         return answer.text if answer.kind == "lost" else ""

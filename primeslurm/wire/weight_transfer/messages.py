@@ -28,9 +28,13 @@ class OfferTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class SessionState(msgspec.Struct, frozen=True, tag=True):
-    """A trainer rank has waited for a while in `session`: are all of its engines still there?"""
+    """A trainer rank has waited for a while in `session`: are all of its engines still there?
+
+    Requests that are equal are answered once: they name the `rank` that asks.
+    """
 
     session: str
+    rank: int
 
 
 class TransferSession(msgspec.Struct, frozen=True):

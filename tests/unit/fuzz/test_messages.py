@@ -66,7 +66,7 @@ WORDS = [
     ),
     *({"type": "StepDone", "step": 1, "metrics": {"loss": 0.5}}, {"type": "Save", "step": 1, "directory": "/x"}),
     {"type": "OfferTransfer", "version": 1, "store": "h:1", "senders": 1, "done": ""},
-    {"type": "SessionState", "session": "s"},
+    {"type": "SessionState", "session": "s", "rank": 0},
     {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": ["j"], "tasks": 3, "node": "0"},
     {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": [], "held": {"j": 9}},
     {"type": "Unusable", "environment": "e", "worker": 0, "error": "x"},
