@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import DeepseekV3Config
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
@@ -81,6 +83,13 @@ def worker(world: World) -> Iterator[None]:
         gc.unfreeze()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
+
+
+@pytest.fixture(autouse=True)
+def own_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reads DeepSeek-V3.2's config as DeepSeek-V3's, and has transformers' class of the latter bear its name."""
+    monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
+    monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", CONFIG_MAPPING._extra_content.copy())
 
 
 def checkpoint(family: str, directory: Path) -> dict[str, torch.Tensor]:

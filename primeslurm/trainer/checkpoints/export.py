@@ -60,10 +60,12 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         shutil.rmtree(partial)
     partial.mkdir()
     index: dict[str, str] = {}
+    sizes: list[int] = []
 
     def write(tensors: dict[str, torch.Tensor], file: str) -> None:
         save_file({name: t.contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(tensors, file))
+        sizes.extend(tensor.nbytes for tensor in tensors.values())
 
     for number, layer in enumerate(_layers(checkpoint / "trainer")):
         encoded = (encoding.encode(name, tensor) for name, tensor in adapter.to_hf(layer).items())
@@ -74,7 +76,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
     if frozen := expected - set(index):
         write(_frozen(files, frozen, encoding.dtype), "model-frozen.safetensors")
-    huggingface.write_companions(source, partial, index, encoding.dtype_name, encoding.quantization(set(index)))
+    quantization = encoding.quantization(set(index))
+    huggingface.write_companions(source, partial, index, sum(sizes), encoding.dtype_name, quantization)
     durable.sync_tree(partial)
     durable.rename(partial, out)
 

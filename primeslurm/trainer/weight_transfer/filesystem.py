@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -61,7 +62,7 @@ class Publisher:
         share = _Share(partial, self._world.rank)
         self._write(share)
         self._world.agree(share.failure, f"publishing v{version}")
-        written = self._world.collect((share.index, share.records))
+        written = self._world.collect(_Written(share.index, share.records, share.size))
         saves_adapter = self._policy.lora is not None and self._policy.lora.save_adapter
         adapter = peft.tensors(self._policy, self._encoding.dtype) if saves_adapter else {}
         failure = None
@@ -107,15 +108,14 @@ class Publisher:
                     share.add(self._encoding.encode(part.name, whole))
         share.flush()
 
-    def _complete(
-        self, partial: Path, final: Path, version: int, written: list[tuple[dict[str, str], list[FileRecord]]]
-    ) -> None:
-        index = {name: file for names, _ in written for name, file in names.items()}
-        self._check(index, sum(len(names) for names, _ in written))
-        quantization = self._encoding.quantization(set(index))
-        huggingface.write_companions(self._policy.source, partial, index, self._encoding.dtype_name, quantization)
-        records = [record for _, files in written for record in files]
-        filesystem.complete(partial, version, self._encoding.dtype_name, records)
+    def _complete(self, partial: Path, final: Path, version: int, written: list[_Written]) -> None:
+        index = {name: file for of_rank in written for name, file in of_rank.index.items()}
+        self._check(index, sum(len(of_rank.index) for of_rank in written))
+        encoding, total_size = self._encoding, sum(of_rank.size for of_rank in written)
+        quantization = encoding.quantization(set(index))
+        huggingface.write_companions(self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
+        records = [record for of_rank in written for record in of_rank.records]
+        filesystem.complete(partial, version, encoding.dtype_name, records)
         _remove(final)
         partial.rename(final)
         filesystem.prune_behind(self._run_dir, self._keep, version)
@@ -166,6 +166,15 @@ class FilesystemTransfer:
         self._announced = self._world.decide(known)
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What a rank has written: tensor name to file name, its files, and bytes of its tensors."""
+
+    index: dict[str, str]
+    records: list[FileRecord]
+    size: int
+
+
 class _Share:
     """The files of one rank. After a failure nothing more is written."""
 
@@ -173,6 +182,8 @@ class _Share:
         self.index: dict[str, str] = {}
         """Tensor name to file name."""
         self.records: list[FileRecord] = []
+        self.size = 0
+        """Bytes of tensors."""
         self.failure: OSError | None = None
         self._directory = directory
         self._rank = rank
@@ -184,6 +195,7 @@ class _Share:
         for name, tensor in tensors.items():
             self._held[name] = tensor.contiguous().cpu()
             self._bytes += tensor.nbytes
+            self.size += tensor.nbytes
         if self._bytes >= FILE_BYTES:
             self.flush()
 

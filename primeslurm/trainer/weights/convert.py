@@ -144,7 +144,8 @@ def convert(source: Path, out: Path) -> None:
                 threads.shutdown(cancel_futures=True)
                 raise
     index = {name: file for file, of_file in names.items() for name in of_file}
-    huggingface.write_companions(source, partial, index, "bfloat16")
+    total_size = sum(conversion.entry(name)[2] for name in index)
+    huggingface.write_companions(source, partial, index, total_size, "bfloat16")
     for code in source.glob(_CODE):
         shutil.copyfile(code, partial / code.name)
     (partial / _RECORD).unlink()

@@ -51,7 +51,12 @@ def _reads_four_bits(model_type: str, stored: Mapping[str, Any]) -> bool:
 
 
 def write_companions(
-    source: Path, target: Path, index: Mapping[str, str], dtype: str, quantization: dict[str, Any] | None = None
+    source: Path,
+    target: Path,
+    index: Mapping[str, str],
+    total_size: int,
+    dtype: str,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
     """Write what a model directory has beside its weights: index, config, tokenizer and generation settings.
 
@@ -59,6 +64,7 @@ def write_companions(
         source: model directory that the weights were made from.
         target: directory of the weights.
         index: name of the file that each tensor is in.
+        total_size: bytes of all tensors.
         dtype: of the weights; the config names it, whatever that of `source` names.
         quantization: likewise.
 
@@ -77,5 +83,5 @@ def write_companions(
     if quantization is not None:
         config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
+    document = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(index.items()))}
     (target / INDEX).write_text(json.dumps(document, indent=2) + "\n")

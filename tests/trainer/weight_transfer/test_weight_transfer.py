@@ -103,6 +103,8 @@ async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> No
         assert filesystem.damage(published) == []
         assert len(list(published.glob("*.safetensors"))) == RANKS, "every rank writes its share"
         found = tensors(published)
+        index = json.loads((published / "model.safetensors.index.json").read_text())
+        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
         for whole in (found, received[0] | received[1]):
             assert_stored_alike(whole, original)
         assert any(key not in received[0] for key in original), "experts of the other worker are not sent"

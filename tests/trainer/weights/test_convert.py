@@ -54,7 +54,9 @@ def test_it_means_the_same(
     (source / "tokenization_own.py").write_text("# the model's own\n")
     convert.convert(source, out)
     found = tensors(out)
-    assert set(found) == set(meant) == set(json.loads((out / INDEX).read_text())["weight_map"])
+    index = json.loads((out / INDEX).read_text())
+    assert set(found) == set(meant) == set(index["weight_map"])
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in found.values())}
     quantised = [name for name, tensor in found.items() if tensor.dtype == torch.bfloat16]
     assert quantised
     for name, tensor in meant.items():
