@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, get_args
 
 import numpy as np
@@ -235,11 +236,14 @@ def measure(
     counts = world.dispatch.counts
     used = world.in_use_s / (world.now - world.counted_from) / inflight
     at_best = bound(inflight, sigma, batch)
+    independent = rule == "drop" and not shared and not extra_rollouts
+    with_waste = {"bound_with_waste_s": bound_with_waste(inflight, sigma, batch)} if independent else {}
     return {
         "in_use": round(used, 3),
         "step_s": round(took),
         "bound_s": at_best,
         "step_over_bound": round(took / at_best, 3),
+        **with_waste,
         "thrown_away": round((counts["rollouts_dropped_stale"] + counts["cancelled"]) / counts["dispatched"], 3),
         "rollouts_of_a_batch": round(world.trained_rollouts.total() / len(world.steps) / batch, 3),
         "trained_of_long_and_all": world.trained_shares(),
@@ -252,6 +256,24 @@ def measure(
 def bound(inflight: int, sigma: float, batch: int) -> int:
     """Seconds of a step at best: of the trainer, or of engines that are always full."""
     return round(max(TRAINER_S, batch * MEDIAN_S * math.exp(sigma**2 / 2) / inflight))
+
+
+def bound_with_waste(inflight: int, sigma: float, batch: int) -> int:
+    """Seconds of a step of `drop` at best, where rollouts are independent of one another.
+
+    Engines are always full. A group has the steps that its version lasts, less half of the one that it opens in; if any
+    of its rollouts takes longer, what all of them took till then is thrown away, and its example is sampled once more,
+    to the end. Longer steps give groups more time: the least step that is long enough for what it has to sample.
+    """
+    mean, normal = MEDIAN_S * math.exp(sigma**2 / 2), NormalDist()
+    step = float(bound(inflight, sigma, batch))
+    for _ in range(100):
+        window = (STALENESS + 0.5) * step
+        deviation = math.log(window / MEDIAN_S) / sigma
+        in_time = normal.cdf(deviation)
+        first = mean * normal.cdf(deviation - sigma) + window * (1 - in_time)
+        step = max(TRAINER_S, batch * (first + (1 - in_time**GROUP) * mean) / inflight)
+    return round(step)
 
 
 def settings(large: bool) -> Iterator[dict[str, Any]]:

@@ -32,9 +32,6 @@ PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""
 CUT_AHEAD_LOSS = 0.02
 """A batch is cut ahead of its time if so much of one is lost by that: the trainer does not wait for its fetch then."""
-MOSTLY_DONE = 2 / 3
-"""Share of a group from which on `drop` trains it with what is done at the last batch that it may be in: else a few
-stragglers would have all of it thrown away, and sampled anew."""
 MAX_TRIES = 3
 """Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
 
@@ -426,8 +423,7 @@ class Dispatcher:
         completed: list[RolloutGroup] = []
         cancelled: list[str] = []
         for group in last:
-            goes_on = self._goes_on(group.environment, group.example, group.id)
-            if group.jobs and (goes_on or self.limits.staleness.rule == "drop"):
+            if group.jobs and self._goes_on(group.environment, group.example, group.id):
                 self._carry(group)
             cancelled += self._close(group)
             completed.append(self._complete(group))  # at once: the next one's rollouts may not go on under its name
@@ -446,8 +442,7 @@ class Dispatcher:
         """Whether a group is trained with the rollouts that are done, if the next batch is its last."""
         rule = self.limits.staleness
         goes_on = self._goes_on(group.environment, group.example, group.id)
-        enough = rule.rule != "drop" or goes_on or len(group.done) >= MOSTLY_DONE * group.size
-        return len(group.done) >= rule.at_least and enough
+        return len(group.done) >= rule.at_least and (rule.rule != "drop" or goes_on)
 
     def _carry(self, group: OpenGroup) -> None:
         """Have the rollouts of a group that run go on in another one."""
@@ -465,20 +460,18 @@ class Dispatcher:
         """The open group that a job of another orchestrator goes on in, opened if it is not."""
         goes_on = self._goes_on(job.environment, job.example, job.group)
         ages = not self.limits.staleness.counts_tokens and not goes_on
-        oldest = self.limits.oldest_version(self.step)
-        is_old = ages and job.opened_version < oldest
+        if ages and job.opened_version < self.limits.oldest_version(self.step):
+            return None
         first = group_id(job.environment, job.example)
         if job.group != first and not (runs and job.group.startswith(f"{first}.")):
             return None
         group = self.open.get(first)
         if group is None and first not in self._finishing and self._examples.is_to_come((job.environment, job.example)):
-            return None if is_old else self._reopen(job)
+            return self._reopen(job)
         if group is None:  # its example is trained without it
-            staleness = self.limits.staleness
-            had_last_chance = staleness.rule == "drop" and job.opened_version <= oldest
-            carries = goes_on or had_last_chance or staleness.surplus == "carry"
+            carries = goes_on or self.limits.staleness.surplus == "carry"
             return self._part_to_claim(job) if runs and carries else None
-        if is_old or (ages and group.version != job.opened_version):
+        if ages and group.version != job.opened_version:
             return None  # it was opened anew, under another version
         self.open.reopen_at(group, max(group.version, job.opened_version))
         return group

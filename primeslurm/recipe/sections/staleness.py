@@ -16,13 +16,12 @@ class Staleness(Section):
     """Groups that get older than `max_off_policy_steps` allows, and groups with a straggler."""
 
     rule: StaleRule = "drop"
-    """drop: the group is given up, and its example comes again; if that gets too old, too, or if two thirds of the
-    group are done, it goes on as with carry, so that no example is given up for ever, and little is thrown away. mask:
-    age counts from each token: the group is finished, and tokens that are too old when it is trained are context only.
-    partial: the group is trained with the rollouts that are done at its last chance, if they are `at_least` so many,
-    else as with drop; advantages are relative to these. carry: as partial, but rollouts that still run go on in another
-    group of the same example, or in theirs, if too few are done; tokens are masked as with mask. Batches are as full as
-    with whole groups: they hold more of smaller ones."""
+    """drop: the group is given up, and its example comes again; if that gets too old, too, it goes on as with carry, so
+    that no example is given up for ever. mask: age counts from each token: the group is finished, and tokens that are
+    too old when it is trained are context only. partial: the group is trained with the rollouts that are done at its
+    last chance, if they are `at_least` so many, else as with drop; advantages are relative to these. carry: as partial,
+    but rollouts that still run go on in another group of the same example, or in theirs, if too few are done; tokens
+    are masked as with mask. Batches are as full as with whole groups: they hold more of smaller ones."""
     at_least: PositiveInt = 2
     """Fewest rollouts that are trained as a group where not all are done. If fewer are carried into another one, new
     ones are begun."""
