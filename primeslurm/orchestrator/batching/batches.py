@@ -140,7 +140,7 @@ class Batches:
         Raises:
             UsageError: an algorithm of the user's own made an error.
         """
-        if (known := self._encoded.get(share)) is not None:  # a repeat, or the next chunk
+        if (known := self.encoded(share)) is not None:  # a repeat, or the next chunk
             return known
         encoding = self._encoding.get(share)
         if encoding is None:

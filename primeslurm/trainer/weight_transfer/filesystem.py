@@ -183,7 +183,7 @@ class _Share:
         """Tensor name to file name."""
         self.records: list[FileRecord] = []
         self.size = 0
-        """Bytes of tensors."""
+        """Bytes of the tensors in them."""
         self.failure: OSError | None = None
         self._directory = directory
         self._rank = rank
@@ -195,7 +195,6 @@ class _Share:
         for name, tensor in tensors.items():
             self._held[name] = tensor.contiguous().cpu()
             self._bytes += tensor.nbytes
-            self.size += tensor.nbytes
         if self._bytes >= FILE_BYTES:
             self.flush()
 
@@ -210,6 +209,7 @@ class _Share:
         save_file(self._held, self._directory / name, metadata={"format": "pt"})
         self.records += manifest.describe(self._directory, [self._directory / name])
         self.index |= dict.fromkeys(self._held, name)
+        self.size += self._bytes
 
 
 def _attempt(action: Callable[[], object]) -> OSError | None:

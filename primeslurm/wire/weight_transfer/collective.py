@@ -167,8 +167,9 @@ class Channel:
     def _meet(self, where: str, rank: int, size: int, word: bytes) -> None:
         """Leave a word for the others, and wait until all have left theirs."""
         self._store.set(f"{where}/{rank}", word)  # type: ignore[arg-type]  # torch's stub knows str alone
+        words = [f"{where}/{other}" for other in range(size)]
         deadline = time.monotonic() + self._arriving.total_seconds()
-        while not self._all_came([f"{where}/{other}" for other in range(size)], deadline - time.monotonic()):
+        while not self._all_came(words, deadline - time.monotonic()):
             if reason := self._reason():
                 raise TransferError(reason)
 
