@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primeslurm.plan.commands.command import GIN_OFF
 from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE, alloc_conf
 
 if TYPE_CHECKING:
@@ -61,5 +62,6 @@ def _start(benchmark: str, words: Sequence[str], count: int) -> int:
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     as_planned = {} if alloc_conf(os.environ) else {ALLOC_CONF[0]: EXPANDABLE}
-    environment = os.environ | as_planned | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    one_host = {GIN_OFF: "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    environment = os.environ | as_planned | one_host
     return subprocess.call([sys.executable, *launch, "-m", "benchmarks", benchmark, *words], env=environment)

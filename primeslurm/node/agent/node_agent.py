@@ -19,7 +19,7 @@ import msgspec
 from primeslurm.files import Watched, write_json
 from primeslurm.node.agent.head_watch import HeadWatch
 from primeslurm.node.agent.health_probe import TIMEOUT_S
-from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_of, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.agent.vitals import STOPPED_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
@@ -86,7 +86,7 @@ class NodeAgent:
         self.name = node_name()
         self.address = _address(self.name, plan)
         key = random_word()
-        self.tmp = Path(tempfile.gettempdir()) / directory_name(run_id, attempt.number, rank, key)
+        self.tmp = directory_of(Path(tempfile.gettempdir()), run_id, attempt.number, rank, key)
         self._directory = PrivateDirectory(self.tmp)
         self.journal = Journal(attempt.path, f"agent-{rank}")
         self.preflight = Preflight(plan, rank, self.name, attempt, self.tmp, self.journal, timings.preflight)

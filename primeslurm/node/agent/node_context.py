@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 from primeslurm.node.host import fabric
-from primeslurm.node.host.private_directory import WORD, PrivateDirectory, is_abandoned
+from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS, WORD, PrivateDirectory, is_abandoned
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.transport.addresses import Addresses
 
-RUN_ID_END = 38
-"""Letters of a run's id in names of directories: its end is what no other run has, and socket paths are short."""
+RUN_ID_END = 9
+"""Letters of a run's id that no other run has: names of directories have them all, and more where there is room."""
+LONGEST_RUN_ID = 38
+"""Letters of a run's id in names of directories, at most."""
 _OF_ATTEMPT = re.compile(rf"\.?(primeslurm-.+)-(\d+)-a(\d+)(?:-[a-z2-7]{{{WORD}}})?")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 
@@ -81,16 +84,19 @@ class NodeContext:
         return resolve(text, "", Addresses(hosts={}, ports={}), {**self._values, "key": key})
 
 
-def directory_name(run_id: str, attempt: int, rank: int, key: str) -> str:
-    """Name an agent's directory on its node's disk.
+def directory_of(parent: Path, run_id: str, attempt: int, rank: int, key: str) -> Path:
+    """Name an agent's directory on its node's disk, so shortly that sockets below it can be made.
 
     Args:
+        parent: where it is to be.
         run_id: the run's unique id.
         attempt: number of the attempt.
         rank: the agent's.
         key: a random word, so that nobody else can make it beforehand.
     """
-    return f"primeslurm-{run_id[-RUN_ID_END:]}-{attempt}-a{rank}-{key}"
+    room = LONGEST_FOR_SOCKETS - len(os.fsencode(parent / f"primeslurm--99-a9999-{key}"))  # alike in all attempts
+    letters = min(max(room, RUN_ID_END), LONGEST_RUN_ID)
+    return parent / f"primeslurm-{run_id[-letters:]}-{attempt}-a{rank}-{key}"
 
 
 def remove_of_earlier_attempts(directory: Path) -> None:
@@ -99,7 +105,7 @@ def remove_of_earlier_attempts(directory: Path) -> None:
     One that was killed while it made its directory has left it hidden.
 
     Args:
-        directory: an agent's, as `directory_name` names it.
+        directory: an agent's, as `directory_of` names it.
     """
     own = _OF_ATTEMPT.fullmatch(directory.name)
     if own is None or not directory.parent.is_dir():

@@ -15,7 +15,9 @@ import stat
 from pathlib import Path
 
 WORD = 6
-"""Letters of the random word: the path of a Unix socket below has 107 bytes in all."""
+"""Letters of the random word: paths of sockets are short."""
+LONGEST_FOR_SOCKETS = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
+"""Bytes of a directory's path: that of a Unix socket has 107, and vLLM names its sockets by such words."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from primeslurm.files import read_json, write_atomic
 from primeslurm.node.host.network import can_bind
+from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 from primeslurm.records.reserve import LEAST_FREE, may_pass
@@ -175,6 +176,15 @@ def space_checks(run_dir: Path, tmp: Path) -> list[PreflightCheck]:
         text = f"{free / GIB:.2f} GiB free in the {name} {path}"
         found.append((SharedCheck if path == run_dir else PreflightCheck)("space", level, text))
     return found
+
+
+def socket_checks(tmp: Path) -> list[PreflightCheck]:
+    """Whether engines can make their sockets in the agent's directory."""
+    too_long = len(os.fsencode(tmp)) - LONGEST_FOR_SOCKETS
+    if too_long <= 0:
+        return []
+    text = f"{tmp.parent} is {too_long} characters too long for engines' sockets, whose paths have 107 at most"
+    return [PreflightCheck("temporary directory", "failed", text, "set TMPDIR to a shorter path for jobs")]
 
 
 def memory_limit_checks(hcas: Sequence[str]) -> list[PreflightCheck]:

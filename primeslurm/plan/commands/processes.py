@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.families import family_of
-from primeslurm.plan.commands.command import COMPILED_CODE, Command
+from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, Command
 from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
 from primeslurm.recipe import Recipe, Site
@@ -147,6 +147,10 @@ def trainer_command(
         if not any(name in site.env or name in (*site.pass_env, *recipe.pass_env) for name in ALLOC_CONF):
             # Rows of other lengths each step leave memory in pieces otherwise: 31 of 140 GB at GLM-5's longest.
             env[ALLOC_CONF[0]] = EXPANDABLE
+        split = recipe.trainer.parallelism
+        if split.ep_backend == "deepep" and local_world % split.ep == 0:
+            # Experts are on one node, reached by NVLink; DeepEP would insist on NCCL's RDMA, which a host may lack.
+            env |= {} if GIN_OFF in site.env else {GIN_OFF: "1"}
     copies: tuple[str, ...] = ()
     if recipe.checkpoint.local:
         copies = (f"{recipe.checkpoint.local.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-checkpoint-${{key}}",)

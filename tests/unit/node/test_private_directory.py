@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.agent.node_agent import NodeAgent
-from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_of, remove_of_earlier_attempts
 from primeslurm.node.host.private_directory import PrivateDirectory, UnsafeDirectoryError, is_abandoned, random_word
+from primeslurm.node.preflight.checks import socket_checks
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import RunDirectory
 from tests.support.plans import plan_of
@@ -77,16 +78,25 @@ def test_leftovers_of_this_run_are_removed_but_not_what_still_runs(tmp_path: Pat
         ".primeslurm-r-1-3-a0-cccccc",
     ):
         (tmp_path / name).mkdir()
-    remove_of_earlier_attempts(tmp_path / directory_name("r-1", 2, 0, random_word()))
+    remove_of_earlier_attempts(directory_of(tmp_path, "r-1", 2, 0, random_word()))
     left = {path.name for path in tmp_path.iterdir()}
     of_others = {"primeslurm-r-1-3-a0-aaaaaa", "primeslurm-r-2-1-a0", ".primeslurm-r-1-3-a0-cccccc"}
     assert left == {"primeslurm-r-1-1-a1-bbbbbb", *of_others}
 
 
-def test_sockets_of_the_longest_run_fit_below_it() -> None:
-    name = directory_name("r" * 63 + "-12345678", 99, 9999, random_word())
-    socket = Path("/tmp") / name / "01234567-89ab-cdef-0123-456789abcdef"  # as vLLM names its sockets
-    assert len(str(socket)) <= 107 and "-12345678-99-a9999-" in name
+@pytest.mark.parametrize("parent", ["/tmp", "/tmp/ps_k3x9q2ab", "/scratch/slurm/job.12345678"])
+def test_sockets_of_the_longest_run_fit_below_it(parent: str) -> None:
+    directory = directory_of(Path(parent), "r" * 63 + "-12345678", 99, 9999, random_word())
+    socket = directory / "01234567-89ab-cdef-0123-456789abcdef"  # as vLLM names its sockets
+    assert len(str(socket)) <= 107 and "-12345678-99-a9999-" in directory.name
+    assert not socket_checks(directory)
+
+
+def test_a_temporary_directory_too_long_for_sockets_is_told() -> None:
+    parent = Path("/scratch", "s" * 40)
+    directory = directory_of(parent, "r" * 63 + "-12345678", 99, 9999, random_word())
+    (found,) = socket_checks(directory)
+    assert found.level == "failed" and found.text.startswith(f"{parent} is 16 characters too long")
 
 
 @pytest.fixture

@@ -269,6 +269,25 @@ def test_trainer_ranks_share_the_cores_of_their_node(
 
 
 @pytest.mark.parametrize(
+    ("parallelism", "nodes", "site_env", "value"),
+    [
+        ({"ep": 8, "ep_backend": "deepep"}, 2, {}, "1"),
+        ({"ep": 16, "ep_backend": "deepep"}, 2, {}, None),
+        ({"ep": 8, "ep_backend": "deepep"}, 2, {"EP_DISABLE_GIN": "0"}, None),
+        ({"ep": 8}, 2, {}, None),
+    ],
+    ids=["experts on one node", "on two", "said", "torch"],
+)
+def test_deepep_needs_no_rdma_where_experts_are_on_one_node(
+    parallelism: dict[str, Any], nodes: int, site_env: dict[str, str], value: str | None
+) -> None:
+    trainer = {"parallelism": parallelism, "optimizer": {"max_norm": None}}
+    plan = plan_for(site_changes={"env": site_env}, trainer=trainer, deployment={"train": {"nodes": nodes}})
+    ranks = [process for node in plan.nodes for process in node.processes if process.role == "trainer"]
+    assert len(ranks) == 8 * nodes and {rank.env.get("EP_DISABLE_GIN") for rank in ranks} == {value}
+
+
+@pytest.mark.parametrize(
     ("gpus", "mem", "exclusive", "asked"),
     [
         (8, "1900G", None, (96, "1900G")),
