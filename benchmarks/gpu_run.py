@@ -130,9 +130,9 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: Share
     finally:
         if code:
             python("-m", "primeslurm", "cancel", str(directory.path))
+        if (directory.path / "attempts").is_dir():  # also where `timeout` ends this benchmark
+            shutil.make_archive(str(archive), "gztar", directory.path, "attempts")
     seconds = round(time.monotonic() - began)
-    if (directory.path / "attempts").is_dir():
-        shutil.make_archive(str(archive), "gztar", directory.path, "attempts")
     published = sorted((directory.path / "weights").glob("v*"))
     if published and not cell.after:
         shutil.copytree(published[-1], MODELS / name / "model", dirs_exist_ok=True)
