@@ -189,6 +189,8 @@ def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]
     attempt = run.attempt(1)
     job, end, plan, table = attempt.job(), attempt.end(), attempt.plan(), rows(run.path)
     assert job is not None and end is not None
+    if end.outcome != "completed":
+        raise SystemExit(f"attempt 1 ended as {end.outcome}: {end.reason}")
     agents = usage.count["submitit"]
     happened = events(run)
     return {

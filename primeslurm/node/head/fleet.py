@@ -51,6 +51,8 @@ SPARE_WAIT_S = 30.0
 VERDICT_S = 5.0
 """With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
 of so much later: it takes a moment to find that a GPU has failed."""
+_TOLD = 4
+"""Lost nodes that are named where an attempt ends for them."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 
@@ -205,7 +207,7 @@ class Fleet:
 
     def _assign_nodes(self, now: float) -> Ending | None:
         if self.assignment.short(self.gone):
-            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
+            return Ending(Outcome.FAILED, _folded([*self.gone.values()]), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
         late = self._late(now)
         if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):
@@ -446,3 +448,9 @@ class Fleet:
         if self.progress_at and now - self.progress_at > limit:
             return Ending(Outcome.FAILED, f"no progress for {now - self.progress_at:.0f} s", "orchestrator")
         return None
+
+
+def _folded(reasons: Sequence[str]) -> str:
+    """Name a few of the lost nodes and why, and say how many more there are: each has an event of its own."""
+    told = "; ".join(reasons[:_TOLD])
+    return told if len(reasons) <= _TOLD else f"{told}; and {len(reasons) - _TOLD} nodes more"

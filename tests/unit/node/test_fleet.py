@@ -292,6 +292,17 @@ def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
     assert [item.blamed for item in agents.fleet.news] == ["n1", None]
 
 
+def test_hundreds_of_lost_nodes_do_not_make_hundreds_of_reasons() -> None:
+    agents = Agents(*((process(name=f"p{node}", node=node),) for node in range(300)))
+    agents.fleet.hosts = [f"n{node}" for node in range(300)]
+    agents.silent = set(range(1, 300))
+    agents.decide(0.0)
+    agents.fleet.observe_exits({f"n{node}": "Job credential expired" for node in range(1, 300)}, 1.0)
+    ending = agents.decide(1.0)
+    assert ending is not None and ending.reason.count("Job credential expired") == 4
+    assert ending.reason.endswith("; and 295 nodes more") and len(agents.news(NodeLost)) == 299
+
+
 def test_a_node_whose_agent_was_killed_is_replaced_at_once() -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
     fleet = agents.assigned()
