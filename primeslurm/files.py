@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+LONGEST_SOCKET = 107
+"""Bytes of a Unix socket's path."""
 Content = bytes | str | Iterable[bytes | memoryview]
 """Of a file: whole, or in parts, which are written one after another without being joined."""
 

@@ -22,6 +22,8 @@ from primeslurm.recipe.fields.section import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
 Restart = Literal["in_place", "unit", "attempt"]
+VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")
+"""Roles whose processes are vLLM's servers."""
 NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher", "environments"]
 
 JOB_OUTPUT = "slurm-{}.out"

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from primeslurm.errors import signature
 from primeslurm.node.agent.supervision import ProcessState
-from primeslurm.plan.model import Process
+from primeslurm.plan.model import VLLM_ROLES, Process
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 
-ROLES = ("engine", "prefill", "decode", "teacher")
 STARTS_ALIKE = 2
 """So many failed starts of one engine, alike, are enough, if all others of its role have failed so at least once."""
 
@@ -38,7 +37,7 @@ class FailedStarts:
     def __init__(self, processes: Iterable[Process]) -> None:
         self._roles: dict[str, list[Process]] = defaultdict(list)
         for process in processes:
-            if process.role in ROLES:
+            if process.role in VLLM_ROLES:
                 self._roles[process.role].append(process)
 
     def look(self, report: Callable[[str], ProcessReport | None], lost: Collection[str]) -> Ending | None:

@@ -14,9 +14,11 @@ import shutil
 import stat
 from pathlib import Path
 
+from primeslurm.files import LONGEST_SOCKET
+
 WORD = 6
 """Letters of the random word: paths of sockets are short."""
-LONGEST_FOR_SOCKETS = 107 - len("/01234567-89ab-cdef-0123-456789abcdef")
+LONGEST_FOR_SOCKETS = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcdef")
 """Bytes of a directory's path: that of a Unix socket has 107, and vLLM names its sockets by such words."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 

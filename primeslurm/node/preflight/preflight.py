@@ -18,8 +18,7 @@ from primeslurm.model_files import model_directory
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
-from primeslurm.plan.commands.command import ENGINE_ROLES
-from primeslurm.plan.model import Node, Plan
+from primeslurm.plan.model import VLLM_ROLES, Node, Plan
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import NODE_START_S, Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
@@ -27,8 +26,6 @@ from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
-
-_VLLM = (*ENGINE_ROLES.values(), "teacher")
 
 T = TypeVar("T")
 _POLL_S = 0.05
@@ -139,6 +136,7 @@ class Preflight:
             "what the others need": self._tell_reference,
             "its network": self._network,
             "its GPUs": self._gpu,
+            "its engines' sockets": self._sockets,
             "its file systems": self._files,
             "the models": self._models,
             "the head's files": self._reference,
@@ -187,21 +185,16 @@ class Preflight:
                 return found
             time.sleep(1.0)
 
-    @property
-    def _has_engines(self) -> bool:
-        """Whether vLLM may run here; stand-ins of an emulated run have no sockets of their own."""
+    def _sockets(self) -> list[PreflightCheck]:
+        """Stand-ins of an emulated run have no sockets of their own."""
         roles = {process.role for node in self._parts for process in node.processes}
-        return not self._plan.emulated and not roles.isdisjoint(_VLLM)
+        return [] if self._plan.emulated or roles.isdisjoint(VLLM_ROLES) else checks.socket_checks(self._tmp)
 
     def _files(self) -> list[PreflightCheck]:
         """A full or read-only file system is waited for, as any progress is: another node would see it alike."""
         run_dir, give_up = Path(self._plan.run_dir), time.monotonic() + self._plan.stall_timeout_s
         while True:
-            found = [
-                checks.writable_check(self._attempt.path, self._rank),
-                *checks.space_checks(run_dir, self._tmp),
-                *(checks.socket_checks(self._tmp) if self._has_engines else []),
-            ]
+            found = [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
             self.file_system = "; ".join(c.text for c in found if isinstance(c, SharedCheck) and c.level == "failed")
             if not self.file_system or time.monotonic() > give_up:
                 self._deadline = time.monotonic() + self._timings.limit_s

@@ -30,6 +30,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from primeslurm.files import LONGEST_SOCKET
 from primeslurm.orchestrator.rollouts.pieces import cut
 from primeslurm.records.beats import pulse
 from primeslurm.wire.batches.rollouts import Frame, Rollout
@@ -49,8 +50,6 @@ HELD_BYTES = 1 << 30
 orchestrator be killed before their group is on disk."""
 LARGEST_JOB = 16 << 20
 """Bytes of what a worker is told."""
-LONGEST_SOCKET = 107
-"""Bytes of a Unix socket's path."""
 LONGEST_ERROR = 16384
 """Characters. What programs of a model have printed may be in an error; its beginning and end say what happened."""
 

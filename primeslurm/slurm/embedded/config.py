@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.files import LONGEST_SOCKET
 from primeslurm.recipe.site import Network, NodeKind, Site
 from primeslurm.slurm.embedded import equal_pages
 
@@ -16,9 +17,6 @@ NARROW_NODES = 200
 MAX_NODES = 512
 MAX_CONTROL = 200
 MAX_GPUS = 16
-# A Unix socket's path holds at most 107 bytes. The longest is that of a job's step:
-# <directory>/spool/<node>/<node>_<job>.<step>, with up to 16 bytes of numbers.
-MAX_SOCKET = 107
 MAX_PREFIX = 8
 """Node names begin with the cluster's name, if it is no longer than this."""
 _NAME = re.compile(r"^[a-z][a-z0-9-]{0,30}$")
@@ -76,7 +74,8 @@ class ClusterSpec:
         for field, path in (("directory", self.directory), ("runs", self.runs)):
             if not path.is_absolute() or re.search(r"[\s#\"'\\%]", str(path)):
                 found.append(Violation(field, str(path), "must be an absolute path without spaces, quotes, # and %"))
-        longest = MAX_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
+        # The longest is that of a job's step: <directory>/spool/<node>/<node>_<job>.<step>, up to 16 bytes of numbers.
+        longest = LONGEST_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
         if len(str(self.directory)) > longest:
             why = f"is longer than {longest} characters, too long for the Unix sockets in it"
             found.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
