@@ -1,10 +1,10 @@
 """The demos' runs on real GPUs, without Slurm: warm starts, then RL with a trainer, prefill and decode on GPUs.
 
-    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
-    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
+    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
+    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
     timeout 200 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
-    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
-    timeout 590 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one, shared by all four
+    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
+    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one, shared by all four
 
 Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
 finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which
@@ -100,8 +100,8 @@ CELLS = {
         tiny=("model", *FP8_SIZES, "--phrases"),
         demonstrations=(TOOL_USE,),
     ),
-    "tool-use-fp8": Cell("tool_use.yaml", 4, 500, SMALL | FP8 | P_AND_D, after="tool-use-sft"),
-    "tool-use-fp8-replay": Cell("tool_use.yaml", 4, 420, SMALL | FP8 | TWO_ENGINES | REPLAY, after="tool-use-sft"),
+    "tool-use-fp8": Cell("tool_use.yaml", 4, 650, SMALL | FP8 | P_AND_D, after="tool-use-sft"),
+    "tool-use-fp8-replay": Cell("tool_use.yaml", 4, 650, SMALL | FP8 | TWO_ENGINES | REPLAY, after="tool-use-sft"),
 }
 
 

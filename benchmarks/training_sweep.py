@@ -1,13 +1,13 @@
 """`training_speed` over shapes, lengths and layouts, as many as the GPUs allow; one JSON file each.
 
     timeout 590 python -m benchmarks training_sweep OUT 4 whole_16k whole_16k_torchtitan --patience-s 290
-    timeout 590 python -m benchmarks training_sweep OUT 4 whole_65k whole_65k_torchtitan --patience-s 290
+    timeout 590 python -m benchmarks training_sweep OUT 4 part_65k part_65k_torchtitan --patience-s 290
     python -m benchmarks training_sweep OUT GPUS
 
 What fails, or takes too long, leaves its log and no JSON. Few layers at full width stand for the whole model, and the
 vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold Qwen3-30B-A3B whole (`whole_...`, by
-name only): 16,384 tokens on each, which are a row, or a quarter of one. With its AdamW it fills them, so torchtitan's
-is timed in a process of its own, in the same call.
+name only) or, of 80 GB each, 20 of its 48 layers (`part_...`): 16,384 tokens on each, which are a row, or a quarter of
+one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 
 PATIENCE_S = 180
-WHOLE_GPUS = 4
-"""So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32: 122 GB on each."""
+DEEP_GPUS = 4
+"""So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32, 122 GB on each; 20 layers: 52."""
 
 
 def cells(gpus: int) -> dict[str, list[str]]:
@@ -46,18 +46,24 @@ def cells(gpus: int) -> dict[str, list[str]]:
     }
 
 
-def whole(gpus: int) -> dict[str, list[str]]:
-    """Options of each measurement of the whole of Qwen3-30B-A3B, by name. Steps of both sides are compiled."""
-    model = ["--shape", "qwen3_30b_a3b", "--layers", "48", "--ep", f"{gpus}", "--lm-head-chunk", "2048"]
-    model += ["--compile", "--steps", "6"]
+def deep(gpus: int) -> dict[str, list[str]]:
+    """Options of each measurement of Qwen3-30B-A3B whole, and of a part of it, by name. All steps are compiled."""
+    model = ["--shape", "qwen3_30b_a3b", "--ep", f"{gpus}", "--lm-head-chunk", "2048", "--compile", "--steps", "6"]
+    depths = {"whole": ["--layers", "48"], "part": ["--layers", "20", "--vocab", "25600"]}
     lengths = {"16k": ["--seq", "16384"], "65k": ["--seq", f"{16384 * gpus}", "--cp", f"{gpus}"]}
-    found = {}
-    for name, length in lengths.items():
-        found[f"whole_{name}"] = [*model, *length]
-        found[f"whole_{name}_torchtitan"] = [*model, *length, "--instead", "torchtitan"]
+    variants = {
+        "": [],
+        "_torchtitan": ["--instead", "torchtitan"],
+        "_deepep": ["--ep-backend", "deepep"],
         # Where the states do not fit: ours with AdamW's in host memory.
-        found[f"whole_{name}_offload"] = [*model, *length, "--optimizer-state-offload"]
-    return found
+        "_offload": ["--optimizer-state-offload"],
+    }
+    return {
+        f"{depth}_{length}{variant}": [*model, *layers, *row, *options]
+        for depth, layers in depths.items()
+        for length, row in lengths.items()
+        for variant, options in variants.items()
+    }
 
 
 def main(words: list[str]) -> None:
@@ -65,10 +71,10 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_sweep", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("gpus", type=int, choices=[1, 2, 4])
-    parser.add_argument("cells", nargs="*", metavar="CELL", help="default: all that are not of a whole model")
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="default: all that are not deep")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="for each measurement")
     options = parser.parse_args(words)
-    known = cells(options.gpus) | (whole(options.gpus) if options.gpus >= WHOLE_GPUS else {})
+    known = cells(options.gpus) | (deep(options.gpus) if options.gpus >= DEEP_GPUS else {})
     if unknown := set(options.cells) - known.keys():
         parser.error(f"{options.gpus} GPUs have no cell {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.out.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from benchmarks.__main__ import benchmarks
 from benchmarks.dispatch import GROUP, RESULT, SIGMAS, WheneverThereIsRoom, bound_with_waste
 from benchmarks.fault_table import recorded
 from benchmarks.training_speed import arguments
-from benchmarks.training_sweep import cells, whole
+from benchmarks.training_sweep import cells, deep
 from primeslurm.orchestrator.dispatch import DispatchLimits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,14 +82,14 @@ def test_none_imports_tests(path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_a_sweep_asks_for_what_training_speed_takes(gpus: int) -> None:
-    for settings in (cells(gpus) | whole(gpus)).values():
+    for settings in (cells(gpus) | deep(gpus)).values():
         asked = arguments([*settings, "--ranks", str(gpus)])
         assert asked.ep in (1, gpus) and asked.cp in (1, gpus) and (asked.experts or gpus) % gpus == 0
 
 
 def test_the_order_of_a_visit_names_cells_that_exist() -> None:
     _, _, visit = (ROOT / "benchmarks" / "README.md").read_text().partition("## On four and eight GPUs")
-    known = {"gpu_run": gpu_run.CELLS, "wide_ep": wide_ep.CELLS, "training_sweep": {**cells(4), **whole(4)}}
+    known = {"gpu_run": gpu_run.CELLS, "wide_ep": wide_ep.CELLS, "training_sweep": {**cells(4), **deep(4)}}
     for name, there in known.items():
         asked = re.findall(rf"python -m benchmarks {name} (?:OUT 4|OUT.json) ([^`]+?)(?: --[^`]*)?`", visit)
         assert asked and {word for words in asked for word in words.split()} <= set(there), name
