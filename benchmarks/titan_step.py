@@ -58,6 +58,7 @@ class TitanStep(Trainer):
             fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
             spmd_backend="partial_dtensor",
         )
+        dist_utils.set_spmd_backend(parallelism.spmd_backend)  # as its trainer does, before it makes meshes
         self.config = SimpleNamespace(training=training, parallelism=parallelism)
         self.parallel_dims = ParallelDims.from_config(parallelism, world.size)
         self.gradient_accumulation_steps = rows // per_pass

@@ -47,16 +47,17 @@ def cells(gpus: int) -> dict[str, list[str]]:
 
 
 def deep(gpus: int) -> dict[str, list[str]]:
-    """Options of each measurement of Qwen3-30B-A3B whole, and of a part of it, by name. All steps are compiled."""
-    model = ["--shape", "qwen3_30b_a3b", "--ep", f"{gpus}", "--lm-head-chunk", "2048", "--compile", "--steps", "6"]
+    """Options of each measurement of Qwen3-30B-A3B whole, and of a part of it, by name. DeepEP's steps cannot be compiled."""
+    model = ["--shape", "qwen3_30b_a3b", "--ep", f"{gpus}", "--lm-head-chunk", "2048", "--steps", "6"]
     depths = {"whole": ["--layers", "48"], "part": ["--layers", "20", "--vocab", "25600"]}
     lengths = {"16k": ["--seq", "16384"], "65k": ["--seq", f"{16384 * gpus}", "--cp", f"{gpus}"]}
     variants = {
-        "": [],
-        "_torchtitan": ["--instead", "torchtitan"],
-        "_deepep": ["--ep-backend", "deepep"],
+        "": ["--compile"],
+        "_torchtitan": ["--compile", "--instead", "torchtitan"],
         # Where the states do not fit: ours with AdamW's in host memory.
-        "_offload": ["--optimizer-state-offload"],
+        "_offload": ["--compile", "--optimizer-state-offload"],
+        "_eager": [],
+        "_deepep": ["--ep-backend", "deepep"],
     }
     return {
         f"{depth}_{length}{variant}": [*model, *layers, *row, *options]

@@ -59,13 +59,15 @@ class Load:
 def recipe(model: Path, dtype: str, cell: str, at_once: int) -> Recipe:
     """Make the recipe of a cell's engines."""
     _, _, backend = cell.partition("-")
+    # A graph of the high-throughput kernels cannot be captured: they wait for counts on the host.
+    graphs = "NONE" if backend == "deepep_high_throughput" else "FULL_DECODE_ONLY"
     inference: dict[str, Any] = {
         "kv_cache_bytes": 2**33 if dtype == "bfloat16" else 2**26,
         "max_num_seqs": at_once,
         "vllm_extra": {
             "load_format": "dummy",
             # Compiling would take most of the time that a cell has.
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            "compilation_config": {"mode": 0, "cudagraph_mode": graphs},
         },
     }
     if backend:
