@@ -6,6 +6,7 @@ It takes the `World` of `primeslurm.trainer`, which whoever has one has imported
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -80,6 +81,8 @@ class TitanStep(Trainer):
         spec.model.layers = spec.model.layers[: config.num_hidden_layers]
         spec.model.vocab_size = config.vocab_size
         spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = config.vocab_size
+        for layer in spec.model.layers:  # its own flavors end at 40,960 positions
+            layer.attention.rope = replace(layer.attention.rope, max_seq_len=recipe.seq_len)
         if compat.ON_CPU:
             compat.convert(ModelDraft(recipe, spec))
         spec.model.update_from_config(config=self.config)
