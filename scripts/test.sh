@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
 rm -f .coverage .coverage.*
-# The report's page is looked at in a real browser, and sandboxes are filled in real instances of apptainer.
+# The report's page is looked at in a real browser, and rollouts are played in real containers.
 if [[ -n ${CI:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
   scripts/test_programs.sh || echo "warning: programs that some tests need are not installed; these tests are skipped" >&2
 fi

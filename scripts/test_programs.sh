@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Install what only tests use, as root on Debian: a browser, apptainer. What cannot be had is named,
+# Install what only tests use, as root on Debian: a browser, container engines, apptainer. What cannot be had is named,
 # and the tests that need it are skipped.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -17,4 +17,6 @@ try() {
 get=(apt-get install -y -qq --no-install-recommends)
 apt-get update -qq
 try chromium "${get[@]}" chromium
+try dockerd "${get[@]}" docker.io
+try busybox "${get[@]}" busybox-static
 try apptainer scripts/apptainer.sh
