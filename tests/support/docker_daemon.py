@@ -11,7 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PATIENCE_S = 60.0
-_NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+_NAMESPACES = (
+    "setpriv",
+    "--pdeathsig",
+    "KILL",
+    "unshare",
+    "--net",
+    "--mount",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+)
 
 
 def lacking() -> str:
