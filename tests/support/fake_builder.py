@@ -1,5 +1,7 @@
 """A stand-in for podman, buildah, docker and apptainer: images are copies of Dockerfiles, and no container runs.
 
+It is for what a real one does not do when told to: fail, be killed half way, wait for another build.
+
 A Dockerfile says how its build goes: `RUN false` fails, after as many lines as `LABEL lines=` says, `LABEL killed` ends
 the command that asked for a SIF half way, once, and `LABEL beside=NAME` waits for a build of NAME to have begun.
 """

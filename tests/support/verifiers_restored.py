@@ -33,5 +33,10 @@ def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, name, getattr(module, name))
     for harness in ("mini_swe_agent", "terminus_2"):
         monkeypatch.setattr(harness_class(harness), "NEEDS_CONTAINER", True)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    yield
+    given = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - given.keys():
+            del os.environ[name]
+        os.environ.update(given)
