@@ -89,6 +89,10 @@ WORKLOADS = (
     Workload("shared system prompt", 9000, (3000, 0.7), system=8000),
     Workload("too little prefill", 8000, (400, 0.5), system=1000, separate=True, steady_s=900.0),
     Workload("short answers", 500, (300, 0.5), steady_s=900.0),
+    Workload("agents, tools of 20 s", 2000, (150, 0.5), turns=30, observed=300, tool_s=20.0),
+    Workload("agents, tools of 40 s", 2000, (300, 0.7), turns=15, observed=300, tool_s=40.0),
+    Workload("agents, 60 turns, tools of 10 s", 2000, (150, 0.5), turns=60, observed=300, tool_s=10.0),
+    Workload("agents, 100 turns", 2000, (150, 0.5), turns=100, observed=300, tool_s=4.0),
 )
 
 

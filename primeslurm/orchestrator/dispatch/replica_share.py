@@ -11,6 +11,8 @@ evicted while it is at its tools.
   rises slowly when there is none.
 - *Prompts computed anew* are what is lost of rollouts that are at their tools. Few are worth having more in flight: the
   share that all rollouts should have of the cache rises while there are fewer, and falls while there are more.
+- *Requests that run* are what engines sample for. Where tools take so long that few run while all rollouts are cached,
+  there may be more rollouts than are cached.
 - *Queue.* What waits all the time while there is room in the cache is not needed: engines are busy without it. What
   waits for that room fits on average, and keeps it full. At prefill engines it says that they are too few: then as
   many may wait as sample.
@@ -51,6 +53,10 @@ USED, LEFT = 0.9, 1.0
 RECOMPUTED, RECOMPUTED_TOKENS = 0.15, 0.3
 """Prompt tokens computed for each one sampled, above the least that was seen of it: so many are worth the rollouts that
 cause them, as a share of the least and in all. An engine computes prompts ten to twenty times as fast as it samples."""
+BUSY_KV, BUSY_SETTLED = 0.2, 2.0
+"""Requests that run should hold so much of the cache, whatever is evicted of rollouts that are at their tools: a step
+for few requests takes nearly as long, and what it leaves of the time is enough to compute prompts anew. In full once so
+many times the rollouts in flight have ended: young ones ask for short turns, and seem to be at their tools more."""
 COMPUTED_S = 30.0
 """These are smoothed over."""
 TESTED = 0.9
@@ -187,7 +193,8 @@ class ReplicaShare:
         kept = math.exp(-period.seconds / IDLE_S)
         self._idle = idle if self._idle is None else self._idle * kept + idle * (1 - kept)
         if self._idle > MOSTLY_IDLE:
-            wishes["cache"] = self._overcommit.share * self._engines / each
+            busy = BUSY_KV * self._idle * self._held.settled(period.inflight, BUSY_SETTLED)
+            wishes["cache"] = max(self._overcommit.share, busy) * self._engines / each
         return wishes
 
     def _bound(self, period: Period, limit: Limit, wanted: float, each: float) -> None:

@@ -244,6 +244,14 @@ def test_agents_at_their_tools_are_not_by_turns_too_many_and_too_few(draw: int) 
     assert worst >= 0.9 * world.rate(COLD_S, agents.steady_s), "tokens a second, in the worst five minutes"
 
 
+def test_long_tools_do_not_leave_engines_with_few_requests() -> None:
+    """Tools of 40 s: the cache holds so few rollouts that an engine samples for three at a time."""
+    world = World(next(workload for workload in WORKLOADS if workload.tool_s == 40), None)
+    world.run(1800 + LOOK_S)
+    at_first, at_last = world.rate(300, 600), world.rate(1500, 1800)
+    assert at_last > 1.3 * at_first, "tokens a second: more rollouts than are cached"
+
+
 @pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])
 def test_an_evaluation_on_the_same_engines_leaves_training_its_share(for_each: float, limit: str) -> None:
     """It comes on top: its requests, KV, preemptions and prompts are in what engines show, and are not training's."""
