@@ -222,6 +222,8 @@ class Plan(Section):
     max_attempts: int
     node_silent_s: int = 90
     """A node that has not been heard of for this long is lost."""
+    node_start_s: int = 300
+    """Longest time between the first agent's start and another's, the head's included: nodes may first pull images."""
     bad_node_hours: int = 24
     """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()

@@ -30,7 +30,6 @@ from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
 from primeslurm.records.fleet import (
-    NODE_START_S,
     AgentReport,
     AssignmentRecord,
     Ending,
@@ -131,7 +130,7 @@ class NodeAgent:
     def head_silent_s(self) -> float:
         """A head that has published nothing for this long is gone: its nodes stop what they run."""
         started = self.view.time > 0.0
-        return 2.0 * self.plan.node_silent_s if started else NODE_START_S
+        return 2.0 * self.plan.node_silent_s if started else self.plan.node_start_s
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""

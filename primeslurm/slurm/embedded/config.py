@@ -31,6 +31,10 @@ time to look at an idle cluster; a launch on a busy machine still has to fit int
 NODE_SILENT_S = 30
 """A cluster's nodes share a local file system, which shows every change at once, but also the cores of one machine: a
 second a node, where that is more."""
+NODE_START_S = 300
+"""What other sites give all agents of a job to start."""
+AGENT_START_S = 2
+"""For each node, where that is more: agents start on the cores of one machine, beside those that run already."""
 
 
 def is_name(name: str) -> bool:
@@ -91,6 +95,11 @@ class ClusterSpec:
     def node_silent_s(self) -> int:
         """Seconds after which a silent node is lost, to the head of a run and to Slurm."""
         return max(NODE_SILENT_S, self.nodes + self.control_nodes)
+
+    @property
+    def node_start_s(self) -> int:
+        """Seconds within which all agents of a job must have been heard of."""
+        return max(NODE_START_S, AGENT_START_S * (self.nodes + self.control_nodes))
 
     @property
     def cred_expire_s(self) -> int:
@@ -287,4 +296,5 @@ def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
         nodes=nodes,
         network=Network(addresses=addresses(spec, place)),
         node_silent_s=spec.node_silent_s,
+        node_start_s=spec.node_start_s,
     )

@@ -21,7 +21,7 @@ from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
-from primeslurm.records.fleet import NODE_START_S, Ending, Outcome, ProcessReport
+from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
 from primeslurm.wire import exits
@@ -276,15 +276,15 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
 
 
 def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1)
+    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1, node_start_s=400)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
     agent, now = NodeAgent(plan, 1, attempt, "test-id", plan.python), time.time()
-    for seconds in range(int(NODE_START_S)):
+    for seconds in range(400):
         agent.tick(now + seconds)
         assert agent.ending is None
-    agent.tick(now + NODE_START_S + 1)
-    assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 300 s", "head")
+    agent.tick(now + 401)
+    assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 400 s", "head")
 
 
 def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
