@@ -244,6 +244,11 @@ class Plan(Section):
         return sum(group.nodes for group in self.groups)
 
     @property
+    def heartbeat_s(self) -> float:
+        """Longest time between two signs of life of the head and of an agent that have no news."""
+        return max(1.0, self.node_silent_s / 90)
+
+    @property
     def survives_nodes(self) -> bool:
         """Whether the job goes on without a node, for the head to judge (`--no-kill`).
 

@@ -49,7 +49,6 @@ class AgentTimings:
     """Paces and patience of an agent, in seconds."""
 
     tick_s: float = 0.25
-    heartbeat_s: float = 1.0
     term_grace_s: float = 15.0
     """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
     probe_timeout_s: float = TIMEOUT_S
@@ -111,7 +110,7 @@ class NodeAgent:
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
         self._records = RecordWriter(Path(plan.run_dir), 1.5 * plan.stall_timeout_s)
-        self._told = (Fitness.CHECKING, False)
+        self._told = self._news()
         self._head_seen_at = self._ticked_at = time.time()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
@@ -169,12 +168,12 @@ class NodeAgent:
             self._wind_down(now, self.ending)
         elif self.processes is not None and self.addresses is not None and self.processes.is_known(self.addresses):
             self.processes.tick(now, self.view, self.addresses)
-        if self._has_news() or now - self._last_heartbeat >= self.timings.heartbeat_s:
+        if self._news() != self._told or now - self._last_heartbeat >= self.plan.heartbeat_s:
             self._heartbeat(now, ended=False)
 
-    def _has_news(self) -> bool:
-        """Whether the head waits for what the next heartbeat says: the node is checked, or its ports are claimed."""
-        return (self.preflight.verdict[0], self.processes is not None) != self._told
+    def _news(self) -> tuple[object, ...]:
+        """What the head waits for: whether the node is fit, whether its ports are claimed, how its processes are."""
+        return self.preflight.verdict[0], self.processes and self.processes.states
 
     def _read_head(self, now: float) -> None:
         # In this order: the head publishes addresses before the orders that rely on them.
@@ -253,8 +252,8 @@ class NodeAgent:
     def _heartbeat(self, now: float, *, ended: bool) -> None:
         self._last_heartbeat = now
         processes = self.processes
+        self._told = self._news()
         fitness, why = self.preflight.verdict
-        self._told = (fitness, processes is not None)
         report = AgentReport(
             rank=self.rank,
             name=self.name,
