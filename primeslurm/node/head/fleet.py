@@ -279,7 +279,11 @@ class Fleet:
         return Ending(Outcome.FAILED, reason, "environments", final=True)
 
     def _give_up_waiting(self, now: float) -> None:
-        """Agents that have never reported, whether they are needed or not."""
+        """Agents that have never reported, whether they are needed or not, and those killed before they have a part."""
+        if not self.assignment.generation:
+            for rank in sorted(set(self.agents) - set(self.gone)):
+                if how := self._killed.get(self._name(rank)):
+                    self._lose(rank, f"its agent was killed: {how}", now)
         if self._late(now):
             for rank in self.unheard:
                 self._lose(rank, f"no sign of its agent within {self.plan.node_start_s} s", now)

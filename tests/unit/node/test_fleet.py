@@ -289,6 +289,17 @@ def test_a_node_that_is_looked_over_for_longer_than_the_plan_s_time_is_said_to_b
     assert ending == Ending(Outcome.FAILED, "node n1: its preflight has not ended within 1000 s", "n1")
 
 
+def test_an_agent_that_is_killed_in_preflight_is_not_waited_for() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),))
+    agents.fleet.hosts = ("n0", "n1")
+    agents.checking = {1}
+    assert agents.decide(1.0) is None
+    agents.silent = {1}
+    agents.fleet.observe_kills({"n1": "Segmentation fault"})
+    reason = "node n1: its agent was killed: Segmentation fault"
+    assert agents.decide(2.0) == Ending(Outcome.FAILED, reason, "n1")
+
+
 def test_a_spare_that_never_reports_is_a_bad_node_in_the_end() -> None:
     agents = Agents((process(name="a"),), spares=1)
     agents.fleet.hosts = ("n0", "n1")
