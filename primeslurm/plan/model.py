@@ -222,6 +222,8 @@ class Plan(Section):
     max_attempts: int
     node_silent_s: int = 90
     """A node that has not been heard of for this long is lost."""
+    node_start_s: int = 300
+    """Longest time between the first agent's start and another's, the head's included: nodes may first pull images."""
     bad_node_hours: int = 24
     """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()
@@ -240,6 +242,11 @@ class Plan(Section):
     def allocated(self) -> int:
         """Nodes of the job, spares included: one agent runs on each."""
         return sum(group.nodes for group in self.groups)
+
+    @property
+    def heartbeat_s(self) -> float:
+        """Longest time between two signs of life of the head and of an agent that have no news."""
+        return max(1.0, self.node_silent_s / 90)
 
     @property
     def survives_nodes(self) -> bool:

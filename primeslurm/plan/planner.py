@@ -212,6 +212,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         addresses=site.network.addresses,
         pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe), *_secrets(recipe)))),
         node_silent_s=site.node_silent_s,
+        node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,

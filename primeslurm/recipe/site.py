@@ -98,6 +98,8 @@ class Site(Section):
     network: Network = Network()
     node_silent_s: PositiveInt = 90
     """A node that has not been heard of for this long is lost. Network file systems may show old files for a minute."""
+    node_start_s: PositiveInt = 300
+    """Longest time between the first agent's start and another's: a node may first have to pull an image."""
     bad_node_hours: PositiveInt = 24
     """How long new jobs keep away from a node that failed."""
     port_base: int = Field(20000, ge=1024, le=60000)

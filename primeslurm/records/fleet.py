@@ -12,9 +12,6 @@ from typing import Literal
 
 import msgspec
 
-NODE_START_S = 300.0
-"""Longest time between the first agent's start and another's, the head's included: a node may first pull an image."""
-
 
 class Outcome(StrEnum):
     """How an attempt ended."""

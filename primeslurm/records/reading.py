@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -12,6 +13,7 @@ from primeslurm.files import Watched, read_json
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
+_ONE_AT_A_TIME = threading.Lock()
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
@@ -24,7 +26,7 @@ def read_record(path: Path, kind: type[T]) -> T | None:
         msgspec.ValidationError: it is another kind of record.
     """
     value = read_json(path)
-    return None if value is None else msgspec.convert(value, kind, str_keys=True)
+    return None if value is None else _convert(value, kind, strict=True)
 
 
 def find_record(path: Path, kind: type[T]) -> T | None:
@@ -43,9 +45,19 @@ def changed_record(file: Watched, kind: type[T]) -> T | None:
     """
     value = file.changed()
     try:
-        return None if value is None else msgspec.convert(value, kind, strict=False, str_keys=True)
+        return None if value is None else _convert(value, kind, strict=False)
     except msgspec.ValidationError:
         return None
+
+
+def _convert(value: Any, kind: type[T], *, strict: bool) -> T:
+    """Convert plain data; never in two threads at once.
+
+    msgspec works out what a type is made of at its first use. A thread that uses the type meanwhile reads what is not
+    there yet, and the process dies of it: one of 518 agents did, as its preflight read the head's view, too.
+    """
+    with _ONE_AT_A_TIME:
+        return msgspec.convert(value, kind, strict=strict, str_keys=True)
 
 
 def whole_lines(path: Path) -> list[bytes]:

@@ -29,6 +29,7 @@ def plan_of(
     stall_timeout_s: int = 600,
     spares: int = 0,
     node_silent_s: int = 90,
+    node_start_s: int = 300,
     replicas: tuple[Replica, ...] = (),
 ) -> Plan:
     """A local plan whose nodes run the given processes; `spares` more nodes wait."""
@@ -56,4 +57,5 @@ def plan_of(
         stall_timeout_s=stall_timeout_s,
         max_attempts=max_attempts,
         node_silent_s=node_silent_s,
+        node_start_s=node_start_s,
     )

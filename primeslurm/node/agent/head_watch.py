@@ -9,8 +9,8 @@ from primeslurm.plan.model import Plan
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.launch_failures import JobOutput, kills, node_names, restarts
 
-QUIET_S = 3.0
-"""A head that was heard of so lately is there: nobody reads the output of a job that is well."""
+QUIET = 3.0
+"""A head that was heard of so many heartbeats ago is there: nobody reads the output of a job that is well."""
 PERIOD_S = 1.0
 
 
@@ -27,6 +27,7 @@ class HeadWatch:
         self._head = names[0] if names else None
         path = RunDirectory(Path(plan.run_dir)).job_output(environ.get("SLURM_JOB_ID", ""))
         self._output = JobOutput(path, restarts(environ))
+        self._quiet_s = QUIET * plan.heartbeat_s
         self._looked_at = 0.0
 
     def killed(self, silent_s: float, now: float) -> str | None:
@@ -36,7 +37,7 @@ class HeadWatch:
             silent_s: for so long the head was not heard of.
             now: Unix seconds.
         """
-        if self._head is None or silent_s < QUIET_S or now - self._looked_at < PERIOD_S:
+        if self._head is None or silent_s < self._quiet_s or now - self._looked_at < PERIOD_S:
             return None
         self._looked_at = now
         try:

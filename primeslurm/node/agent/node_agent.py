@@ -30,7 +30,6 @@ from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
 from primeslurm.records.fleet import (
-    NODE_START_S,
     AgentReport,
     AssignmentRecord,
     Ending,
@@ -50,7 +49,6 @@ class AgentTimings:
     """Paces and patience of an agent, in seconds."""
 
     tick_s: float = 0.25
-    heartbeat_s: float = 1.0
     term_grace_s: float = 15.0
     """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
     probe_timeout_s: float = TIMEOUT_S
@@ -112,7 +110,7 @@ class NodeAgent:
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
         self._records = RecordWriter(Path(plan.run_dir), 1.5 * plan.stall_timeout_s)
-        self._told = (Fitness.CHECKING, False)
+        self._told = self._news()
         self._head_seen_at = self._ticked_at = time.time()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
@@ -131,7 +129,7 @@ class NodeAgent:
     def head_silent_s(self) -> float:
         """A head that has published nothing for this long is gone: its nodes stop what they run."""
         started = self.view.time > 0.0
-        return 2.0 * self.plan.node_silent_s if started else NODE_START_S
+        return 2.0 * self.plan.node_silent_s if started else self.plan.node_start_s
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
@@ -170,12 +168,12 @@ class NodeAgent:
             self._wind_down(now, self.ending)
         elif self.processes is not None and self.addresses is not None and self.processes.is_known(self.addresses):
             self.processes.tick(now, self.view, self.addresses)
-        if self._has_news() or now - self._last_heartbeat >= self.timings.heartbeat_s:
+        if self._news() != self._told or now - self._last_heartbeat >= self.plan.heartbeat_s:
             self._heartbeat(now, ended=False)
 
-    def _has_news(self) -> bool:
-        """Whether the head waits for what the next heartbeat says: the node is checked, or its ports are claimed."""
-        return (self.preflight.verdict[0], self.processes is not None) != self._told
+    def _news(self) -> tuple[object, ...]:
+        """What the head waits for: whether the node is fit, whether its ports are claimed, how its processes are."""
+        return self.preflight.verdict[0], self.processes and self.processes.states
 
     def _read_head(self, now: float) -> None:
         # In this order: the head publishes addresses before the orders that rely on them.
@@ -254,8 +252,8 @@ class NodeAgent:
     def _heartbeat(self, now: float, *, ended: bool) -> None:
         self._last_heartbeat = now
         processes = self.processes
+        self._told = self._news()
         fitness, why = self.preflight.verdict
-        self._told = (fitness, processes is not None)
         report = AgentReport(
             rank=self.rank,
             name=self.name,

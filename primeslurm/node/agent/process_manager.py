@@ -253,17 +253,28 @@ class ProcessManager:
         """Return the state of every process, by name, for the heartbeat."""
         return {name: self._report(supervision) for name, supervision in self.supervised.items()}
 
+    @property
+    def states(self) -> dict[str, tuple[object, ...]]:
+        """What of the reports is new whenever it changes, by name; how long a process has been silent is not."""
+        return {
+            name: (supervision.state, supervision.restarts, supervision.generation, self._is_healthy(supervision))
+            for name, supervision in self.supervised.items()
+        }
+
+    def _is_healthy(self, supervision: Supervision) -> bool:
+        probe = self.probes.get(supervision.process.name)
+        return probe.healthy if probe is not None else supervision.state is ProcessState.READY
+
     def _report(self, supervision: Supervision) -> ProcessReport:
         name = supervision.process.name
-        child, probe = self.children.get(name), self.probes.get(name)
-        healthy = probe.healthy if probe is not None else supervision.state is ProcessState.READY
+        child = self.children.get(name)
         return ProcessReport(
             state=supervision.state,
             pid=child.pid if child else None,
             exit_code=supervision.exit_code,
             restarts=supervision.restarts,
             since=supervision.since,
-            healthy=healthy,
+            healthy=self._is_healthy(supervision),
             reason=supervision.reason,
             generation=supervision.generation,
             failed_starts=supervision.failed_starts,

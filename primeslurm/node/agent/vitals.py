@@ -20,6 +20,8 @@ STOPPED_S = 10.0
 to look at one stops it with a debugger, and that is left alone."""
 QUIET_S = 2.0
 """What has just been heard of is in no condition that would matter."""
+AGAIN_S = 1.0
+"""Between two looks into /proc at what stays silent: ranks that wait for rollouts are silent for minutes."""
 
 
 _NOTHING = Beat()
@@ -93,6 +95,9 @@ class Vitals:
 
     def _look(self, watched: _Watched, now: float) -> Vital:
         beat = _answers(watched.probe) if watched.probe else watched.page.read() if watched.page else _NOTHING
+        still = watched.silence.seconds >= QUIET_S and beat.number == watched.vital.beat.number
+        if still and 0.0 <= now - watched.looked_at < AGAIN_S:
+            return watched.vital
         condition, excused_s = Condition(), 0.0
         if watched.silence.seconds >= QUIET_S:  # /proc is read of few: most have just been heard of
             condition = self._condition(watched.pid)

@@ -32,7 +32,6 @@ from primeslurm.records.events.nodes import (
     ProcessesRestarted,
 )
 from primeslurm.records.fleet import (
-    NODE_START_S,
     AgentReport,
     BeatReport,
     Ending,
@@ -217,7 +216,8 @@ class Fleet:
             return None
         if not self.assignment.fill(self._fit()):
             names = [self._name(rank) for rank in undecided]
-            reason = f"no sign of nodes {', '.join(names)} within {NODE_START_S:.0f} s"
+            seconds = f"{self.plan.node_start_s} s"
+            reason = _folded([f"node {name}: its preflight has not ended within {seconds}" for name in names])
             return Ending(Outcome.FAILED, reason, names[0])
         spares = sorted(self.agents[rank].name for rank in self._fit() if self.assignment.node_of(rank) is None)
         nodes = [self.agents[rank].name for _, rank in sorted(self.assignment.rank_of.items())]
@@ -263,7 +263,7 @@ class Fleet:
 
     def _late(self, now: float) -> bool:
         """Whether every agent should have been heard of by now."""
-        return now - self._waited_until > NODE_START_S
+        return now - self._waited_until > self.plan.node_start_s
 
     def _environments_load(self, rank: int) -> bool:
         """Whether environments load on another node of an agent's group."""
@@ -279,10 +279,14 @@ class Fleet:
         return Ending(Outcome.FAILED, reason, "environments", final=True)
 
     def _give_up_waiting(self, now: float) -> None:
-        """Agents that have never reported, whether they are needed or not."""
+        """Agents that have never reported, whether they are needed or not, and those killed before they have a part."""
+        if not self.assignment.generation:
+            for rank in sorted(set(self.agents) - set(self.gone)):
+                if how := self._killed.get(self._name(rank)):
+                    self._lose(rank, f"its agent was killed: {how}", now)
         if self._late(now):
             for rank in self.unheard:
-                self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
+                self._lose(rank, f"no sign of its agent within {self.plan.node_start_s} s", now)
 
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):

@@ -38,11 +38,8 @@ from primeslurm.silence import held_up_s
 from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
 from primeslurm.wire.transport.addresses import Addresses
 
-SUSPECT_S = 10.0
-"""Who has not been heard of for so long, or a third of `node_silent_s`, is not called healthy any more."""
-
-REPEAT_S = 1.0
-"""So often agents are told what they know, to be sure of the head: all of them read as much as there are processes."""
+SUSPECT = 10.0
+"""Who has not been heard of for so many heartbeats, or a third of `node_silent_s`, is not called healthy any more."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +51,9 @@ class HeadTimings:
     """Longest wait for trainers to checkpoint when an attempt ends early and no time limit presses."""
     gather_s: float = 60.0
     """Longest wait for the other nodes to end."""
-    gather_silent_s: float = 5.0
-    """A node that says nothing for this long at the end is not waited for. Requeueing ends what still runs there, and
-    must come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
+    gather_silent: float = 5.0
+    """A node that says nothing for so many heartbeats at the end is not waited for. Requeueing ends what still runs
+    there, and must come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
     silence: Patience = PATIENCE
     """With processes that say nothing."""
 
@@ -210,9 +207,10 @@ class Head(threading.Thread):
     def _publish(self, now: float) -> None:
         fleet, silent = self.fleet, self.fleet.silent
         states, ready = {}, []
+        limit_s = min(SUSPECT * self.plan.heartbeat_s, self.plan.node_silent_s / 3)
         for process in self.plan.processes():
             report = fleet.report(process.name)
-            suspect = fleet.silence(process.name, now) > min(SUSPECT_S, self.plan.node_silent_s / 3)
+            suspect = fleet.silence(process.name, now) > limit_s
             seen = {"suspect": suspect, "silent": process.name in silent, "lost": process.name in fleet.lost}
             states[process.name] = str(fleet_state(process, report, **seen))
             if report is not None and report.state == ProcessState.READY:
@@ -229,7 +227,7 @@ class Head(threading.Thread):
             waits_for=self._waiting(),
             release=self._release(now),
         )
-        if now - self._told.time < REPEAT_S and view == msgspec.structs.replace(self._told, time=now):
+        if now - self._told.time < self.plan.heartbeat_s and view == msgspec.structs.replace(self._told, time=now):
             return
         try:
             write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
@@ -264,7 +262,8 @@ class Head(threading.Thread):
 
     def _has_ended(self, rank: int, now: float) -> bool:
         fleet = self.fleet
-        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > self._timings.gather_silent_s
+        limit_s = self._timings.gather_silent * self.plan.heartbeat_s
+        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > limit_s
 
     def _gathered(self, now: float) -> bool:
         if self.ending is None:

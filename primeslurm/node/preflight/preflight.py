@@ -20,7 +20,7 @@ from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
 from primeslurm.plan.model import VLLM_ROLES, Node, Plan
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
-from primeslurm.records.fleet import NODE_START_S, Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
+from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import until_written
@@ -37,8 +37,6 @@ class PreflightTimings:
 
     limit_s: float = 60.0
     """For all checks of the node by itself, and again for those that need the head."""
-    head_start_s: float = NODE_START_S
-    """For what the head writes first."""
     clock_wait_s: float = 10.0
     full_poll_s: float = 5.0
     """Between two looks at a file system that is full."""
@@ -254,10 +252,10 @@ class Preflight:
     def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
         file = Watched(self._attempt.reference_file)
-        reference = self._wait_for(file, PreflightReference, self._timings.head_start_s)
+        reference = self._wait_for(file, PreflightReference, self._plan.node_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
         if reference is None:
-            text = f"what the head wrote is not seen after {self._timings.head_start_s:.0f} s"
+            text = f"what the head wrote is not seen after {self._plan.node_start_s} s"
             return [
                 PreflightCheck(
                     "shared file system", "failed", text, "mount the run directory's file system on the node"

@@ -181,7 +181,13 @@ _SLURM = {
 _REASONS = (
     (re.compile(r"USR2|time limit|preempt"), Cause("preemption or the time limit", "nothing: the run resumes")),
     (
-        re.compile(r"silent for|no sign of node|last heartbeat"),
+        re.compile(r"no sign of its agent|preflight has not ended"),
+        Cause(
+            "an agent did not start in time", "see its node; where all start slowly, a longer node_start_s of the site"
+        ),
+    ),
+    (
+        re.compile(r"silent for|last heartbeat"),
         Cause("a node was lost, or its agent hangs", "see `sinfo -R` and its console; exclude it (slurm.exclude)"),
     ),
     (re.compile(r"not ready within"), Cause("it took too long to load", "slow storage, or a hang: see its log's end")),

@@ -31,6 +31,10 @@ time to look at an idle cluster; a launch on a busy machine still has to fit int
 NODE_SILENT_S = 30
 """A cluster's nodes share a local file system, which shows every change at once, but also the cores of one machine: a
 second a node, where that is more."""
+NODE_START_S = 300
+"""What other sites give all agents of a job to start."""
+AGENT_START_S = 2
+"""For each node, where that is more: agents start on the cores of one machine, beside those that run already."""
 
 
 def is_name(name: str) -> bool:
@@ -93,9 +97,22 @@ class ClusterSpec:
         return max(NODE_SILENT_S, self.nodes + self.control_nodes)
 
     @property
+    def node_start_s(self) -> int:
+        """Seconds within which all agents of a job must have been heard of."""
+        return max(NODE_START_S, AGENT_START_S * (self.nodes + self.control_nodes))
+
+    @property
     def cred_expire_s(self) -> int:
         """Seconds within which all tasks of a job must have been started: 142 of 485 had not, in 10."""
         return self.node_silent_s if self.wide else CRED_EXPIRE_S
+
+    @property
+    def message_timeout_s(self) -> int:
+        """Seconds for the answer to a message: with 518 nodes launched at once, srun had some after more than 30.
+
+        Slurm calls more than 100 too high.
+        """
+        return 100 if self.wide else 30
 
     @property
     def munge_threads(self) -> int:
@@ -212,7 +229,7 @@ def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb
         "AccountingStorageType=accounting_storage/none",
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
-        "MessageTimeout=30",
+        f"MessageTimeout={spec.message_timeout_s}",
         f"SlurmdTimeout={spec.node_silent_s}",
         "KillWait=30",
         "MinJobAge=3600",
@@ -287,4 +304,5 @@ def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
         nodes=nodes,
         network=Network(addresses=addresses(spec, place)),
         node_silent_s=spec.node_silent_s,
+        node_start_s=spec.node_start_s,
     )

@@ -21,7 +21,8 @@ from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
-from primeslurm.records.fleet import NODE_START_S, Ending, Outcome, ProcessReport
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport
+from primeslurm.records.reading import read_record
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
 from primeslurm.wire import exits
@@ -276,15 +277,29 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
 
 
 def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
-    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1)
+    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1, node_start_s=400)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
     agent, now = NodeAgent(plan, 1, attempt, "test-id", plan.python), time.time()
-    for seconds in range(int(NODE_START_S)):
+    for seconds in range(400):
         agent.tick(now + seconds)
         assert agent.ending is None
-    agent.tick(now + NODE_START_S + 1)
-    assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 300 s", "head")
+    agent.tick(now + 401)
+    assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 400 s", "head")
+
+
+def test_an_agent_says_news_at_once_and_otherwise_as_often_as_the_plan_has_it(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "run", (), node_silent_s=900)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    agent, now, told = NodeAgent(plan, 0, attempt, "test-id", plan.python), time.time(), []
+    for second in range(24):
+        agent.preflight._done = second >= 13
+        agent.tick(now + second)
+        report = read_record(attempt.agent_file(0), AgentReport)
+        assert report is not None and (report.fitness is Fitness.FIT) == (second >= 13)
+        told.append(round(report.time - now))
+    assert [second for second, at in enumerate(told) if second == at] == [0, 10, 13, 23]
 
 
 def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +456,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
 
 
 def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    timings = HeadTimings(gather_silent_s=2.0)
+    timings = HeadTimings(gather_silent=0.3)
     running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), head=timings, node_silent_s=600)
     running.wait(lambda: running.head.fleet.assembled)
     monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)

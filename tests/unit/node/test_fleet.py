@@ -14,7 +14,7 @@ from primeslurm.api.loading import load
 from primeslurm.node.agent.node_context import UnknownPlaceholder, resolve
 from primeslurm.node.agent.supervision import BACKOFF_S, ProcessState, Supervision
 from primeslurm.node.attempt.attempt_end import fruitless, should_requeue
-from primeslurm.node.head.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
+from primeslurm.node.head.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.head.process_states import FleetState, fleet_state
 from primeslurm.plan.model import Health, Plan, Process, Replica
 from primeslurm.records.base import Event
@@ -57,8 +57,21 @@ DONE = ProcessReport(state="done", exit_code=0)
 class Agents:
     """Agents that report to a fleet, by hand."""
 
-    def __init__(self, *nodes: tuple[Process, ...], spares: int = 0, replicas: tuple[Replica, ...] = ()) -> None:
-        plan = plan_of(Path("/runs/x"), *nodes, spares=spares, stall_timeout_s=100, replicas=replicas)
+    def __init__(
+        self,
+        *nodes: tuple[Process, ...],
+        spares: int = 0,
+        replicas: tuple[Replica, ...] = (),
+        node_start_s: int = 300,
+    ) -> None:
+        plan = plan_of(
+            Path("/runs/x"),
+            *nodes,
+            spares=spares,
+            stall_timeout_s=100,
+            replicas=replicas,
+            node_start_s=node_start_s,
+        )
         self.fleet = Fleet(plan, started_at=0.0)
         self.now = 0.0
         self.silent: set[int] = set()
@@ -260,19 +273,38 @@ def test_a_spare_that_is_late_is_not_waited_for_long() -> None:
     assert agents.fleet.assignment.rank_of == {0: 0}
 
 
-def test_a_node_that_never_reports_ends_the_attempt() -> None:
-    agents = Agents((process(name="a"),), (process(name="b", node=1),))
+def test_a_node_that_does_not_report_in_the_plan_s_time_ends_the_attempt() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), node_start_s=1000)
     agents.silent = {1}
-    assert agents.decide(NODE_START_S) is None
-    ending = agents.decide(NODE_START_S + 1)
-    assert ending == Ending(Outcome.FAILED, "node rank 1: no sign of its agent within 300 s", "rank 1")
+    assert agents.decide(1000.0) is None
+    ending = agents.decide(1001.0)
+    assert ending == Ending(Outcome.FAILED, "node rank 1: no sign of its agent within 1000 s", "rank 1")
+
+
+def test_a_node_that_is_looked_over_for_longer_than_the_plan_s_time_is_said_to_be() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), node_start_s=1000)
+    agents.checking = {1}
+    assert agents.decide(1000.0) is None
+    ending = agents.decide(1001.0)
+    assert ending == Ending(Outcome.FAILED, "node n1: its preflight has not ended within 1000 s", "n1")
+
+
+def test_an_agent_that_is_killed_in_preflight_is_not_waited_for() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),))
+    agents.fleet.hosts = ("n0", "n1")
+    agents.checking = {1}
+    assert agents.decide(1.0) is None
+    agents.silent = {1}
+    agents.fleet.observe_kills({"n1": "Segmentation fault"})
+    reason = "node n1: its agent was killed: Segmentation fault"
+    assert agents.decide(2.0) == Ending(Outcome.FAILED, reason, "n1")
 
 
 def test_a_spare_that_never_reports_is_a_bad_node_in_the_end() -> None:
     agents = Agents((process(name="a"),), spares=1)
     agents.fleet.hosts = ("n0", "n1")
     agents.silent = {1}
-    for now in (0.0, 1.0, 2.0 + SPARE_WAIT_S, NODE_START_S + 1):
+    for now in (0.0, 1.0, 2.0 + SPARE_WAIT_S, 301.0):
         assert agents.decide(now) is None
     assert [item.blamed for item in agents.fleet.news if isinstance(item.event, NodeLost)] == ["n1"]
 

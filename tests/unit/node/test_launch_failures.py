@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from primeslurm.files import write_json
-from primeslurm.node.agent.head_watch import QUIET_S, HeadWatch
+from primeslurm.node.agent.head_watch import QUIET, HeadWatch
 from primeslurm.node.attempt.attempts import enter, first_of_job
 from primeslurm.node.attempt.batch_epilogue import BatchEpilogue, ending_of_step
 from primeslurm.plan.model import Plan
@@ -60,14 +60,14 @@ def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
     path = RunDirectory(tmp_path / "run").job_output("7")
     path.parent.mkdir()
     watch = HeadWatch(plan, {"SLURM_JOB_ID": "7", NODES: "n001,n002", "SLURM_RESTART_COUNT": "1"})
-    assert watch.killed(QUIET_S, now=10.0) is None, "there is no output"
+    assert watch.killed(QUIET, now=10.0) is None, "there is no output"
     path.write_text("primeslurm: start 1\nsrun: error: n002: task 1: Killed\n")
-    assert watch.killed(QUIET_S, now=20.0) is None
+    assert watch.killed(QUIET, now=20.0) is None
     with path.open("a") as handle:
         handle.write("srun: error: n001: task 0: Out Of Memory\n")
-    assert watch.killed(QUIET_S - 1.0, now=30.0) is None, "it was heard of"
-    assert watch.killed(QUIET_S, now=40.0) == "Out Of Memory"
-    assert HeadWatch(plan, {}).killed(QUIET_S, now=50.0) is None, "no job of Slurm"
+    assert watch.killed(QUIET - 1.0, now=30.0) is None, "it was heard of"
+    assert watch.killed(QUIET, now=40.0) == "Out Of Memory"
+    assert HeadWatch(plan, {}).killed(QUIET, now=50.0) is None, "no job of Slurm"
 
 
 def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:

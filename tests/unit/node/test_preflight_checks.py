@@ -296,9 +296,9 @@ def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path)
 
 
 def test_a_head_that_never_starts_is_not_waited_for_for_ever(plan: Plan, tmp_path: Path) -> None:
-    alone = preflight(plan, 1, tmp_path, head_start_s=0.2)
+    alone = preflight(plan.model_copy(update={"node_start_s": 1}), 1, tmp_path)
     alone.start()
-    assert verdict(alone) == (Fitness.UNFIT, "what the head wrote is not seen after 0 s")
+    assert verdict(alone) == (Fitness.UNFIT, "what the head wrote is not seen after 1 s")
 
 
 def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def test_a_process_that_stops_beating_hangs_after_its_limit() -> None:
     node = Node()
     node.run(LIMIT_S - 1, process=False)
     assert not node.hangs
-    node.run(2, process=False)
+    node.run(3, process=False)  # it is looked at once a second
     assert node.hangs and "silent for 31 s, phase loop" in node.vitals.of("p").report().words
     node.run(3)
     assert not node.hangs and node.vitals.of("p").silent_s < 2
@@ -110,7 +110,7 @@ def test_a_phase_may_take_as_long_as_it_said() -> None:
     node.run(7000, process=False)
     assert not node.hangs
     node.pulse.enter("train", step=3)
-    node.run(LIMIT_S + 1, process=False)
+    node.run(LIMIT_S + 2, process=False)
     assert node.hangs and node.vitals.of("p").report().words == "silent for 31 s, phase train of step 3"
 
 
@@ -131,6 +131,24 @@ def test_a_busy_loop_on_a_starved_machine_is_found_by_the_time_that_it_had() -> 
     assert not node.hangs
     node.run(10, process=False, starved=0.5)
     assert node.hangs
+
+
+def test_what_stays_silent_is_looked_at_once_a_second() -> None:
+    node, looks = Node(), 0
+    look = node.vitals._condition
+
+    def counted(pid: int) -> Condition:
+        nonlocal looks
+        looks += 1
+        return look(pid)
+
+    node.vitals._condition = counted
+    node.run(20.0, process=False)
+    assert 16 <= looks <= 20
+    assert 18.0 <= node.vitals.of("p").silent_s <= 20.0
+    node.pulse.beat()
+    node.run(TICK_S, process=False)
+    assert node.vitals.of("p").silent_s == 0.0
 
 
 def test_an_agent_that_was_stopped_blames_nobody() -> None:

@@ -220,6 +220,11 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
 MANY = {"type": "multi_node", "num_replicas": 2}
 
 
+def test_a_site_says_how_long_agents_wait_for_one_another() -> None:
+    plan = plan_for(site_changes={"node_silent_s": 516, "node_start_s": 1032})
+    assert (plan.node_silent_s, plan.node_start_s) == (516, 1032)
+
+
 def test_a_job_survives_nodes_only_if_every_component_has_two() -> None:
     plan = plan_for(deployment={"train": {"nodes": 2}, "inference": MANY, "spares": {"inference": 1}})
     assert [(group.name, group.nodes, group.spares) for group in plan.groups] == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -85,3 +87,34 @@ def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
     path.write_bytes(b"one\ntwo\nthree\nfo")
     assert last_lines(path) == [b"one", b"two", b"three"]
     assert last_lines(path, size=9) == [b"three"]
+
+
+THREADS = """
+import sys, threading
+import msgspec
+from primeslurm.records.reading import changed_record
+
+class File:
+    def changed(self):
+        return {f"part{i}": {} for i in range(50)}
+
+def read(kind, barrier):
+    barrier.wait()
+    changed_record(File(), kind)
+
+sys.setswitchinterval(1e-6)
+for turn in range(30):
+    parts = [(f"part{i}", msgspec.defstruct(f"Part{turn}_{i}", [("number", int, 0)])) for i in range(50)]
+    kind = msgspec.defstruct(f"Record{turn}", parts)
+    barrier = threading.Barrier(4)
+    threads = [threading.Thread(target=read, args=(kind, barrier)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_read_the_first_record_of_a_kind_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr

@@ -319,6 +319,8 @@ def test_causes_of_exits_reasons_and_states() -> None:
     assert of_exit(None) == of_exit(1) == [] and of_exit(-9) == of_exit(137)
     assert "native code crashed" in of_exit(-11)[0].cause
     assert of_reason("USR2: time limit or preemption")[0].cause == "preemption or the time limit"
+    for reason in ("node n1: no sign of its agent within 300 s", "node n1: its preflight has not ended within 300 s"):
+        assert "node_start_s" in of_reason(reason)[0].fix
     assert of_job("OUT_OF_MEMORY (x)")[0].cause == "the node's own memory ran out" and of_job("RUNNING") == []
 
 

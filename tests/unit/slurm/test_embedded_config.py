@@ -110,13 +110,18 @@ def test_every_node_has_its_address_and_port(nodes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "silent_s", "expire_s", "threads"), [(4, 30, 10, 2), (64, 68, 10, 2), (512, 516, 516, 10)]
+    ("nodes", "silent_s", "start_s", "expire_s", "message_s", "threads"),
+    [(4, 30, 300, 10, 30, 2), (64, 68, 300, 10, 30, 2), (512, 516, 1032, 516, 100, 10)],
 )
-def test_large_clusters_are_given_time(nodes: int, silent_s: int, expire_s: int, threads: int) -> None:
+def test_large_clusters_are_given_time(
+    nodes: int, silent_s: int, start_s: int, expire_s: int, message_s: int, threads: int
+) -> None:
     spec = replace(SPEC, nodes=nodes, control_nodes=4)
     conf = slurm_conf(spec, LoopbackPlace(0), "host", 1000)
     assert f"SlurmdTimeout={silent_s}" in conf.splitlines() and f",cred_expire={expire_s}\n" in conf
-    assert site(spec, LoopbackPlace(0)).node_silent_s == silent_s
+    assert f"MessageTimeout={message_s}" in conf.splitlines()
+    found = site(spec, LoopbackPlace(0))
+    assert (found.node_silent_s, found.node_start_s) == (silent_s, start_s)
     assert spec.munge_threads == threads
 
 
