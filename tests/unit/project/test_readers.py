@@ -62,7 +62,7 @@ FUZZED = {
     "records/events/__init__.py:": "test_files:test_events",
     "records/events/__init__.py:_decode_as_python": "test_files:test_events",
     "records/metrics.py:row_of": "test_files:test_metrics",
-    "records/reading.py:changed_record": "test_files:test_records",
+    "records/reading.py:_convert": "test_files:test_records",
     "records/reading.py:read_record": "test_files:test_records",
     "run/status/placement.py:placement_of": "test_files:test_plans",
     "slurm/inventory.py:_parse": "test_files:test_what_nodes_have_installed",
