@@ -22,7 +22,7 @@ from pathlib import Path
 
 PATIENCE_S = 180
 DEEP_GPUS = 4
-"""So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32, 122 GB on each; 20 layers: 52."""
+"""So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32: 122 GB each, 20 layers 52."""
 
 
 def cells(gpus: int) -> dict[str, list[str]]:
@@ -47,7 +47,7 @@ def cells(gpus: int) -> dict[str, list[str]]:
 
 
 def deep(gpus: int) -> dict[str, list[str]]:
-    """Options of each measurement of Qwen3-30B-A3B whole, and of a part of it, by name. DeepEP's steps cannot be compiled."""
+    """Options of each measurement of Qwen3-30B-A3B, whole or in part, by name; DeepEP's steps cannot be compiled."""
     model = ["--shape", "qwen3_30b_a3b", "--ep", f"{gpus}", "--lm-head-chunk", "2048", "--steps", "6"]
     depths = {"whole": ["--layers", "48"], "part": ["--layers", "20", "--vocab", "25600"]}
     lengths = {"16k": ["--seq", "16384"], "65k": ["--seq", f"{16384 * gpus}", "--cp", f"{gpus}"]}
