@@ -141,6 +141,8 @@ class FleetView(msgspec.Struct, frozen=True):
     """What is wrong with the shared file system, while the run waits for that to be over."""
     release: bool = False
     """Set while ending: trainers are done (or out of time), everything else may stop."""
+    heartbeat_s: float = 1.0
+    """Longest time between two signs of life of the head, and of an agent."""
 
 
 class AssignedAgent(msgspec.Struct, frozen=True):

@@ -226,6 +226,7 @@ class Head(threading.Thread):
             ending=self.ending,
             waits_for=self._waiting(),
             release=self._release(now),
+            heartbeat_s=self.plan.heartbeat_s,
         )
         if now - self._told.time < self.plan.heartbeat_s and view == msgspec.structs.replace(self._told, time=now):
             return

@@ -1,8 +1,9 @@
 """Who of a run still writes, whatever the clocks of its nodes say, and what can be seen from here of those who do not.
 
-Head and agents replace their files every second. How old a file is, two clocks say: that of its writer in the record,
-that of the file system in its time of change. The older of the two counts. Neither has to agree with the clock of who
-looks: a file that seems old, or from the future, is therefore watched for a moment before its writer counts as silent.
+Head and agents replace their files every second, or as often as the head says. How old a file is, two clocks say: that
+of its writer in the record, that of the file system in its time of change. The older of the two counts. Neither has to
+agree with the clock of who looks: a file that seems old, or from the future, is therefore watched for a moment before
+its writer counts as silent.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
 
 SILENT_S = 10.0
-"""Who writes every second and has not written for so long is silent."""
+"""Who writes every second and has not written for so long is silent; who writes more rarely, after as many times."""
 SECOND_LOOK_S = 3.0
 """How long a file that seems old is watched: long enough for a head on a slow file system."""
 SKEW_S = 2.0
@@ -94,8 +95,9 @@ def signs_of_life(
     if fleet is None and not path.exists():
         return Signs()
     said = fleet.time if fleet else None
+    silent_s = SILENT_S * (fleet.heartbeat_s if fleet else 1.0)
     head_file = {path: said}
-    if not agents and not _doubtful(head_file, now):
+    if not agents and not _doubtful(head_file, now, silent_s):
         return Signs()
     assignment = attempt.assignment()
     names = {agent.rank: agent.name for agent in assignment.agents.values()}
@@ -105,7 +107,7 @@ def signs_of_life(
         if not (report and report.ended) and (rank in names or not names)  # neither spares nor who was replaced
     }
     files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
-    quiet = silent_writers(head_file | files, now, second_look_s)
+    quiet = silent_writers(head_file | files, now, second_look_s, silent_s)
     found = [
         SilentAgent(rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)])
         for rank, report in sorted(reports.items())
@@ -129,7 +131,7 @@ def signs_of_life(
 
 
 def silent_writers(
-    files: Mapping[Path, float | None], now: float, second_look_s: float = SECOND_LOOK_S
+    files: Mapping[Path, float | None], now: float, second_look_s: float = SECOND_LOOK_S, silent_s: float = SILENT_S
 ) -> dict[Path, float | None]:
     """Find those that do not write any more.
 
@@ -137,12 +139,13 @@ def silent_writers(
         files: each with when its writer says that it wrote it, in Unix seconds; None if it cannot be read.
         now: Unix seconds.
         second_look_s: for how long those that seem old are watched.
+        silent_s: those are old that were written so long ago.
 
     Returns:
         When each was last written, by the older of two clocks; None if both are wrong.
     """
     before = {path: _print(path) for path in files}
-    doubtful = _doubtful(files, now)
+    doubtful = _doubtful(files, now, silent_s)
     deadline = time.monotonic() + second_look_s
     while doubtful:
         doubtful = {path for path in doubtful if _print(path) == before[path]}
@@ -152,11 +155,11 @@ def silent_writers(
     return {path: _written(before[path], said, now) for path, said in files.items() if path in doubtful}
 
 
-def _doubtful(files: Mapping[Path, float | None], now: float) -> set[Path]:
+def _doubtful(files: Mapping[Path, float | None], now: float, silent_s: float) -> set[Path]:
     """Those that are old, or from the future, or cannot be read, by what clocks say."""
     ages = {path: _written(_print(path), said, now) for path, said in files.items()}
     strange = {path for path, said in files.items() if said is None or said > now + SKEW_S}
-    return strange | {path for path, at in ages.items() if at is None or at < now - SILENT_S}
+    return strange | {path for path, at in ages.items() if at is None or at < now - silent_s}
 
 
 def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:

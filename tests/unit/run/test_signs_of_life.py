@@ -96,6 +96,14 @@ def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirector
     assert msgspec.to_builtins(found)["silence"]["seconds"] == pytest.approx(12, abs=5)
 
 
+def test_a_head_that_writes_more_rarely_may_be_quiet_for_longer(run: RunDirectory) -> None:
+    rarely = FleetView(0.0, states={TRAINER: "HEALTHY", ENGINE: "HEALTHY"}, heartbeat_s=5.0)
+    wrote(run.attempt(1).fleet_file, rarely, 40)
+    assert status(run).phase == "running"
+    wrote(run.attempt(1).fleet_file, rarely, 60)
+    assert status(run).phase == "silent"
+
+
 def test_what_agents_saw_since_then_is_told(run: RunDirectory) -> None:
     head(run, 20)
     agent(run, 0, 1)
