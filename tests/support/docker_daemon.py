@@ -27,7 +27,8 @@ _NAMESPACES = (
 
 def lacking() -> str:
     """Say why none can be started here; empty if one can."""
-    absent = [name for name in ("docker", "dockerd", "containerd", "unshare") if shutil.which(name) is None]
+    needed = ("docker", "dockerd", "containerd", "ip", "setpriv", "unshare")
+    absent = [name for name in needed if shutil.which(name) is None]
     if absent:
         return f"{' and '.join(absent)} not installed"
     tried = subprocess.run([*_NAMESPACES, "true"], capture_output=True, text=True, check=False)

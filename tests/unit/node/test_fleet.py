@@ -273,20 +273,15 @@ def test_a_spare_that_is_late_is_not_waited_for_long() -> None:
     assert agents.fleet.assignment.rank_of == {0: 0}
 
 
-def test_a_node_that_does_not_report_in_the_plan_s_time_ends_the_attempt() -> None:
+@pytest.mark.parametrize(
+    ("how", "name", "why"),
+    [("silent", "rank 1", "no sign of its agent"), ("checking", "n1", "its preflight has not ended")],
+)
+def test_a_node_that_is_not_ready_in_the_plan_s_time_ends_the_attempt(how: str, name: str, why: str) -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),), node_start_s=1000)
-    agents.silent = {1}
+    setattr(agents, how, {1})
     assert agents.decide(1000.0) is None
-    ending = agents.decide(1001.0)
-    assert ending == Ending(Outcome.FAILED, "node rank 1: no sign of its agent within 1000 s", "rank 1")
-
-
-def test_a_node_that_is_looked_over_for_longer_than_the_plan_s_time_is_said_to_be() -> None:
-    agents = Agents((process(name="a"),), (process(name="b", node=1),), node_start_s=1000)
-    agents.checking = {1}
-    assert agents.decide(1000.0) is None
-    ending = agents.decide(1001.0)
-    assert ending == Ending(Outcome.FAILED, "node n1: its preflight has not ended within 1000 s", "n1")
+    assert agents.decide(1001.0) == Ending(Outcome.FAILED, f"node {name}: {why} within 1000 s", name)
 
 
 def test_an_agent_that_is_killed_in_preflight_is_not_waited_for() -> None:
