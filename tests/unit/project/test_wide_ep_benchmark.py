@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,4 +18,6 @@ def test_engines_of_a_cell_are_started_as_it_says(cell: str, tmp_path: Path) -> 
     argv = list(engines.command(DataParallel(int(size), 1, "rank-0") if backend else ALONE).argv)
     given = {name: argv[argv.index(name) + 1] for name in argv if name.startswith("--") and name != argv[-1]}
     assert given.get("--all2all-backend", "") == backend
-    assert given.get("--data-parallel-size", "1") == size and "FULL_DECODE_ONLY" in given["--compilation-config"]
+    assert given.get("--data-parallel-size", "1") == size
+    graphs = json.loads(given["--compilation-config"])["cudagraph_mode"]
+    assert graphs == ("NONE" if backend == "deepep_high_throughput" else "FULL_DECODE_ONLY")
