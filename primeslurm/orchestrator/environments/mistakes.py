@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import re
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import verifiers.v1 as vf
 from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids
 
@@ -89,6 +91,14 @@ def absent_module(error: ModuleNotFoundError, name: str) -> Violation | None:
 def module_of(name: str) -> str:
     """Name the module that verifiers imports for an environment's id."""
     return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def unbound_toolsets(env: vf.Env) -> tuple[str, str, str] | None:
+    """Tell of a `toolsets` that only an instance can be asked, as verifiers asks the class: what it is, why, a fix."""
+    for kind in (type(env.taskset), type(env.taskset).task_type()):
+        if inspect.isfunction(inspect.getattr_static(kind, "toolsets")):
+            return f"{kind.__name__}.toolsets", "its class is asked for its tools, not an instance", "`@classmethod`"
+    return None
 
 
 def raised(error: BaseException, name: str) -> str:

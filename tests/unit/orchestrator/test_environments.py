@@ -9,7 +9,13 @@ import pytest
 
 from primeslurm.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments.reverse_text import demonstrations, similarity, words
+from primeslurm.orchestrator.environments.reverse_text import (
+    ReverseTextTask,
+    ReverseTextTaskset,
+    demonstrations,
+    similarity,
+    words,
+)
 
 
 def test_reverse_text_is_a_verifiers_environment() -> None:
@@ -40,6 +46,14 @@ def test_an_unknown_name_gets_a_suggestion() -> None:
 def test_wrong_arguments_are_named() -> None:
     with pytest.raises(UsageError, match="colour"):
         environments.load("reverse-text", {"colour": "red"})
+
+
+@pytest.mark.parametrize("kind", [ReverseTextTaskset, ReverseTextTask])
+def test_tools_of_an_instance_are_refused(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kind, "toolsets", lambda self, config: [])
+    said = rf"environments\.id = {kind.__name__}\.toolsets: its class is asked for its tools, .* \(`@classmethod`\)"
+    with pytest.raises(UsageError, match=said):
+        environments.load("reverse-text", {})
 
 
 def test_a_finite_taskset_is_repeated_in_another_order() -> None:

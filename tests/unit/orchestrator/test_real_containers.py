@@ -21,6 +21,8 @@ from tests.unit.orchestrator import test_harbor
 
 model = test_harbor.model
 LOOK = "grep -c SECRET /proc/self/environ; pwd"
+QUOTA = "cat /sys/fs/cgroup/cpu.max /sys/fs/cgroup/cpu/cpu.cfs_quota_us 2>/dev/null"  # of either version of cgroups
+LINKS = "sed 1,2d /proc/net/dev | cut -d: -f1"
 TAKE = "python3 -c \"b'x' * 600_000_000\"; echo ended with $?"
 
 
@@ -79,10 +81,11 @@ async def test_docker_builds_a_task_and_plays_it_within_limits(tasks: Path, mode
     assert built.out.startswith("localhost/primeslurm-tasks:") and built.out.endswith("  wrong-total\n")
     assert "0 built, 1 there already" in run_python(*words, cwd=tmp_path).err
     limits = {"memory_gb": 0.3, "cpus": 1, "wall_time_s": 300}
-    commands = [LOOK, TAKE, test_harbor.SOLUTION]
+    commands = [LOOK, TAKE, QUOTA, test_harbor.SOLUTION]
     reward, said = await played(tasks, model, commands, tmp_path, type="docker", limits=limits)
     assert reward == 1.0
     assert said[0].split() == ["0", "/testbed"] and "ended with 137" in said[1], said
+    assert said[2].split()[0] == "100000", "a CPU of the period's 100 ms"
     subprocess.run(["docker", "rmi", "--force", built.out.split()[0]], check=True, capture_output=True)
     assert "1 built, 0 there already" in run_python(*words, cwd=tmp_path).err
 
@@ -102,5 +105,7 @@ async def test_apptainer_converts_what_docker_builds_and_plays_it(
     images = subprocess.run(["docker", "images", "--quiet", "localhost/*"], capture_output=True, text=True, check=True)
     assert images.stdout == "", "docker keeps what no one runs"
     limits = {"network": "none", "wall_time_s": 300}
-    reward, said = await played(tasks, model, [LOOK, test_harbor.SOLUTION], tmp_path, type="apptainer", limits=limits)
+    commands = [LOOK, LINKS, test_harbor.SOLUTION]
+    reward, said = await played(tasks, model, commands, tmp_path, type="apptainer", limits=limits)
     assert (reward, said[0].split()) == (1.0, ["0", "/testbed"])
+    assert said[1].split() == ["lo"], "it has the host's network"
