@@ -19,7 +19,7 @@ from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_
 from tests.support.generate import generate, metric, tokens
 from tests.support.processes import HOST, Server, Zygote, start_process
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 HITS = "vllm:external_prefix_cache_hits_total"
 CACHE = 768 * 2 * 2 * 32 * 4
 """Bytes of 768 tokens (keys and values of 2 layers, 1 head of 32 floats): two of the prompts below."""

@@ -13,7 +13,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 
 ONLY_WITH_A_CONNECTOR = {"external_queries", "external_hits"}
 

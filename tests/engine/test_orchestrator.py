@@ -19,7 +19,7 @@ from tests.support.recipes import recipe_data
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import Server
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14]
 
 

@@ -19,7 +19,7 @@ from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish
 from tests.support.processes import Server, Zygote
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, *(3 + i * 7 % 40 for i in range(200))]
 NEW_TOKENS = 24
 

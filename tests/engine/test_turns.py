@@ -17,7 +17,7 @@ from primeslurm.trainer import tiny
 from tests.engine.conftest import STATUS_S, StartEngine
 from tests.support.conversations import Message, RealEngine, converse
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 TURNS = 8
 
 

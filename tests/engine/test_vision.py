@@ -37,7 +37,7 @@ from tests.support.processes import Server, Zygote
 from tests.support.vision_models import image_token, make_vision_model, reference_logprobs
 
 pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [5, 9, 14, 7, 33, 21]
 ROUTER = "router-0"
 FEW = {"limit_mm_per_prompt": {"image": 1, "video": 0}}

@@ -23,7 +23,7 @@ from tests.support.models import make_model, publish, reference_logprobs
 from tests.support.processes import HOST, Server, Zygote
 from tests.support.strangers import attempted, needs_second_user
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 

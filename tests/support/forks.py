@@ -38,6 +38,8 @@ TRAINER = (
     "tests.trainer.ranks",
 )
 """Modules of a trainer's ranks."""
+_MEASURING = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+"""A server may be started first by tests that are not measured, and serves all."""
 
 
 class Forked:
@@ -103,7 +105,7 @@ class ForkServer:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        own = {"PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", **variables}
+        own = {**_MEASURING, "PYTHONPATH": paths, "PYTHONFAULTHANDLER": "1", **variables}
         argv = [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno()), *modules]
         with theirs:
             self._process = subprocess.Popen(argv, cwd=ROOT, env=os.environ | own, pass_fds=[theirs.fileno()])

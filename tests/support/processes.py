@@ -58,6 +58,7 @@ class Zygote:
             "argv": [fill(part, values) for part in command.argv[3:]],  # python -m module
             "env": {key: value for key, value in env.items() if value},
             "log": str(log),
+            "measured": "COVERAGE_PROCESS_START" in os.environ,
         }
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")

@@ -1,4 +1,7 @@
-"""Imports vLLM once, then forks an API server for every line of JSON on stdin: {"argv", "env", "log"} -> {"pid"}."""
+"""Imports vLLM once, then forks an API server for every line of JSON on stdin.
+
+{"argv", "env", "log", "measured"} -> {"pid"}
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from typing import Any
 
@@ -27,6 +31,10 @@ PRELOAD = (
 def serve(request: dict[str, Any]) -> None:
     """Become an API server, in a session of its own. Does not return before the server ends."""
     os.setsid()
+    if not request["measured"]:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        os.environ.pop("COVERAGE_PROCESS_START", None)  # of processes that it starts
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

@@ -16,6 +16,8 @@ from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, write
 from tests.trainer.gradients import Layout, gradients
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 BY_NAME = {case.name: case for case in CASES}
 ALIKE = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 """Model types that are built by another one's code, and the case that stands for them."""

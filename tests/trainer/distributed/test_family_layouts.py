@@ -19,6 +19,8 @@ from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 from tests.trainer.ranks import train
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
 FIRST = {case.config().model_type: case for case in reversed((*CASES, *GENERIC_CASES))}
 SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case in FIRST.values()]

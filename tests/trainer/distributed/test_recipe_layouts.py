@@ -17,6 +17,8 @@ import pytest
 from primeslurm.families.catalog import catalog
 from primeslurm.recipe.reading.recipe_files import load_recipe
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 ROOT = Path(__file__).resolve().parents[3]
 PATHS = {path.stem: path for path in [*sorted((ROOT / "recipes").glob("*.yaml")), ROOT / "tests/data/glm4_9b.yaml"]}
 RECIPES = {name: load_recipe(path) for name, path in PATHS.items()}

@@ -22,6 +22,8 @@ from primeslurm.recipe.sandbox_rules import offers_tools
 from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, table, tried, write_model
 from tests.support.own_templates import DEEPSEEK_V3_1_RELEASED, OWN
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 THEIRS = {path.stem: path.read_text() for path in sorted(BUNDLED.glob("*.jinja"))}
 MORE = os.environ.get("PRIMESLURM_CHAT_TEMPLATES")
 """A directory of more templates."""

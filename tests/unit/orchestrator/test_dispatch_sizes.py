@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,8 @@ from primeslurm.orchestrator.dispatch.limits import choose
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.staleness import Staleness
 from tests.unit.orchestrator.test_dispatch import rollout
+
+pytestmark = pytest.mark.usefixtures("unmeasured")
 
 relaxed = settings(deadline=None)
 
