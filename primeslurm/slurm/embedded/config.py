@@ -108,11 +108,11 @@ class ClusterSpec:
 
     @property
     def message_timeout_s(self) -> int:
-        """Seconds for the answer to a message: with 518 nodes launched at once, srun had some after more than 30.
+        """Seconds for the answer to a message: with 518 nodes launched at once, srun had four after more than 100.
 
         Slurm calls more than 100 too high.
         """
-        return 100 if self.wide else 30
+        return self.node_silent_s if self.wide else 30
 
     @property
     def munge_threads(self) -> int:
