@@ -27,20 +27,24 @@ else
   rm -rf build/pytest-*
   clusters=(clusters tests/cluster tests/emulated tests/chaos)
   runs=(runs tests/e2e)
-  unit=(unit tests/unit tests/power)
+  rollouts=(rollouts tests/unit/orchestrator tests/power)
+  unit=(unit tests/unit --ignore=tests/unit/orchestrator)
   engines=(engines tests/engine tests/gpu tests/trainer)
   group "${clusters[@]}" >build/clusters.log 2>&1 &
   clusters_pid=$!
   group "${runs[@]}" >build/runs.log 2>&1 &
   runs_pid=$!
+  group "${rollouts[@]}" >build/rollouts.log 2>&1 &
+  rollouts_pid=$!
   group "${unit[@]}" >build/unit.log 2>&1 &
   unit_pid=$!
   failed=()
   group "${engines[@]}" || failed+=("engines $?")
   wait $clusters_pid || failed+=("clusters $?")
   wait $runs_pid || failed+=("runs $?")
+  wait $rollouts_pid || failed+=("rollouts $?")
   wait $unit_pid || failed+=("unit $?")
-  cat build/clusters.log build/runs.log build/unit.log
+  cat build/clusters.log build/runs.log build/rollouts.log build/unit.log
   unstable=0
   for each in "${failed[@]}"; do
     read -r name code <<<"$each"

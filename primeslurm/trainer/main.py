@@ -19,8 +19,9 @@ from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
-from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.image_reader import ImageReader
+from primeslurm.trainer.data.sft_data import Conversations, ExampleList
 from primeslurm.trainer.distributed.world import RankError, World, host_memory, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
@@ -93,5 +94,10 @@ def _task(
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     data = recipe.sft.data
-    examples = sft_data.load(Path(data.path), tokenizer, recipe.seq_len, reader, every=data.train == "all")
+    conversations = Conversations(Path(data.path), tokenizer, recipe.seq_len, reader, data.train == "all")
+    examples: ExampleList
+    if reader is None:
+        examples = token_files.tokenized(run_dir, conversations, policy.source, world)
+    else:
+        examples = conversations.load()
     return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)

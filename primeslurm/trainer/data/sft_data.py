@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
 
 log = logging.getLogger(__name__)
+_BLOCK = 1 << 20
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -31,51 +33,72 @@ class Example:
         return Example(self.token_ids[:length], self.mask[:length], images)
 
 
-def load(
-    path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = None, every: bool = False
-) -> list[Example]:
-    """Read {"messages": [...]} (the last message is trained) or {"prompt", "completion"}, one a line.
+class ExampleList(Protocol):
+    """All examples of a run, in the order of the file."""
 
-    Beside `messages`, `tools` may list what the conversation can call, as in OpenAI's chat completions.
+    def __len__(self) -> int: ...
 
-    Examples longer than `seq_len` are left out, and counted in the log. Those with images are cut instead, as long as
-    something to be trained is left of them.
+    def __getitem__(self, index: int, /) -> Example: ...
 
-    Args:
-        path: of a JSONL file; paths of images are relative to its directory.
-        tokenizer: of Hugging Face, with a chat template.
-        seq_len: longest example [tokens].
-        reader: of images; None if the model is trained on text alone.
-        every: every message of the assistant is trained, not only the last.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: a line is neither form, has an image that cannot be read, or no example is left.
+@dataclass(frozen=True)
+class Conversations:
+    """A JSONL file, and how its lines become examples.
+
+    A line is {"messages": [...]} (the last message is trained) or {"prompt", "completion"}. Beside `messages`, `tools`
+    may list what the conversation can call, as in OpenAI's chat completions.
     """
-    examples = []
-    too_long = 0
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            example = _tokenize(json.loads(line), tokenizer, path.parent, reader, every)
-        except OSError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: {error!r}") from error
-        if (fitting := _fitting(example, seq_len)) is None:
-            too_long += 1
-        else:
-            examples.append(fitting)
-    if too_long:
-        log.warning("%s: left out %d examples of more than %d tokens", path, too_long, seq_len)
-    if not examples:
-        raise ValueError(f"{path}: no example of at most {seq_len} tokens")
-    return examples
+
+    path: Path
+    """Paths of images are relative to its directory."""
+    tokenizer: Any
+    """Of Hugging Face, with a chat template."""
+    seq_len: int
+    """Longest example [tokens]. Those with images are cut, as long as something to be trained is left of them."""
+    reader: ImageReader | None = None
+    """Of images; None if the model is trained on text alone."""
+    every: bool = False
+    """Every message of the assistant is trained, not only the last."""
+
+    def read(self, part: int = 0, parts: int = 1) -> Iterator[Example | None]:
+        """Yield the examples of the lines that begin in a part of the file; None for each that is too long.
+
+        Args:
+            part: from 0.
+            parts: of about as many bytes each.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: a line is neither form, or has an image that cannot be read.
+        """
+        for start, line in _lines(self.path, part, parts):
+            if not line.strip():
+                continue
+            try:
+                example = _tokenize(json.loads(line), self.tokenizer, self.path.parent, self.reader, self.every)
+            except OSError as error:
+                raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error}") from error
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error!r}") from error
+            yield _fitting(example, self.seq_len)
+
+    def load(self) -> list[Example]:
+        """Read all examples into memory. Raises what `read` and `judge` do."""
+        found = list(self.read())
+        examples = [example for example in found if example is not None]
+        self.judge(len(examples), len(found) - len(examples))
+        return examples
+
+    def judge(self, kept: int, too_long: int) -> None:
+        """Log how many examples were left out. Raises ValueError if none is left."""
+        if too_long:
+            log.warning("%s: left out %d examples of more than %d tokens", self.path, too_long, self.seq_len)
+        if not kept:
+            raise ValueError(f"{self.path}: no example of at most {self.seq_len} tokens")
 
 
 def batch(
-    examples: Sequence[Example],
+    examples: ExampleList,
     step: int,
     batch_size: int,
     seq_len: int,
@@ -98,6 +121,24 @@ def batch(
     return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
 
 
+def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
+    """The lines that begin in a part of a file, and where they begin."""
+    size = path.stat().st_size
+    begin, end = size * part // parts, size * (part + 1) // parts
+    with path.open("rb") as file:
+        if begin:
+            file.seek(begin - 1)
+            file.readline()  # the end of a line that begins before
+        while (start := file.tell()) < end and (line := file.readline()):
+            yield start, line
+
+
+def _line_number(path: Path, start: int) -> int:
+    with path.open("rb") as file:
+        blocks = (file.read(min(_BLOCK, start - done)) for done in range(0, start, _BLOCK))
+        return 1 + sum(block.count(b"\n") for block in blocks)
+
+
 def _tokenize(
     record: dict[str, Any], tokenizer: Any, directory: Path, reader: ImageReader | None, every: bool
 ) -> Example:
@@ -107,7 +148,7 @@ def _tokenize(
         parts = _parts(messages, record.get("tools"), tokenizer, every)
     else:
         parts = [(record["prompt"], False), (record["completion"] + tokenizer.eos_token, True)]
-    encoded = [tokenizer.encode(text, add_special_tokens=False) for text, _ in parts]
+    encoded = tokenizer([text for text, _ in parts], add_special_tokens=False, return_attention_mask=False)["input_ids"]
     token_ids = np.asarray([token for ids in encoded for token in ids], np.int32)
     mask = np.repeat([trained for _, trained in parts], [len(ids) for ids in encoded])
     if reader is None:

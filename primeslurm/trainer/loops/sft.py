@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
@@ -12,7 +11,7 @@ from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped,
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
@@ -34,7 +33,7 @@ class SftTask:
         publisher: Publisher,
         saver: Checkpoints,
         world: World,
-        examples: Sequence[sft_data.Example],
+        examples: sft_data.ExampleList,
         journal: Journal,
     ) -> None:
         self._recipe = recipe
@@ -75,6 +74,8 @@ class SftTask:
         finished = step == self._recipe.max_steps
         if finished:
             self._publish(step)
+            if self._world.is_main:
+                token_files.remove(self._run_dir)
         self._journal.write(TrainerStopped(step, "finished" if finished else "interrupted"))
         return 0 if finished else exits.CHECKPOINTED
 

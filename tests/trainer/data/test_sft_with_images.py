@@ -62,7 +62,7 @@ def write_lines(directory: Path, *lines: dict[str, Any]) -> Path:
 
 
 def load(path: Path, model: Path, reader: ImageReader | None, seq_len: int = SEQ_LEN) -> list[sft_data.Example]:
-    return sft_data.load(path, AutoTokenizer.from_pretrained(model), seq_len, reader)
+    return sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), seq_len, reader).load()
 
 
 def test_placeholders_are_as_many_as_the_tokens_of_their_image(

@@ -18,7 +18,7 @@ from primeslurm.trainer import tiny
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import cross_entropy
-from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.sft import SftTask
@@ -55,7 +55,12 @@ def train(
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    examples = sft_data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
+    conversations = sft_data.Conversations(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
+    examples: sft_data.ExampleList
+    if reader is None:
+        examples = token_files.tokenized(run_dir, conversations, policy.source, world)
+    else:
+        examples = conversations.load()
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
     assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -71,7 +76,7 @@ def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
 
 def test_only_the_completion_is_trained(moe_model: Path, demonstrations: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
-    example = sft_data.load(demonstrations, tokenizer, SEQ_LEN)[0]
+    example = sft_data.Conversations(demonstrations, tokenizer, SEQ_LEN).load()[0]
     chat = json.loads(demonstrations.read_text().splitlines()[0])["messages"]
     assert tokenizer.decode(example.token_ids[example.mask]) == chat[1]["content"] + "<|im_end|>"
     prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
@@ -82,7 +87,7 @@ def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n\n{"prompt": "' + "x" * 99 + '", "completion": "y"}\n')
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
-    (example,) = sft_data.load(path, tokenizer, SEQ_LEN)
+    (example,) = sft_data.Conversations(path, tokenizer, SEQ_LEN).load()
     assert tokenizer.decode(example.token_ids) == "abcd<|im_end|>"
     assert example.mask.tolist() == [False, False, True, True, True]
 
@@ -92,7 +97,7 @@ def test_a_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
-        sft_data.load(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN)
+        sft_data.Conversations(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN).load()
 
 
 def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> None:

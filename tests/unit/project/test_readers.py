@@ -128,6 +128,7 @@ OWN = {
         "slurm/inventory.py",
         "trainer/checkpoints/export.py",
         "trainer/checkpoints/shards.py",
+        "trainer/data/token_files.py",
         "trainer/main.py",
         "trainer/optimizers/host_memory.py",
     ),
