@@ -7,6 +7,7 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
+from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.inference import served
@@ -20,7 +21,7 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
     of_teacher = model_files(teacher) if teacher else None
     located = with_absolute_paths(recipe)
     data = absent_data(located)
-    problems = (*model.problems, *teacher_problems(recipe, of_teacher))
+    problems = (*model.problems, *teacher_problems(recipe, of_teacher), *data_problems(located))
     return RecipeFiles(located, model, of_teacher, problems, (data,) if data else ())
 
 

@@ -98,3 +98,7 @@ def test_missing_training_data_blocks(place: Path) -> None:
     result = primeslurm("check", "r.yaml", cwd=place)
     assert result.code == 0
     assert f"blocked: sft.data.path: {place}/none.jsonl: no such file" in result.err
+    (place / "none.jsonl").write_text('{"text": "x"}\n')
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert (result.code, result.out) == (2, "")
+    assert f"sft.data.path = {place}/none.jsonl: line 1: has text, but neither `messages` nor" in result.err

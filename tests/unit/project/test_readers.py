@@ -104,6 +104,7 @@ OWN = {
         "orchestrator/rendering/harmony.py",
         "orchestrator/rollouts/plausible.py",
         "plan/checks/files.py",
+        "plan/checks/sft_files.py",
         "plan/checks/teacher.py",
         "trainer/data/sft_data.py",
         "trainer/weights/huggingface.py",

@@ -1,0 +1,74 @@
+"""Wrong data of SFT is named before anything is submitted."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.plan.checks import sft_files
+from primeslurm.recipe import Recipe
+from tests.support.recipes import recipe_data
+
+ASKED = {"role": "user", "content": "2+2?"}
+ANSWERED = {"role": "assistant", "content": "4"}
+SEEN = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which?"}]}
+CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sh", "arguments": {}}}]}
+RIGHT = ({"messages": [ASKED, CALLED, {"role": "tool", "content": "4"}, ANSWERED]}, {"prompt": "a", "completion": "b"})
+
+
+def said(path: Path, train: str = "last", *, sees: bool = False) -> list[str]:
+    vlm = {"vlm": {"freeze_vision_encoder": True}} if sees else {}
+    sft = {"data": {"path": str(path), "train": train}}
+    model = {"path": "m", **vlm}
+    recipe = Recipe.model_validate(recipe_data(task="sft", environments=[], sft=sft, model=model))
+    return [str(violation).removeprefix(f"sft.data.path = {path}: ") for violation in sft_files.data_problems(recipe)]
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("not json", "no JSON (one JSON object a line)"),
+        ([1], "no JSON object (one JSON object a line)"),
+        ({"text": "x"}, "has text, but neither `messages` nor `prompt` and `completion`"),
+        ({"conversations": [ASKED]}, "has conversations, but neither .* (call them `messages`, each with `role` and"),
+        ({"prompt": [ASKED], "completion": "x"}, "prompt and completion must be text (`messages` for conversations)"),
+        ({"messages": "hello"}, "messages is no list of objects"),
+        ({"messages": [{"from": "human"}]}, "a message has no role"),
+        ({"messages": [ASKED]}, "no message is the assistant's: there is nothing to learn"),
+        ({"messages": [ANSWERED, ASKED]}, "its last message, which is trained, is of role user (`train: all`, or end"),
+        ({"messages": [SEEN, ANSWERED]}, "it has images, but `model.vlm` is not set"),
+    ],
+)
+def test_the_first_line_of_each_kind_is_named(line: Any, why: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", *RIGHT, "", line, line)
+    (found,) = said(path)
+    beginning, _, end = why.partition(" .* ")
+    assert found.startswith(f"line 4: {beginning}") and end in found, found
+
+
+def test_all_kinds_are_named_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "data.jsonl", "{", *RIGHT, {}, "{", {"messages": [ASKED]})
+    assert [each.partition(":")[0] for each in said(path)] == ["line 1", "line 4", "line 6"]
+
+
+def test_what_the_trainer_reads_is_right(tmp_path: Path) -> None:
+    assert said(write(tmp_path / "text.jsonl", *RIGHT)) == []
+    assert said(write(tmp_path / "images.jsonl", {"messages": [SEEN, ANSWERED]}), sees=True) == []
+    assert said(write(tmp_path / "all.jsonl", {"messages": [ANSWERED, ASKED]}), train="all") == []
+    assert said(tmp_path / "elsewhere.jsonl") == []
+
+
+def test_only_the_beginning_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sft_files, "LOOKED_AT", 200)
+    long = {"prompt": "x" * 300, "completion": "y"}
+    assert said(write(tmp_path / "data.jsonl", *RIGHT[1:], long, "no json")) == []
+    assert said(write(tmp_path / "long.jsonl", long)) == [], "its only line is longer"
+    assert said(write(tmp_path / "empty.jsonl", "", "")) == ["holds no conversation (one JSON object a line)"]
