@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,14 +219,21 @@ def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:
 
 
 def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
-    rows: list[list[Example]] = [[]]
-    used = 0
-    for example in examples:
-        if used + len(example.token_ids) > seq_len:
+    """Best fit decreasing: the longest first, each into the fullest row that has room for it.
+
+    At most 11/9 as many rows as necessary, and one more (Johnson et al. 1974, https://doi.org/10.1137/0203025).
+    """
+    rows: list[list[Example]] = []
+    room: list[tuple[int, int]] = []  # ascending: tokens that are free, and of which row
+    for example in sorted(examples, key=lambda each: -len(each.token_ids)):
+        tokens = len(example.token_ids)
+        place = bisect_left(room, (tokens, 0))
+        if place == len(room):
+            room.append((seq_len, len(rows)))
             rows.append([])
-            used = 0
-        rows[-1].append(example)
-        used += len(example.token_ids)
+        free, row = room.pop(place)
+        rows[row].append(example)
+        insort(room, (free - tokens, row))
     return rows
 
 

@@ -116,6 +116,17 @@ def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> N
         assert sorted(seen) == list(range(12))
 
 
+def test_rows_are_full() -> None:
+    """Lengths of real conversations differ: in order of the file a third of the rows' places would be padding."""
+    lengths = np.random.default_rng(0).integers(1, 4096, 512)
+    examples = [sft_data.Example(np.full(n, i, np.int32), np.ones(n, bool)) for i, n in enumerate(lengths)]
+    rows = sft_data.batch(examples, 1, len(examples), 4096, 0, 0, 1).rows
+    assert len(rows) <= 1.05 * sum(lengths) / 4096
+    trained = [row.token_ids[row.mask] for row in rows]
+    found = dict(zip(*np.unique(np.concatenate(trained), return_counts=True), strict=True))
+    assert found == dict(enumerate(lengths)), "each example is in one row, whole"
+
+
 def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp_path: Path) -> None:
     recipe = sft_recipe(moe_model, demonstrations, max_steps=20, trainer={"optimizer": {"lr": 5e-3}})
     metrics = train(recipe, tmp_path, world)
