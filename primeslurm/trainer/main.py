@@ -21,7 +21,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
 from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.image_reader import ImageReader
-from primeslurm.trainer.data.sft_data import Conversations, ExampleList
+from primeslurm.trainer.data.sft_data import Conversations
 from primeslurm.trainer.distributed.world import RankError, World, host_memory, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
@@ -95,9 +95,5 @@ def _task(
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     data = recipe.sft.data
     conversations = Conversations(Path(data.path), tokenizer, recipe.seq_len, reader, data.train == "all")
-    examples: ExampleList
-    if reader is None:
-        examples = token_files.tokenized(run_dir, conversations, policy.source, world)
-    else:
-        examples = conversations.load()
+    examples = token_files.tokenized(run_dir, conversations, policy.source, world)
     return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)

@@ -83,13 +83,6 @@ class Conversations:
                 raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error!r}") from error
             yield _fitting(example, self.seq_len)
 
-    def load(self) -> list[Example]:
-        """Read all examples into memory. Raises what `read` and `judge` do."""
-        found = list(self.read())
-        examples = [example for example in found if example is not None]
-        self.judge(len(examples), len(found) - len(examples))
-        return examples
-
     def judge(self, kept: int, too_long: int) -> None:
         """Log how many examples were left out. Raises ValueError if none is left."""
         if too_long:

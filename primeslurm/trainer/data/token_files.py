@@ -1,10 +1,11 @@
 """Tokenized conversations of a run, on its file system: each rank makes a part of them once, and all ranks map all.
 
-Rendering and tokenizing a long conversation takes a tenth of a second, and its tokens five bytes each in memory: of a
-hundred thousand conversations that would be hours and tens of GB for each rank, in each attempt.
+A long conversation takes tens of milliseconds, one with images has them looked at, and a token is five bytes in memory:
+of a hundred thousand conversations that would be half an hour and 15 GB for each rank, in each attempt.
 
     <run>/tokens/NNNNN.tokens     of a part: 4 bytes a token, those that are trained inverted
-    <run>/tokens/NNNNN.ends       where its examples end [tokens], 8 bytes each
+    <run>/tokens/NNNNN.images     of the same part: where images are in its tokens
+    <run>/tokens/NNNNN.ends       where its examples end in both, 8 bytes each
     <run>/tokens/record.json      what they were made of; written last
 """
 
@@ -25,10 +26,13 @@ from primeslurm.records.beats import pulse
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.batches.rollouts import ImageSpan
+from primeslurm.wire.decoding import DamagedError, json_value, value
 
 _TOKEN = np.dtype("<i4")
 _END = np.dtype("<i8")
+_BYTE = np.dtype("u1")
+_KINDS = ("tokens", "images", "ends")
 _TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a model's directory that say how it tokenizes, among others."""
 
@@ -38,6 +42,7 @@ class Part(msgspec.Struct, frozen=True):
 
     examples: int
     tokens: int
+    image_bytes: int
     too_long: int
     """Examples that were left out."""
 
@@ -53,8 +58,10 @@ class TokenFiles:
     """The examples, mapped: what a batch needs of them is read when it is formed."""
 
     def __init__(self, directory: Path, parts: tuple[Part, ...]) -> None:
-        self._tokens = [_mapped(_tokens_of(directory, i), _TOKEN, part.tokens) for i, part in enumerate(parts)]
-        self._ends = [_mapped(_ends_of(directory, i), _END, part.examples) for i, part in enumerate(parts)]
+        named = [(part, partial(_file, directory, i)) for i, part in enumerate(parts)]
+        self._tokens = [_mapped(file("tokens"), _TOKEN, (part.tokens,)) for part, file in named]
+        self._images = [_mapped(file("images"), _BYTE, (part.image_bytes,)) for part, file in named]
+        self._ends = [_mapped(file("ends"), _END, (part.examples, 2)) for part, file in named]
         self._last = np.cumsum([part.examples for part in parts])
 
     def __len__(self) -> int:
@@ -63,10 +70,13 @@ class TokenFiles:
     def __getitem__(self, index: int, /) -> Example:
         part = int(np.searchsorted(self._last, index, side="right"))
         place = index - (int(self._last[part - 1]) if part else 0)
-        ends = self._ends[part]
-        kept = np.array(self._tokens[part][int(ends[place - 1]) if place else 0 : int(ends[place])])
+        (first, image), (end, image_end) = self._ends[part][place - 1] if place else (0, 0), self._ends[part][place]
+        kept = np.array(self._tokens[part][first:end])
         mask = kept < 0
-        return Example(np.where(mask, ~kept, kept).astype(np.int32), mask)
+        images: tuple[ImageSpan, ...] = ()
+        if image < image_end:
+            images = value(self._images[part][image:image_end].tobytes(), tuple[ImageSpan, ...])
+        return Example(np.where(mask, ~kept, kept).astype(np.int32), mask, images)
 
 
 def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: World) -> ExampleList:
@@ -74,7 +84,7 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
 
     Args:
         run_dir: of the run.
-        conversations: without images.
+        conversations: those of the recipe.
         source: directory of the model, whose tokenizer is that of the conversations.
         world: the ranks; those of an attempt may be more or fewer than those that made them.
 
@@ -97,28 +107,30 @@ def remove(run_dir: Path) -> None:
 
 def write_part(directory: Path, conversations: Conversations, index: int, parts: int) -> Part:
     """Make one of so many parts of the files, on disk when this returns. Raises what `Conversations.read` does."""
-    ends: list[int] = []
-    done = too_long = 0
-    path = _tokens_of(directory, index)
-    with path.open("wb") as file:
+    ends: list[tuple[int, int]] = []
+    tokens = image_bytes = too_long = 0
+    file = partial(_file, directory, index)
+    with file("tokens").open("wb") as of_tokens, file("images").open("wb") as of_images:
         for example in conversations.read(index, parts):
             pulse().beat()
             if example is None:
                 too_long += 1
                 continue
-            file.write(np.where(example.mask, ~example.token_ids, example.token_ids).astype(_TOKEN).tobytes())
-            done += len(example.token_ids)
-            ends.append(done)
-    _ends_of(directory, index).write_bytes(np.asarray(ends, _END).tobytes())
-    durable.sync(path)
-    durable.sync(_ends_of(directory, index))
-    return Part(len(ends), done, too_long)
+            of_tokens.write(np.where(example.mask, ~example.token_ids, example.token_ids).astype(_TOKEN).tobytes())
+            tokens += len(example.token_ids)
+            if example.images:
+                image_bytes += of_images.write(msgspec.msgpack.encode(example.images))
+            ends.append((tokens, image_bytes))
+    file("ends").write_bytes(np.asarray(ends, _END).tobytes())
+    for kind in _KINDS:
+        durable.sync(file(kind))
+    return Part(len(ends), tokens, image_bytes, too_long)
 
 
 def _make(directory: Path, conversations: Conversations, made_of: str, world: World) -> TokensRecord:
     doing = "tokenizing the data"
     world.agree(_failure(partial(_empty, directory)) if world.is_main else None, doing)
-    mine, failure = Part(0, 0, 0), None
+    mine, failure = Part(0, 0, 0, 0), None
     try:
         mine = write_part(directory, conversations, world.rank, world.size)
     except (OSError, ValueError) as error:
@@ -160,27 +172,23 @@ def _read(directory: Path, made_of: str) -> TokensRecord | None:
 
 
 def _is_whole(directory: Path, index: int, part: Part) -> bool:
-    sizes = _tokens_of(directory, index).stat().st_size, _ends_of(directory, index).stat().st_size
-    return sizes == (part.tokens * _TOKEN.itemsize, part.examples * _END.itemsize)
+    sizes = [_file(directory, index, kind).stat().st_size for kind in _KINDS]
+    return sizes == [part.tokens * _TOKEN.itemsize, part.image_bytes, part.examples * 2 * _END.itemsize]
 
 
 def _made_of(conversations: Conversations, source: Path) -> str:
     """A digest of all that decides what the files hold."""
     about = conversations.path.stat()
     found = hashlib.sha256(f"{conversations.path} {about.st_size} {about.st_mtime_ns}".encode())
-    found.update(f"{conversations.seq_len} {conversations.every}".encode())
+    found.update(f"{conversations.seq_len} {conversations.every} {conversations.reader is not None}".encode())
     for path in sorted({path for pattern in _TOKENIZER for path in source.glob(pattern)}):
         found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()
 
 
-def _mapped(path: Path, kind: np.dtype[Any], count: int) -> NDArray[Any]:
-    return np.memmap(path, kind, "r") if count else np.zeros(0, kind)  # no file of no bytes can be mapped
+def _mapped(path: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> NDArray[Any]:
+    return np.memmap(path, kind, "r", shape=shape) if shape[0] else np.zeros(shape, kind)  # no empty file can be mapped
 
 
-def _tokens_of(directory: Path, index: int) -> Path:
-    return directory / f"{index:05}.tokens"
-
-
-def _ends_of(directory: Path, index: int) -> Path:
-    return directory / f"{index:05}.ends"
+def _file(directory: Path, index: int, kind: str) -> Path:
+    return directory / f"{index:05}.{kind}"

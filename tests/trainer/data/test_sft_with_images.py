@@ -17,11 +17,12 @@ from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_positions import read
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.batches.rollouts import Batch
+from tests.support.conversations_read import loaded
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import IMAGES
 from tests.trainer.image_rows import END, IMAGE, START, write_vision_model
@@ -62,7 +63,7 @@ def write_lines(directory: Path, *lines: dict[str, Any]) -> Path:
 
 
 def load(path: Path, model: Path, reader: ImageReader | None, seq_len: int = SEQ_LEN) -> list[sft_data.Example]:
-    return sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), seq_len, reader).load()
+    return loaded(sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), seq_len, reader))
 
 
 def test_placeholders_are_as_many_as_the_tokens_of_their_image(
@@ -88,6 +89,16 @@ def test_placeholders_are_as_many_as_the_tokens_of_their_image(
         np.testing.assert_allclose(pixels.mean((0, 2)), np.array(COLOURS[colour]) / 127.5 - 1, atol=1e-5)
 
 
+def test_files_of_tokens_say_where_images_are(model: Path, reader: ImageReader, tmp_path: Path) -> None:
+    path = write_lines(tmp_path, conversation("x", "r.png", "b.png"), {"prompt": "ab", "completion": "cd"})
+    conversations = sft_data.Conversations(path, AutoTokenizer.from_pretrained(model), SEQ_LEN, reader)
+    parts = tuple(token_files.write_part(tmp_path, conversations, rank, 2) for rank in range(2))
+    found = token_files.TokenFiles(tmp_path, parts)
+    wanted = loaded(conversations)
+    assert [found[i].images for i in range(len(found))] == [example.images for example in wanted]
+    assert [len(example.images) for example in wanted] == [2, 0]
+
+
 def test_an_image_is_whole_or_not_there(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     (example,) = load(write_lines(tmp_path, conversation("x", "r.png", "b.png", "r.png")), model, reader)
     assert len(example.images) == 3
@@ -103,8 +114,7 @@ def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: ImageRe
     path = write_lines(tmp_path, conversation("x" * 40, "r.png"), conversation("y", "r.png"))
     prompt = int((~load(path, model, reader)[0].mask).sum())
     assert [len(example.token_ids) for example in load(path, model, reader, prompt + 1)] == [prompt + 1] * 2
-    with pytest.raises(ValueError, match="no example"):
-        load(path, model, reader, prompt)
+    assert load(path, model, reader, prompt) == []
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from primeslurm.trainer import tiny
 from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
 from primeslurm.trainer.distributed.world import RankError, World
+from tests.support.conversations_read import loaded
 from tests.trainer.conftest import SEQ_LEN
 
 LONG = {"prompt": "x" * 2 * SEQ_LEN, "completion": "y"}
@@ -51,7 +52,7 @@ def same(found: ExampleList, wanted: Sequence[Example]) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7, 400])
 def test_any_number_of_ranks_makes_the_same_examples(ranks: int, moe_model: Path, tmp_path: Path) -> None:
     it = conversations(tmp_path, moe_model, *lines(20))
-    wanted = it.load()
+    wanted = loaded(it)
     assert len(wanted) == 21
     parts = tuple(token_files.write_part(tmp_path, it, rank, ranks) for rank in range(ranks))
     assert (sum(part.examples for part in parts), sum(part.too_long for part in parts)) == (21, 1)
@@ -62,7 +63,7 @@ def test_they_are_made_once_of_the_same(moe_model: Path, world: World, tmp_path:
     it = conversations(tmp_path, moe_model, *lines(6))
     run = tmp_path / "run"
     run.mkdir()
-    wanted = it.load()
+    wanted = loaded(it)
     assert same(token_files.tokenized(run, it, moe_model, world), wanted)
     known = Conversations(it.path, Untouched(), SEQ_LEN)
     assert same(token_files.tokenized(run, known, moe_model, world), wanted), "a later attempt"
@@ -87,7 +88,7 @@ def test_what_is_not_whole_is_made_anew(harm: str, moe_model: Path, world: World
         os.truncate(run / "tokens" / "00000.tokens", 4)
     else:
         (run / "tokens" / "record.json").unlink()
-    assert same(token_files.tokenized(run, it, moe_model, world), it.load())
+    assert same(token_files.tokenized(run, it, moe_model, world), loaded(it))
     token_files.remove(run)
     assert list(run.iterdir()) == []
 

@@ -27,6 +27,7 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
+from tests.support.conversations_read import loaded
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ranks, trainer_command
 
 
@@ -56,11 +57,7 @@ def train(
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     conversations = sft_data.Conversations(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
-    examples: sft_data.ExampleList
-    if reader is None:
-        examples = token_files.tokenized(run_dir, conversations, policy.source, world)
-    else:
-        examples = conversations.load()
+    examples = token_files.tokenized(run_dir, conversations, policy.source, world)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
     assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -76,7 +73,7 @@ def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
 
 def test_only_the_completion_is_trained(moe_model: Path, demonstrations: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
-    example = sft_data.Conversations(demonstrations, tokenizer, SEQ_LEN).load()[0]
+    example = loaded(sft_data.Conversations(demonstrations, tokenizer, SEQ_LEN))[0]
     chat = json.loads(demonstrations.read_text().splitlines()[0])["messages"]
     assert tokenizer.decode(example.token_ids[example.mask]) == chat[1]["content"] + "<|im_end|>"
     prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
@@ -87,7 +84,7 @@ def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n\n{"prompt": "' + "x" * 99 + '", "completion": "y"}\n')
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
-    (example,) = sft_data.Conversations(path, tokenizer, SEQ_LEN).load()
+    (example,) = loaded(sft_data.Conversations(path, tokenizer, SEQ_LEN))
     assert tokenizer.decode(example.token_ids) == "abcd<|im_end|>"
     assert example.mask.tolist() == [False, False, True, True, True]
 
@@ -97,7 +94,7 @@ def test_a_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
-        sft_data.Conversations(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN).load()
+        loaded(sft_data.Conversations(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN))
 
 
 def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> None:

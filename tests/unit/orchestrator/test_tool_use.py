@@ -18,6 +18,7 @@ from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.environments.tool_use import GUESS, chains, demonstrations
 from primeslurm.trainer import tiny
 from primeslurm.trainer.data.sft_data import Conversations
+from tests.support.conversations_read import loaded
 from tests.support.fake_engine import FakeEngine
 from tests.unit.orchestrator.test_worker import recipe, rollouts
 
@@ -122,13 +123,13 @@ def test_demonstrations_are_learned_turn_by_turn(model: Path, tmp_path: Path) ->
     path = tmp_path / "demonstrations.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in made[:20]))
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
-    for chat, example in zip(made, Conversations(path, tokenizer, 512, every=True).load(), strict=False):
+    for chat, example in zip(made, loaded(Conversations(path, tokenizer, 512, every=True)), strict=False):
         answers = [message for message in chat["messages"] if message["role"] == "assistant"]
         trained = tokenizer.decode(example.token_ids[example.mask])
         assert trained.count("<|im_end|>") == len(answers)
         assert trained.count("<tool_call>") == sum("tool_calls" in message for message in answers)
         assert "tool_response" not in trained and trained.endswith(answers[-1]["content"] + "<|im_end|>")
-        (last,) = Conversations(_one(tmp_path, chat), tokenizer, 512).load()
+        (last,) = loaded(Conversations(_one(tmp_path, chat), tokenizer, 512))
         assert (last.token_ids == example.token_ids).all() and tokenizer.decode(last.token_ids[last.mask]) == (
             answers[-1]["content"] + "<|im_end|>"
         )
