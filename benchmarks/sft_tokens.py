@@ -1,8 +1,8 @@
 """What the conversations of agents cost before they can be trained on: `python -m benchmarks sft_tokens [--write]`.
 
 Conversations of 40 messages with tools and 30,000 tokens, every answer trained, with the tokenizer and template of the
-tiny model. Some are made: as one of many ranks makes its part, and as one process has them all in memory. Then what a
-later attempt and a batch take of what is there.
+tiny model. Some are made, in as many parts as there would be ranks; what a hundred thousand take is worked out from
+them. Then what a later attempt and a batch take of what is there.
 """
 
 from __future__ import annotations

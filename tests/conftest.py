@@ -14,6 +14,7 @@ import pytest
 
 import primeslurm.trainer  # noqa: F401  (before any test imports torchtitan)
 from tests.support import temporary
+from tests.support.unmeasured import measuring
 
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
@@ -39,7 +40,7 @@ def unmeasured() -> Iterator[None]:
     all Python takes a third longer while it is measured.
     """
     with pytest.MonkeyPatch.context() as patch:
-        for name in [each for each in os.environ if each.startswith("COVERAGE_")]:
+        for name in measuring():
             patch.delenv(name)
         trace = sys.gettrace()
         sys.settrace(None)

@@ -23,6 +23,7 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.attacks import Aims, worked
 from tests.support.strangers import watching_for
+from tests.support.unmeasured import unmeasured
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +41,7 @@ def python(place: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     """`python WORDS` of a user whose home is `place`."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
-    env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
-    env |= {"HOME": str(place), "PYTHONPATH": str(ROOT)}
+    env = unmeasured() | {"HOME": str(place), "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, *map(str, words)]
     return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False)
 

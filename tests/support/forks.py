@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
+from tests.support.unmeasured import measuring
+
 ROOT = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = (
     "primeslurm.orchestrator.main",
@@ -38,7 +40,7 @@ TRAINER = (
     "tests.trainer.ranks",
 )
 """Modules of a trainer's ranks."""
-_MEASURING = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+_MEASURING = measuring()
 """A server may be started first by tests that are not measured, and serves all."""
 
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 
 
+def measuring() -> dict[str, str]:
+    """Return what in this process's environment has its children measured."""
+    return {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+
+
 def unmeasured() -> dict[str, str]:
     """Return this process's environment without what has its children measured.
 
     Measuring slows engines and trainers down by half, and hundreds of small processes even more; what a whole run does
     is measured where the tests of its parts do it.
     """
-    return {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
+    measured = measuring()
+    return {name: value for name, value in os.environ.items() if name not in measured}

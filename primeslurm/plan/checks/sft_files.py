@@ -32,17 +32,16 @@ def data_problems(recipe: Recipe) -> list[Violation]:
     """
     if recipe.task != "sft" or recipe.sft is None or not is_file(path := Path(recipe.sft.data.path)):
         return []
-    found: dict[_Mistake, int] = {}
-    read = False
     try:
-        for number, line in _lines(path):
-            read = True
-            if (mistake := _mistake(line, recipe.sft.data, sees=recipe.model.vlm is not None)) is not None:
-                found.setdefault(mistake, number)
+        lines, size = list(_lines(path)), path.stat().st_size
     except OSError as error:
         return [Violation("sft.data.path", str(path), f"cannot be read: {error.strerror}")]
-    if not read and path.stat().st_size < LOOKED_AT:
+    if not lines and size < LOOKED_AT:
         return [Violation("sft.data.path", str(path), "holds no conversation", "one JSON object a line")]
+    found: dict[_Mistake, int] = {}
+    for number, line in lines:
+        if (mistake := _mistake(line, recipe.sft.data, sees=recipe.model.vlm is not None)) is not None:
+            found.setdefault(mistake, number)
     return [Violation("sft.data.path", str(path), f"line {at}: {each.why}", each.fix) for each, at in found.items()]
 
 
