@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Container
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,13 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
             make_directory(path.parent)
         path.mkdir(mode, exist_ok=True)
         sync(path.parent)
+
+
+def make_anew(path: Path) -> None:
+    """Make an empty directory in place of what is there, on disk when this returns."""
+    if path.exists():
+        shutil.rmtree(path)
+    make_directory(path)
 
 
 def rename(source: Path, target: Path) -> None:

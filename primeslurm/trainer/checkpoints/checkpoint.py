@@ -329,6 +329,4 @@ def _failure(done: Future[None]) -> OSError | None:
 def _clear(directory: Path) -> None:
     """Remove what an earlier attempt left; COMMITTED first, so that a half-deleted checkpoint does not look sound."""
     durable.remove(directory / checkpoints.COMMITTED)
-    if directory.exists():
-        shutil.rmtree(directory)
-    durable.make_directory(directory)
+    durable.make_anew(directory)

@@ -33,6 +33,7 @@ _TOKEN = np.dtype("<i4")
 _END = np.dtype("<i8")
 _BYTE = np.dtype("u1")
 _KINDS = ("tokens", "images", "ends")
+_DOING = "tokenizing the data"
 _TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a model's directory that say how it tokenizes, among others."""
 
@@ -92,7 +93,7 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
         RankError: a rank cannot read its part, a line of it is wrong, or no example is short enough.
     """
     directory = run_dir / "tokens"
-    made_of = world.share(_made_of(conversations, source) if world.is_main else "")
+    made_of = world.share(world.attempt(lambda: _made_of(conversations, source) if world.is_main else "", _DOING))
     record = world.share(_read(directory, made_of) if world.is_main else None)
     if record is None:
         make = partial(_make, directory, conversations, made_of, world)
@@ -128,37 +129,17 @@ def write_part(directory: Path, conversations: Conversations, index: int, parts:
 
 
 def _make(directory: Path, conversations: Conversations, made_of: str, world: World) -> TokensRecord:
-    doing = "tokenizing the data"
-    world.agree(_failure(partial(_empty, directory)) if world.is_main else None, doing)
-    mine, failure = Part(0, 0, 0, 0), None
-    try:
-        mine = write_part(directory, conversations, world.rank, world.size)
-    except (OSError, ValueError) as error:
-        failure = error
-    world.agree(failure, doing)
+    world.attempt(lambda: durable.make_anew(directory) if world.is_main else None, _DOING)
+    mine = world.attempt(lambda: write_part(directory, conversations, world.rank, world.size), _DOING)
     record = TokensRecord(made_of, tuple(world.collect(mine)))
-    world.agree(_failure(partial(_complete, directory, conversations, record)) if world.is_main else None, doing)
+    world.attempt(lambda: _complete(directory, conversations, record) if world.is_main else None, _DOING)
     return record
-
-
-def _empty(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    durable.make_directory(directory)
 
 
 def _complete(directory: Path, conversations: Conversations, record: TokensRecord) -> None:
     conversations.judge(sum(part.examples for part in record.parts), sum(part.too_long for part in record.parts))
     durable.sync(directory)
     durable.write(directory / "record.json", msgspec.json.encode(record))
-
-
-def _failure(work: partial[None]) -> Exception | None:
-    try:
-        work()
-    except (OSError, ValueError) as error:
-        return error
-    return None
 
 
 def _read(directory: Path, made_of: str) -> TokensRecord | None:

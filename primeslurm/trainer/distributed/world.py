@@ -77,6 +77,17 @@ class World:
         if failed:
             raise RankError(f"{doing} failed: {'; '.join(failed)}") from error
 
+    def attempt(self, work: Callable[[], T], doing: str) -> T:
+        """Do this rank's part of something. Raises RankError on every rank if any part fails (OSError, ValueError)."""
+        done: list[T] = []
+        failure = None
+        try:
+            done.append(work())
+        except (OSError, ValueError) as error:
+            failure = error
+        self.agree(failure, doing)
+        return done[0]
+
     def collect(self, value: T) -> list[T]:
         """Return every rank's value, by rank, on every rank."""
         values: list[Any] = [None] * self.size

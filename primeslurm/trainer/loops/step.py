@@ -15,7 +15,7 @@ from primeslurm.records.beats import pulse
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
-from primeslurm.trainer.data.image_positions import Images, read, vision_input
+from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, to_device
@@ -115,13 +115,8 @@ class Learner:
     def _images(self, rows: Sequence[Row]) -> VisionInput:
         if self._reader is None:
             raise ValueError("the batch has images, but `model.vlm` is not set")
-        images: list[Images | None] = []
-        failure = None
-        try:
-            images = [read(row, self._reader) for row in rows]
-        except (OSError, ValueError) as error:
-            failure = error
-        self._world.agree(failure, "reading images")
+        reader = self._reader
+        images = self._world.attempt(lambda: [read(row, reader) for row in rows], "reading images")
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:

@@ -58,7 +58,9 @@ class Publisher:
         return waiting_for_space(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
 
     def _publish(self, version: int, partial: Path, final: Path) -> Path:
-        self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
+        self._world.agree(
+            _attempt(lambda: durable.make_anew(partial)) if self._world.is_main else None, f"publishing v{version}"
+        )
         share = _Share(partial, self._world.rank)
         self._write(share)
         self._world.agree(share.failure, f"publishing v{version}")
@@ -235,12 +237,6 @@ def _flush(directory: Path, rank: int) -> None:
             durable.sync(path)
     elif directory.is_dir():
         durable.sync_tree(directory)
-
-
-def _fresh(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-    durable.make_directory(directory)
 
 
 def _remove(directory: Path) -> None:

@@ -102,3 +102,6 @@ def test_wrong_data_is_named(moe_model: Path, world: World, tmp_path: Path) -> N
     with pytest.raises(RankError, match=rf"data\.jsonl: no example of at most {SEQ_LEN} tokens"):
         token_files.tokenized(run, conversations(tmp_path, moe_model, LONG), moe_model, world)
     assert not (run / "tokens" / "record.json").exists()
+    it.path.unlink()
+    with pytest.raises(RankError, match=r"tokenizing the data failed: rank 0: .*No such file"):
+        token_files.tokenized(run, it, moe_model, world)
