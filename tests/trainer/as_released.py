@@ -51,7 +51,10 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
         else:
             stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    change_config(directory, quantization_config=FP8)
+    modules = [
+        name.removesuffix(".weight") for name in stored if name.endswith(".weight") and name + FP8_SCALE not in stored
+    ]
+    change_config(directory, quantization_config=FP8 | {"modules_to_not_convert": modules})  # vLLM quantises others
     return meant
 
 
