@@ -10,7 +10,7 @@ from primeslurm.errors import ClusterError, RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.status.run_status import NO_ANSWER, JobQuery
+from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, JobQuery
 from primeslurm.run.status.signs_of_life import WhySilent
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
@@ -112,4 +112,7 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
     state = SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S).job(job.job_id)
     if state is None:
         return None
-    return f"{state.state} ({state.reason})" if state.reason and state.state == "PENDING" else state.state
+    if state.state != "PENDING":
+        return state.state
+    words = [state.reason] * bool(state.reason) + [BROKEN_UP] * state.broken_up
+    return f"PENDING ({', '.join(words)})" if words else "PENDING"

@@ -17,7 +17,12 @@ from submitit.helpers import DelayedSubmission
 
 from primeslurm import durable
 from primeslurm.node.agent.node_agent import NodeAgent
-from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
+from primeslurm.node.attempt.attempt_end import (
+    complete_requeue,
+    conclude,
+    keep_away_from_bad_nodes,
+    remember_bad_node,
+)
 from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
 from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import Ending, Outcome
@@ -102,6 +107,8 @@ class AgentTask:
             # submitit's own handler calls checkpoint(), saves this object for the next attempt and requeues the job.
             os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(600)
+        if self._head is not None and self._asked is not None and plan.executor == "slurm":
+            complete_requeue(plan, submitit.JobEnvironment().job_id, restarts(os.environ))
         return str(self._agent.ending.outcome) if self._agent.ending else ""
 
     def checkpoint(self) -> DelayedSubmission | None:

@@ -78,11 +78,23 @@ class JobState:
     exit_code: int | None
     components: tuple[JobComponent, ...]
     source: Literal["scontrol", "sacct"]
+    size: int = 1
+    """Components that it was submitted with; Slurm forgets those that ended some minutes ago."""
 
     @property
     def active(self) -> bool:
         """Whether it runs or may still run."""
         return self.state not in _ENDED
+
+    @property
+    def broken_up(self) -> bool:
+        """Whether its leading component goes on, or waits, and others have ended.
+
+        Slurm requeues that component alone if it has a single node left when a node of any component fails. It never
+        starts without the others.
+        """
+        left = [component for component in self.components if component.state not in _ENDED]
+        return self.active and len(left) < self.size
 
 
 def require_conf(slurm_conf: str | None) -> None:
@@ -251,7 +263,14 @@ def parse_job(text: str) -> JobState:
         exit_code=None if components[0].state not in _ENDED else int(leader["ExitCode"].partition(":")[0]),
         components=tuple(components),
         source="scontrol",
+        size=_size(leader.get("HetJobIdSet", "")),
     )
+
+
+def _size(ids: str) -> int:
+    """How many ids a set such as 7-9,12 has; 1 if it is empty."""
+    ranges = [part.partition("-") for part in ids.split(",") if part]
+    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges) or 1
 
 
 def _fields(line: str) -> dict[str, str]:

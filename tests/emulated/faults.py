@@ -21,7 +21,9 @@ import httpx
 
 from primeslurm.api.jobs import job_query
 from primeslurm.files import read_json
+from primeslurm.hostlists import expand
 from primeslurm.orchestrator.telemetry.watch import STATE_INTERVAL_S
+from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -29,9 +31,10 @@ from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
 from primeslurm.run.status.run_status import RunStatus, read_status
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, SILENT_S
+from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.transport import secret
 from tests.support.emulation import Deployment, Snapshot
-from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, warn
+from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, set_down, warn
 
 SIGNAL_S = 120
 """Of the recipe: so long before a time limit, jobs are told."""
@@ -246,6 +249,28 @@ def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
     return inject
 
 
+def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Seen]:
+    """The second node of the control processes is taken away, then that of another process loses power.
+
+    Slurm then requeues the component of the control processes alone, and ends the others.
+    """
+
+    def inject(deployment: Deployment) -> Seen:
+        seen, run, conf = _next_attempt(deployment), deployment.run.latest(), deployment.cluster.spec.slurm_conf
+        job = run.job()
+        assert job is not None
+        state = SlurmClient(str(conf)).job(job.job_id)
+        assert state is not None
+        head = deployment.process("orchestrator").node
+        (spare,) = [node for node in expand(state.components[0].nodes) if node != head]
+        set_down(conf, spare)
+        deployment.wait(lambda status: spare in {e.node for e in events(deployment.run) if isinstance(e, NodeLost)})
+        kill_node(deployment.cluster, deployment.process(process).node)
+        return seen
+
+    return inject
+
+
 def _revive_nodes(deployment: Deployment) -> None:
     for name in [daemon.name for daemon in deployment.cluster.daemons if not daemon.alive]:
         revive_node(deployment.cluster, name)
@@ -390,6 +415,13 @@ FAULTS = (
         ends_attempt=True,
         repair=_revive_nodes,
         options=("--set", "deployment.spares.train=0"),
+    ),
+    Fault(
+        "node down, control's spare gone",
+        "an administrator takes the second node of the control processes, then a node with prefill engines loses power",
+        _lose_control_spare_and_node("prefill-r0-0"),
+        ends_attempt=True,
+        repair=_revive_nodes,
     ),
     Fault(
         "head agent killed",

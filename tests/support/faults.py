@@ -35,6 +35,11 @@ def revive_node(cluster: Cluster, name: str) -> None:
     _revive(cluster, name, "slurmd", "-N", name)
 
 
+def set_down(slurm_conf: Path, node: str) -> None:
+    """An administrator takes a node away; what runs there is ended. It returns to service by itself."""
+    _slurm(slurm_conf, "scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+
 def kill_controller(cluster: Cluster) -> None:
     """slurmctld is gone at once."""
     next(daemon for daemon in cluster.daemons if daemon.name == "slurmctld").send(signal.SIGKILL)

@@ -26,6 +26,8 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import insisting_in_thread
 
 EXCLUDE_S = 5.0
+REQUEUE_S = 5.0
+"""For Slurm to answer: it kills what has not ended in the half minute since it asked for that."""
 FRUITLESS_ATTEMPTS = 3
 """Failed attempts without a new committed step, after which a run ends."""
 
@@ -181,3 +183,35 @@ def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
     again = insisting_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
     with contextlib.suppress(ClusterError, OSError):
         record_excluded(run_dir, again.copy(after=tell)(exclude))
+
+
+def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:
+    """After Slurm has ended an attempt: if it starts the job again, have it start whole, and away from bad nodes.
+
+    A node that fails is counted against each component of a heterogeneous job. The leading one is requeued alone if it
+    has a single node left, and the others are ended (`Plan.survives_nodes`).
+
+    Args:
+        plan: of the attempt.
+        job_id: the job's.
+        restarts: how often Slurm had requeued the job when the attempt began.
+    """
+    client = SlurmClient()
+
+    def starts_again() -> bool:
+        job = client.job(job_id)
+        if job is None or not job.active or job.restarts <= restarts:
+            return False  # it was cancelled
+        if job.broken_up:
+            with contextlib.suppress(ClusterError):  # of the component that waits it says that it does
+                client.requeue(job_id)
+            again = client.job(job_id)
+            if again is not None and again.broken_up:
+                raise ClusterError(f"Slurm has requeued one component of job {job_id} alone")
+        return True
+
+    try:
+        if insisting_in_thread(ClusterError, REQUEUE_S, pause_s=0.5)(starts_again):
+            keep_away_from_bad_nodes(plan, job_id)
+    except ClusterError as error:
+        print(f"job {job_id} may not start again: {error}", file=sys.stderr, flush=True)

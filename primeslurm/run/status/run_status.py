@@ -50,6 +50,8 @@ JobQuery = Callable[[JobRecord], str | None]
 """Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
 NO_ANSWER = "NO ANSWER"
 """What a `JobQuery` says where Slurm does not answer."""
+BROKEN_UP = "others of its components have ended"
+"""What a `JobQuery` says of a job that waits without them, and would for ever."""
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """Slurm's words for a job that has begun and has not ended."""
 
@@ -226,18 +228,13 @@ def _phase(
 ) -> tuple[str, str]:
     """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
     if end is not None and end.reason == BY_SIGTERM and job:
-        return _terminated(end, job_state(job))
+        return _terminated(end, job, job_state(job))
     if end is not None and not end.requeued:
         why = f"; {end.why_not_requeued}" if end.why_not_requeued else ""
         return end.outcome, end.reason + why
     if end is not None:
         state = job_state(job) if job else None
-        held = (
-            f"; Slurm holds it: `scontrol release {job.job_id}` lets it start"
-            if job and "held" in (state or "")
-            else ""
-        )
-        return ("requeued", f"{end.reason}; job {state or 'starts again'}{held}")
+        return ("requeued", f"{end.reason}; job {state or 'starts again'}{_way_on(job, state)}")
     if fleet and silence is None:
         if fleet.ending:
             return "ending", fleet.ending.reason
@@ -266,13 +263,22 @@ def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
     return told or shortage(run.path, RESERVE_BYTES) or (GIVEN_UP if Reserve(run.path).given_up else "")
 
 
-def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
+def _terminated(end: EndRecord, job: JobRecord, state: str | None) -> tuple[str, str]:
     """Slurm ended the attempt from outside: it cancels a job in the same way as it requeues one that lost a node."""
     if state is not None and state.startswith("PENDING"):
-        return "requeued", f"by Slurm; job {state}"
+        return "requeued", f"by Slurm; job {state}{_way_on(job, state)}"
     if state is not None and state.startswith(("RUNNING", "COMPLETING")):
         return "ending", f"by Slurm; job {state}"
     return end.outcome, end.reason
+
+
+def _way_on(job: JobRecord | None, state: str | None) -> str:
+    """What a requeued job needs that does not start by itself; empty if it does."""
+    if job is not None and "held" in (state or ""):
+        return f"; Slurm holds it: `scontrol release {job.job_id}` lets it start"
+    if BROKEN_UP in (state or ""):
+        return "; it cannot start so: `primeslurm cancel` it, and `primeslurm resume`"
+    return ""
 
 
 def _elapsed(attempt: Attempt, until: float) -> float | None:

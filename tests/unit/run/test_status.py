@@ -36,7 +36,7 @@ from primeslurm.records.state import EngineRecord
 from primeslurm.run.directory import RunDirectory, create, name_in_use
 from primeslurm.run.exclusion import record_excluded
 from primeslurm.run.ledger import BadNode
-from primeslurm.run.status.run_status import RlProgress, RunStatus, read_status
+from primeslurm.run.status.run_status import BROKEN_UP, RlProgress, RunStatus, read_status
 from primeslurm.run.status.summary import summarise
 from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of, python
@@ -114,6 +114,8 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
     assert status(run, "PENDING").active
     held = status(run, "PENDING (launch_failed_requeued_held)").reason
     assert "Slurm holds it: `scontrol release " in held
+    alone = status(run, f"PENDING (Resources, {BROKEN_UP})").reason
+    assert alone.endswith("it cannot start so: `primeslurm cancel` it, and `primeslurm resume`")
     run.attempt(1).record_end(EndRecord("failed", "trainer died", "t", 5, False, "this was attempt 1 of 1", NOW))
     assert status(run).reason == "trainer died; this was attempt 1 of 1"
     assert not status(run).active

@@ -35,6 +35,27 @@ def test_het_job() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("leader", "other", "broken_up"),
+    [
+        ("RUNNING", "RUNNING", False),
+        ("PENDING", "PENDING", False),
+        ("PENDING", "FAILED", True),
+        ("COMPLETING", "COMPLETED", True),
+        ("CANCELLED", "CANCELLED", False),
+    ],
+)
+def test_a_job_is_broken_up_if_its_leading_component_goes_on_without_another(
+    leader: str, other: str, broken_up: bool
+) -> None:
+    second, first = HET.replace(" Comment=a JobState=FAKE", "").split("JobId=1 HetJobId")
+    second = second.replace("JobState=RUNNING", f"JobState={other}")
+    first = "JobId=1 HetJobId" + first.replace("JobState=RUNNING", f"JobState={leader}")
+    assert parse_job(second + first).broken_up == broken_up
+    assert parse_job(first).broken_up == (leader != "CANCELLED"), "Slurm has forgotten the other"
+    assert parse_job(first.replace("1-2", "1-2,5")).size == 3
+
+
 def test_a_comment_cannot_pose_as_a_state() -> None:
     assert [component.state for component in parse_job(HET).components] == ["RUNNING", "RUNNING"]
 
