@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from primeslurm.errors import ClusterError
+from primeslurm.node.attempt import attempt_end
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.client import JobComponent, JobState
 from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of
 
@@ -25,3 +30,50 @@ def test_a_run_ends_after_three_attempts_that_committed_nothing_new_and_not_afte
         ending = Ending(Outcome.FAILED, "a trainer rank was killed", "trainer-rank-0")
         requeued.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
     assert requeued == [True, True, True, False]
+
+
+class ForgetfulSlurm:
+    """A fake controller that has requeued one component of a job, and may requeue the others if it is told to."""
+
+    def __init__(self, others: str, restarts: int, *, obeys: bool = True) -> None:
+        self.others, self.restarts, self.obeys = others, restarts, obeys
+        self.leader, self.requeued = "COMPLETING" if restarts else "CANCELLED", 0
+
+    def job(self, job_id: str) -> JobState:
+        states = (self.leader, self.others)
+        components = tuple(JobComponent(job_id, i, "gpu", state, "") for i, state in enumerate(states))
+        return JobState(job_id, self.leader, "", self.restarts, "", None, components, "scontrol", size=2)
+
+    def requeue(self, job_id: str) -> None:
+        self.requeued += 1
+        if self.obeys:
+            self.others = "PENDING"
+        raise ClusterError(f"Job is pending execution for job {job_id}")
+
+
+@pytest.mark.parametrize(
+    ("slurm", "requeued", "avoids"),
+    [
+        pytest.param(ForgetfulSlurm("CANCELLED", 0), 0, False, id="cancelled"),
+        pytest.param(ForgetfulSlurm("PENDING", 1), 0, True, id="requeued whole"),
+        pytest.param(ForgetfulSlurm("FAILED", 1), 1, True, id="requeued in part"),
+    ],
+)
+def test_a_job_that_slurm_starts_again_starts_whole(
+    slurm: ForgetfulSlurm, requeued: int, avoids: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(attempt_end, "SlurmClient", lambda: slurm)
+    monkeypatch.setattr(attempt_end, "keep_away_from_bad_nodes", lambda plan, job_id: told.append(job_id))
+    attempt_end.complete_requeue(plan_of(tmp_path / "run", ()), "7", 0)
+    assert (slurm.requeued, told) == (requeued, ["7"] * avoids)
+
+
+def test_a_job_that_stays_in_parts_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = ForgetfulSlurm("FAILED", 1, obeys=False)
+    monkeypatch.setattr(attempt_end, "SlurmClient", lambda: slurm)
+    monkeypatch.setattr(attempt_end, "REQUEUE_S", 0.0)
+    attempt_end.complete_requeue(plan_of(tmp_path / "run", ()), "7", 0)
+    assert capsys.readouterr().err == "job 7 may not start again: Slurm has requeued one component of job 7 alone\n"
