@@ -35,8 +35,9 @@ def spared(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[B
     """Choose the bad nodes that a job can do without.
 
     The newest entries come first, so that it is the oldest ones that are used again where nodes are scarce. Nodes that
-    cannot be used now cost nothing. Partitions may share nodes: every set of partitions has to keep, together, as many
-    as the job needs of all of it (Hall's condition).
+    cannot be used now are not missed now, but when they return: a job that waits for them must not be kept away from
+    all of them. Partitions may share nodes: every set of partitions has to keep, together, as many as the job needs of
+    all of it (Hall's condition).
 
     Args:
         plan: of the job.
@@ -51,19 +52,22 @@ def spared(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[B
         needed[group.partition] += group.nodes
     asked_for = {name for group in plan.groups for name in expand(group.nodelist or "")}
     never = set(expand(plan.job.exclude or ""))
-    usable = {name: {node for node, up in partitions.get(name, {}).items() if up} - never for name in needed}
-    known = {node for name in needed for node in partitions.get(name, {})}
-    names = list(needed)
-    together = list(chain.from_iterable(combinations(names, size) for size in range(1, len(names) + 1)))
+    known = {name: set(partitions.get(name, {})) - never for name in needed}
+    usable = {name: {node for node in known[name] if partitions[name][node]} for name in needed}
+    together = list(chain.from_iterable(combinations(needed, size) for size in range(1, len(needed) + 1)))
+
+    def scarce(node: str, gone: set[str], there: Mapping[str, set[str]]) -> bool:
+        """Whether too few are left of the nodes that are there for some of the partitions that this node is of."""
+        nodes = {some: set().union(*(there[name] for name in some)) for some in together}
+        return any(
+            node in nodes[some] and len(nodes[some] - gone) < sum(needed[name] for name in some) for some in together
+        )
+
     found: list[BadNode] = []
     for entry in sorted(bad, key=lambda entry: -entry.time):
         gone = {each.node for each in found} | {entry.node}
-        scarce = any(
-            any(entry.node in usable[name] for name in some)
-            and len(set().union(*(usable[name] for name in some)) - gone) < sum(needed[name] for name in some)
-            for some in together
-        )
-        if entry.node in known and entry.node not in asked_for and not scarce:
+        of_the_job = any(entry.node in partitions.get(name, {}) for name in needed) and entry.node not in asked_for
+        if of_the_job and not any(scarce(entry.node, gone, there) for there in (usable, known)):
             found.append(entry)
     return found
 

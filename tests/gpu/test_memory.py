@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,10 @@ def measure(model: Path, directory: Path, **trainer: Any) -> dict[str, Any]:
     return result
 
 
-def test_every_switch_saves_memory(tmp_path: Path) -> None:
-    model = tmp_path / "model"
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    """What each switch gives, by name, measured once; "none" is without any."""
+    root = tmp_path_factory.mktemp("memory")
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=65536,
@@ -60,17 +64,25 @@ def test_every_switch_saves_memory(tmp_path: Path) -> None:
         max_position_embeddings=SEQ_LEN,
         tie_word_embeddings=False,
     )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
-    tiny.tokenizer().save_pretrained(model)
-    plain = measure(model, tmp_path / "plain")
-    table = {"none": plain}
-    for number, (name, trainer) in enumerate(SWITCHES.items()):
-        table[name] = measure(model, tmp_path / str(number), **trainer)
-    print()
-    for name, row in table.items():
-        print(f"{name:28} {row['gb']:8.2f} GB {row['seconds']:8.3f} s/step  losses {row['losses']}")
-    for name, row in table.items():
-        assert row["losses"][0] == pytest.approx(plain["losses"][0], rel=2e-2, abs=2e-3), name
-        assert name == "none" or row["gb"] < plain["gb"], name
-    assert table["full"]["gb"] < table["selective"]["gb"]
-    assert table["full and activation_offload"]["gb"] < table["full"]["gb"]
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "model")
+    tiny.tokenizer().save_pretrained(root / "model")
+
+    @functools.cache
+    def row(name: str) -> dict[str, Any]:
+        found = measure(root / "model", root / name.replace(" ", "-"), **SWITCHES.get(name, {}))
+        print(f"\n{name:28} {found['gb']:8.2f} GB {found['seconds']:8.3f} s/step  losses {found['losses']}", flush=True)
+        return found
+
+    return row
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_saves_memory(name: str, measured: Callable[[str], dict[str, Any]]) -> None:
+    plain, found = measured("none"), measured(name)
+    assert found["losses"][0] == pytest.approx(plain["losses"][0], rel=2e-2, abs=2e-3)
+    assert found["gb"] < plain["gb"]
+
+
+@pytest.mark.parametrize(("less", "more"), [("full", "selective"), ("full and activation_offload", "full")])
+def test_a_switch_saves_more_than_another(less: str, more: str, measured: Callable[[str], dict[str, Any]]) -> None:
+    assert measured(less)["gb"] < measured(more)["gb"]

@@ -187,7 +187,14 @@ def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared() -> None:
     assert spared(plan(("gpu", 9)), BAD, {"gpu": SIX}) == []
 
 
-def test_nodes_that_are_down_cost_nothing_and_nodes_that_were_asked_for_stay() -> None:
+def test_nodes_that_are_down_may_be_missed_when_they_return() -> None:
+    """A job that has to wait for one of them is not kept away from both."""
+    down = {**SIX, "n4": False, "n5": False}
+    assert names(spared(plan(("gpu", 5)), BAD[4:], {"gpu": down})) == ["n5"]
+    assert names(spared(plan(("gpu", 4)), BAD[4:], {"gpu": down})) == ["n5", "n4"]
+
+
+def test_nodes_that_are_down_cost_nothing_now_and_nodes_that_were_asked_for_stay() -> None:
     some = {**SIX, "n0": False, "n1": False}
     assert names(spared(plan(("gpu", 3)), BAD, {"gpu": some})) == ["n5", "n1", "n0"]
     assert names(spared(plan(("gpu", 1), nodelist="n[4-5]"), BAD, {"gpu": SIX})) == ["n3", "n2", "n1", "n0"]
@@ -211,15 +218,15 @@ def test_partitions_that_share_nodes_are_seen_together() -> None:
 def test_exclusion_never_makes_a_job_impossible(
     partitions: dict[str, dict[str, bool]], needed: list[tuple[str, int]], failed: set[int]
 ) -> None:
-    """A job that finds nodes without exclusions finds them with them."""
+    """A job that finds nodes without exclusions finds them with them, now, and when all nodes are back."""
 
-    def fits(gone: set[str]) -> bool:
+    def fits(gone: set[str], all_up: bool) -> bool:
         slots = [p for p, n in needed for _ in range(n)]
         taken: dict[str, int] = {}
 
         def place(slot: int, tried: set[str]) -> bool:
             for node, works in partitions.get(slots[slot], {}).items():
-                if works and node not in gone and node not in tried:
+                if (works or all_up) and node not in gone and node not in tried:
                     tried.add(node)
                     if node not in taken or place(taken[node], tried):
                         taken[node] = slot
@@ -229,7 +236,8 @@ def test_exclusion_never_makes_a_job_impossible(
         return all(place(slot, set()) for slot in range(len(slots)))
 
     found = spared(plan(*needed), [bad(f"n{i}", float(i)) for i in failed], partitions)
-    assert fits({entry.node for entry in found}) or not fits(set())
+    for all_up in (False, True):
+        assert fits({entry.node for entry in found}, all_up) or not fits(set(), all_up)
 
 
 def test_what_a_job_is_kept_away_from_is_on_record(tmp_path: Path) -> None:
