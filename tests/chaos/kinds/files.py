@@ -30,6 +30,8 @@ def _fill(scene: Scene, dice: Random, *, long: bool = False) -> Injury:
             while True:
                 handle.write(b"x" * 65536)
     except OSError as error:
+        if error.errno == errno.EROFS:
+            raise NobodyThereError from error
         if error.errno != errno.ENOSPC:
             raise
     free = partial(filler.unlink, missing_ok=True)
@@ -39,6 +41,8 @@ def _fill(scene: Scene, dice: Random, *, long: bool = False) -> Injury:
 def _make_read_only(scene: Scene, dice: Random) -> Injury:
     """Mount the directory read-only over itself: whoever opens a file now meets that; open ones stay as they are."""
     seconds, runs = round(dice.uniform(*SECONDS), 1), str(scene.runs)
+    if (scene.runs / "filler").exists():  # it could not be removed meanwhile
+        raise NobodyThereError
     subprocess.run(["mount", "--bind", runs, runs], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", runs], check=True)
     # lazily: files of it may be open for reading
