@@ -229,7 +229,10 @@ def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
     assert [attempt.number for attempt in job.run.attempts()] == [1]
     bad = Ledger(job.run.path.parent).entries(time.time())
     assert {entry.node for entry in bad} == {first, second}
-    replanned = partial(avoid_bad_nodes, job.plan, str(cluster.spec.slurm_conf))
+    conf = str(cluster.spec.slurm_conf)
+    assert avoid_bad_nodes(job.plan, conf).job.avoid == (), "all four nodes are needed, once these two are back"
+    group = job.plan.groups[0].model_copy(update={"nodes": 2, "spares": 0})
+    replanned = partial(avoid_bad_nodes, job.plan.model_copy(update={"groups": (group,)}), conf)
     job.wait(lambda: set(replanned().job.avoid) == {first, second})  # once Slurm has nodes enough that answer
     again = replanned()
     assert [finding.fix for finding in again.findings] == [f"primeslurm nodes --forget {e.node}" for e in bad]
