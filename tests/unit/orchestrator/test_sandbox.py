@@ -197,14 +197,22 @@ async def test_the_network_is_closed_but_for_the_rollouts_endpoints(run_dir: Pat
             assert opened.stdout == "open\n"
 
 
+async def logged(tools: SandboxedRuntime, word: bytes) -> None:
+    """Wait until a program in the background has said something; it begins after whoever started it goes on."""
+    while True:
+        with contextlib.suppress(SandboxError):  # there is no log yet
+            if word in await tools.read("log"):
+                return
+        await asyncio.sleep(0.05)
+
+
 async def test_servers_within_are_reached_from_outside_and_from_other_sandboxes(run_dir: Path) -> None:
     serve = "import http.server as h; h.test(h.SimpleHTTPRequestHandler, bind='127.0.0.1', port=8000)"
     fetch = "import sys,urllib.request as u; print(len(u.urlopen(sys.argv[1]).read()))"
     async with sandbox(run_dir) as tools, sandbox(run_dir) as agent:
         await tools.write("page", b"x" * 3_000_000)
         await tools.run_background([sys.executable, "-u", "-c", serve], {}, "log")
-        while b"Serving" not in await tools.read("log"):
-            await asyncio.sleep(0.05)
+        await logged(tools, b"Serving")
         url = await tools.expose(8000)
         agent.host_url(url)
         result = await agent.run([sys.executable, "-c", fetch, f"{url}/page"], {})
@@ -222,8 +230,7 @@ async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_
     echo += "\nwhile c := l.accept()[0]: c.recv(1) and c.sendall(b'an answer')"
     async with sandbox(run_dir) as tools:
         await tools.run_background([sys.executable, "-u", "-c", echo], {}, "log")
-        while b"well" not in await tools.read("log"):
-            await asyncio.sleep(0.05)
+        await logged(tools, b"well")
         port = int((await tools.expose(8000)).rpartition(":")[2])
         kept = []
 
