@@ -55,19 +55,17 @@ def spared(plan: Plan, bad: Sequence[BadNode], partitions: Partitions) -> list[B
     known = {name: set(partitions.get(name, {})) - never for name in needed}
     usable = {name: {node for node in known[name] if partitions[name][node]} for name in needed}
     together = list(chain.from_iterable(combinations(needed, size) for size in range(1, len(needed) + 1)))
-
-    def scarce(node: str, gone: set[str], there: Mapping[str, set[str]]) -> bool:
-        """Whether too few are left of the nodes that are there for some of the partitions that this node is of."""
-        nodes = {some: set().union(*(there[name] for name in some)) for some in together}
-        return any(
-            node in nodes[some] and len(nodes[some] - gone) < sum(needed[name] for name in some) for some in together
-        )
-
+    pools = [
+        (set().union(*(there[name] for name in some)), sum(needed[name] for name in some))
+        for there in (usable, known)
+        for some in together
+    ]
+    of_the_job = {node for name in needed for node in partitions.get(name, {})} - asked_for
     found: list[BadNode] = []
     for entry in sorted(bad, key=lambda entry: -entry.time):
         gone = {each.node for each in found} | {entry.node}
-        of_the_job = any(entry.node in partitions.get(name, {}) for name in needed) and entry.node not in asked_for
-        if of_the_job and not any(scarce(entry.node, gone, there) for there in (usable, known)):
+        scarce = any(entry.node in nodes and len(nodes - gone) < count for nodes, count in pools)
+        if entry.node in of_the_job and not scarce:
             found.append(entry)
     return found
 

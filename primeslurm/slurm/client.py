@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from primeslurm.errors import ClusterError
-from primeslurm.hostlists import compress
+from primeslurm.hostlists import compress, expand
 
 TIMEOUT_S = 60.0
 """For the answer to a command, in seconds."""
@@ -263,14 +263,8 @@ def parse_job(text: str) -> JobState:
         exit_code=None if components[0].state not in _ENDED else int(leader["ExitCode"].partition(":")[0]),
         components=tuple(components),
         source="scontrol",
-        size=_size(leader.get("HetJobIdSet", "")),
+        size=len(expand(f"[{ids}]")) if (ids := leader.get("HetJobIdSet")) else 1,
     )
-
-
-def _size(ids: str) -> int:
-    """How many ids a set such as 7-9,12 has; 1 if it is empty."""
-    ranges = [part.partition("-") for part in ids.split(",") if part]
-    return sum(int(last or first) - int(first) + 1 for first, _, last in ranges) or 1
 
 
 def _fields(line: str) -> dict[str, str]:

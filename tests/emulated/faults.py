@@ -263,7 +263,7 @@ def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Seen]:
         assert state is not None
         head = deployment.process("orchestrator").node
         (spare,) = [node for node in expand(state.components[0].nodes) if node != head]
-        set_down(conf, spare)
+        set_down(conf, spare, "test")
         deployment.wait(lambda status: spare in {e.node for e in events(deployment.run) if isinstance(e, NodeLost)})
         kill_node(deployment.cluster, deployment.process(process).node)
         return seen

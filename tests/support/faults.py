@@ -27,7 +27,7 @@ def kill_node(cluster: Cluster, name: str) -> None:
         process.send(signal.SIGSTOP)
     for process in processes:
         process.send(signal.SIGKILL)
-    _slurm(cluster.spec.slurm_conf, "scontrol", "update", f"nodename={name}", "state=down", "reason=lost power")
+    set_down(cluster.spec.slurm_conf, name, "lost power")
 
 
 def revive_node(cluster: Cluster, name: str) -> None:
@@ -35,9 +35,9 @@ def revive_node(cluster: Cluster, name: str) -> None:
     _revive(cluster, name, "slurmd", "-N", name)
 
 
-def set_down(slurm_conf: Path, node: str) -> None:
-    """An administrator takes a node away; what runs there is ended. It returns to service by itself."""
-    _slurm(slurm_conf, "scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+def set_down(slurm_conf: Path, node: str, reason: str) -> None:
+    """A node is taken away, as an administrator does; what runs there is ended."""
+    _slurm(slurm_conf, "scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
 
 
 def kill_controller(cluster: Cluster) -> None:

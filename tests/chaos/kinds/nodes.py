@@ -11,7 +11,7 @@ from random import Random
 from tests.chaos.kinds.injury import Injury, Kind, NobodyThereError, goal_of, one_of
 from tests.chaos.kinds.processes import STOPPED_S, stopped
 from tests.chaos.scene import HEAD, Agent, Scene
-from tests.support.faults import kill_node, revive_controller, revive_node, warn
+from tests.support.faults import kill_node, revive_controller, revive_node, set_down, warn
 
 DOWN_S = 60.0
 """When somebody brings back a node that is down."""
@@ -63,7 +63,7 @@ def _drain_node(scene: Scene, dice: Random) -> Injury:
 def _set_node_down(scene: Scene, dice: Random) -> Injury:
     agent, attempt = _node(scene, dice), scene.run.latest().number
     goal = goal_of(*scene.roles_on(agent))
-    scene.slurm("scontrol", "update", f"nodename={agent.node}", "state=down", "reason=chaos")
+    set_down(scene.conf, agent.node, "chaos")
     return Injury(
         f"{agent.node}, agent {agent.rank}",
         lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
