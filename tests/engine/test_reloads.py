@@ -19,8 +19,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.attention import attention
 from vllm.model_executor.layers.fused_moe import config as experts_config
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
@@ -62,10 +64,10 @@ def worker(world: World) -> Iterator[None]:
     """This process as the only worker, that builds models which it could not run, in the group that it is in."""
     register()
     end = torch.distributed.destroy_process_group
-    attention = CpuPlatform.get_attn_backend_cls
+    backend_of = CpuPlatform.get_attn_backend_cls
 
     def dense(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        return attention(backend, attn_selector_config._replace(use_sparse=False), num_heads)
+        return backend_of(backend, attn_selector_config._replace(use_sparse=False), num_heads)
 
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)
@@ -149,6 +151,21 @@ def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
 
     update(engine, first, in_stacks=False)
     third = weights(engine.model)
+    assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
+def test_scales_of_attention_need_not_be_given(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was built for an FP8 checkpoint has them; here its attention alone is, of which CPUs know enough."""
+    make = attention._init_kv_cache_quant
+    monkeypatch.setattr(attention, "_init_kv_cache_quant", lambda layer, _, prefix: make(layer, Fp8Config(), prefix))
+    first = checkpoint(family, tmp_path)
+    engine = make_engine(tmp_path)
+    begun_with = weights(engine.model)
+    update(engine, {name: tensor + 0.5 for name, tensor in first.items()}, in_stacks=True)
+    update(engine, first, in_stacks=True)
+    third = weights(engine.model)
+    assert third.keys() == begun_with.keys()
     assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
 
 

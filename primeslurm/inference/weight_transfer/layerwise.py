@@ -20,6 +20,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -53,7 +54,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         _begin_reload(self.model)  # of a parameter with two names it makes two
         aliases = every_name - first_names
-        self._expected = {name for name, _ in self.model.named_parameters()} - aliases - self._tied_parameters()
+        given_once = {name for name, _ in self.model.named_parameters()} - aliases
+        self._expected = given_once - self._tied_parameters() - set(_attention_scales(self.model))
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -118,6 +120,16 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             return set()
         heads = [name for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
         return {f"{head}.weight" for head in heads}
+
+
+def _attention_scales(model: torch.nn.Module) -> Iterator[str]:
+    """Names of the scales that quantised attention has: where a policy brings none, they stay as they are.
+
+    A model that is built for an FP8 checkpoint has them, for a cache that may be in FP8, too.
+    """
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+            yield from (f"{name}.{scale}" for scale, _ in module.named_parameters(recurse=False))
 
 
 def some(names: set[str]) -> str:
