@@ -18,6 +18,7 @@ On all machines:
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
 - nor to keep a rank's part of one on another device than its mesh's: `with_local`
 - torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
+- torch tells its compiler that what varlen attention puts out is as wide as queries: of latent attention, as values
 With CUDA:
 - torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
 - torchtitan keeps DeepEP's handle of every layer that is computed anew for its backward pass: `forget_deepep_handles`
@@ -44,6 +45,7 @@ from torch.distributed import GroupName, ProcessGroup
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -279,6 +281,18 @@ def _expert_range(
 
 
 _replace(titan_fsdp, "fully_shard", expert_shards.fully_shard)
+def _varlen_shapes(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tell the compiler what varlen attention puts out: heads as wide as values."""
+    out, lse, state = _stock_varlen_shapes(query, key, value, *others, **options)
+    if value.shape[-1] != query.shape[-1]:
+        out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    return out, lse, state
+
+
+_stock_varlen_shapes = torch_varlen._varlen_attn_fake
+torch_varlen._varlen_attn.register_fake(_varlen_shapes)
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
 if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
