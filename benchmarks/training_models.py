@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GlmMoeDsaConfig, NemotronHConfig, Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GlmMoeDsaConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MiniMaxM2Config,
+    NemotronHConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 """Dense bfloat16 operations a second by a part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
@@ -46,7 +57,14 @@ _EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
-_EXPERT_COUNTS: dict[type, str] = {GlmMoeDsaConfig: "num_local_experts", NemotronHConfig: "n_routed_experts"}
+_EXPERT_COUNTS: dict[type, str] = {
+    DeepseekV3Config: "n_routed_experts",
+    Glm4MoeConfig: "n_routed_experts",
+    GlmMoeDsaConfig: "num_local_experts",
+    GptOssConfig: "num_local_experts",
+    MiniMaxM2Config: "num_local_experts",
+    NemotronHConfig: "n_routed_experts",
+}
 _NEMOTRON_KINDS = ("linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe")
 """Nemotron-3-Nano begins so."""
 SHAPES = {
@@ -61,7 +79,23 @@ SHAPES = {
         | {"hidden_size": 2560, "num_key_value_heads": 8, "intermediate_size": 9728, "tie_word_embeddings": True},
         "4B",
     ),
-    # transformers' defaults are GLM-5's. All layers have experts: of the whole model's, 75 of 78 have.
+    "llama3_8b": Shape(
+        LlamaConfig,
+        {
+            "vocab_size": 128256,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 131072,
+        },
+        None,
+    ),
+    # transformers' defaults are GLM-4.5-Air's, DeepSeek-V3's, gpt-oss-120b's, MiniMax-M2's and GLM-5's. All layers have experts: of the whole model's, all but 1 to 3 have.
+    "glm4_5_air": Shape(Glm4MoeConfig, {"first_k_dense_replace": 0, "head_dim": 128}, None),
+    "deepseek_v3": Shape(DeepseekV3Config, {"first_k_dense_replace": 0}, None),
+    "gpt_oss_120b": Shape(GptOssConfig, {}, None),
+    "minimax_m2": Shape(MiniMaxM2Config, {}, None),
     "glm5": Shape(GlmMoeDsaConfig, {"first_k_dense_replace": 0}, None),
     # Qwen3.5-35B-A3B: of four layers, three are gated delta nets.
     "qwen3_5": Shape(
@@ -123,6 +157,11 @@ SHAPES = {
 }
 
 
+def expert_count(config: Any) -> int:
+    """Return how many routed experts a layer has; 0 where there are none."""
+    return getattr(config, _EXPERT_COUNTS.get(type(config), "num_experts"), 0)
+
+
 def matrix_flops(model: Any, config: Any) -> float:
     """Count the operations a token costs in the products with weights, forward and backward.
 
@@ -130,7 +169,7 @@ def matrix_flops(model: Any, config: Any) -> float:
     https://arxiv.org/abs/2001.08361, table 1), two where it is frozen. Embeddings are looked up, and only count where
     the head shares them. A token meets as many experts as it is sent to.
     """
-    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", 0)
+    experts = expert_count(config)
     total = 0.0
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2 or ("tok_embeddings" in name and not config.tie_word_embeddings):
@@ -151,17 +190,37 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
         length: of the document.
         causal: count the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """
-    kinds = _kinds(config)
-    heads, layers = config.num_attention_heads, kinds.count("full_attention") if kinds else config.num_hidden_layers
-    seen = (length + 1) / 2 if causal else float(length)
+    heads = config.num_attention_heads
     if not hasattr(config, "index_topk"):
-        return 3 * layers * 2 * heads * 2 * config.head_dim * seen
+        widths = _head_widths(config)
+        return sum(3 * 2 * heads * widths * _seen(length, window, causal) for window in _windows(config, length))
+    layers, seen = config.num_hidden_layers, _seen(length, length, causal)
     # Absorbed: keys are compressed keys and rotary parts, values the compressed keys. The frozen indexer runs forward.
-    top = min(config.index_topk, length)
-    chosen = top - top * (top - 1) / (2 * length)  # mean of min(i, top) over i = 1 .. length
+    chosen = _seen(length, config.index_topk, causal=True)
     width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     indexers = config.indexer_types.count("full")
     return 3 * layers * 2 * heads * width * chosen + indexers * 2 * config.index_n_heads * config.index_head_dim * seen
+
+
+def _seen(length: int, window: int, causal: bool) -> float:
+    """How many keys a token attends to, as the mean of a document."""
+    window = min(window, length)
+    return window - window * (window - 1) / (2 * length) if causal else float(window)
+
+
+def _windows(config: Any, length: int) -> list[int]:
+    """How many keys each layer of attention lets a token see at most."""
+    if isinstance(config, GptOssConfig):
+        return [config.sliding_window if kind == "sliding_attention" else length for kind in config.layer_types]
+    kinds = _kinds(config)
+    return [length] * (kinds.count("full_attention") if kinds else config.num_hidden_layers)
+
+
+def _head_widths(config: Any) -> int:
+    """Width of a head's keys, and of its values, together."""
+    if isinstance(config, DeepseekV3Config):
+        return int(config.qk_head_dim + config.v_head_dim)
+    return 2 * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def recurrence_flops(config: Any) -> float:

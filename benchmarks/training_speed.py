@@ -5,8 +5,8 @@
 
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
 runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
-other is torchtitan's `Trainer.train_step`; `--compile` is for both. Both have their models in memory at once and take
-turns; where memory holds one, `--instead torchtitan` in a second call times the other. The ratio is that of medians: of
+other is torchtitan's `Trainer.train_step`, `--compile` is for both, or with `--against eager` ours without it. Both have
+their models in memory at once and take turns; where memory holds one, `--instead torchtitan` in a second call times the other. The ratio is that of medians: of
 elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
 """
 
@@ -31,7 +31,10 @@ from benchmarks.support import ranks
 WARM_UP = 2
 BATCHES = 8
 """Different ones that steps go through where rows have several documents."""
-SHAPE_NAMES = ("qwen3_30b_a3b", "qwen3_4b", "glm5", "qwen3_5", "nemotron_h", "tiny")
+SHAPE_NAMES = (
+    *("qwen3_30b_a3b", "qwen3_4b", "llama3_8b", "glm4_5_air", "deepseek_v3", "gpt_oss_120b", "minimax_m2", "glm5"),
+    *("qwen3_5", "nemotron_h", "tiny"),
+)
 
 Step = Callable[[], None]
 
@@ -65,10 +68,10 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--router-replay", action="store_true", help="of ours; of experts at random")
     parser.add_argument("--lora", type=int, metavar="RANK", help="of ours")
     parser.add_argument("--plain-recurrence", action="store_true", help="of ours: none of the library's kernels")
-    parser.add_argument("--compile", action="store_true", help="each layer, of both sides")
+    parser.add_argument("--compile", action="store_true", help="each layer, of torchtitan's, too")
     parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
     beside = parser.add_mutually_exclusive_group()
-    beside.add_argument("--against", choices=["torchtitan"], help="in turns with ours")
+    beside.add_argument("--against", choices=["torchtitan", "eager"], help="in turns with ours; ours, not compiled")
     beside.add_argument("--instead", choices=["torchtitan"], help="of ours")
     parser.add_argument("--profile", type=Path, help="directory for tables of where rank 0's time goes in another step")
     parser.add_argument("--out", type=Path, help="also write the result there; the last option")
@@ -156,8 +159,9 @@ def _add_compiles(total: dict[str, float], metrics: Mapping[str, float]) -> None
 
 def _experts(config: Any, model: Any) -> tuple[int, int, int]:
     """How many layers a model has, experts in each, and of these for a token."""
-    experts = getattr(config, "num_experts", None) or config.n_routed_experts
-    return len(model.layers), experts, config.num_experts_per_tok
+    from benchmarks.training_models import expert_count
+
+    return len(model.layers), expert_count(config), config.num_experts_per_tok
 
 
 def random_batch(
@@ -275,6 +279,7 @@ def warmed_up(make: Callable[[], tuple[Step, Any]], world: Any) -> tuple[Step, A
     import torch
 
     on_gpu = world.device.type == "cuda"
+    torch.manual_seed(0)
     before = torch.cuda.memory_allocated() if on_gpu else 0
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -295,17 +300,17 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     if options.plain_recurrence:
         linear_attention.fits = lambda mixed: False
     shape = SHAPES[options.shape]
-    other = options.against or options.instead
+    other = "torchtitan" if "torchtitan" in (options.against, options.instead) else None
     if other and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
         raise SystemExit(
-            "torchtitan: it has no GLM-5, Qwen3.5 or Nemotron-H, all experts, and of these optimizers AdamW"
+            "torchtitan: it has Qwen3's shapes with all experts alone, and of these optimizers AdamW"
         )
     config = shape.build(options.layers, options.experts, options.vocab)
     recipe = make_recipe(options, world.device.type == "cpu")
-    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
         first: dict[str, float] = {}
         last: dict[str, float] = {}
+        eager_first: dict[str, float] = {}
         makers: dict[str, Callable[[], tuple[Step, Any]]] = {}
         if not options.instead:
             makers["ours"] = partial(
@@ -313,6 +318,11 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
             )
         if other and shape.flavor:
             makers["torchtitan"] = partial(torchtitans, options, recipe, shape.flavor, config, world)
+        if options.against == "eager":
+            plain = make_recipe(argparse.Namespace(**vars(options) | {"compile": False}), world.device.type == "cpu")
+            makers["eager"] = partial(
+                ours, plain, config, options.rows, world, Path(directory), eager_first, {}, options.documents
+            )
         made = {name: warmed_up(make, world) for name, make in makers.items()}
         steps, peaks = {name: each[0] for name, each in made.items()}, {name: each[2] for name, each in made.items()}
         model = next(iter(made.values()))[1]
@@ -340,12 +350,13 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
             found[name] |= {"mfu": round(causal * per_s, 4), "mfu_all_keys": round(whole * per_s, 4)}
     found |= {name: last[name] for name in ("allocation_retries",) if name in last}
     found |= {name: first[name] for name in ("compiles", "recompiles", "compile_s") if name in first}
-    for name, metrics in (("first_step", first), ("last_step", last)) if first else ():
-        found[name] = {key: metrics[key] for key in sorted(metrics) if key in ("loss", "grad_norm", "mismatch_kl")}
+    for name, metrics in (("first_step", first), ("last_step", last), ("eager_first_step", eager_first)):
+        if metrics:
+            found[name] = {key: metrics[key] for key in sorted(metrics) if key in ("loss", "grad_norm", "mismatch_kl")}
     found["host_gb"] = round(max(world.collect(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)) * 1024 / 1e9, 2)
     if options.against:
         clock = 0 if gpu else 1
-        found["speed_ratio"] = round(medians["torchtitan"][clock] / medians["ours"][clock], 4)
+        found["speed_ratio"] = round(medians[options.against][clock] / medians["ours"][clock], 4)
     return found | {"gpu": gpu, "dtype": recipe.model.dtype}
 
 

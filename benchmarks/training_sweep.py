@@ -2,12 +2,14 @@
 
     timeout 590 python -m benchmarks training_sweep OUT 4 whole_16k whole_16k_torchtitan --patience-s 290
     timeout 590 python -m benchmarks training_sweep OUT 4 part_65k part_65k_torchtitan --patience-s 290
+    python -m benchmarks training_sweep OUT 1 compiled_glm5 compiled_glm5_fp8_replay
     python -m benchmarks training_sweep OUT GPUS
 
 What fails, or takes too long, leaves its log and no JSON. Few layers at full width stand for the whole model, and the
 vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold Qwen3-30B-A3B whole (`whole_...`, by
 name only) or, of 80 GB each, 20 of its 48 layers (`part_...`): 16,384 tokens on each, which are a row, or a quarter of
-one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call.
+one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call. `compiled_...`, by name only:
+compiled layers and eager ones in turns, for each family and mode.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import sys
 from pathlib import Path
 
 PATIENCE_S = 180
+SHOWN = ("ours", "torchtitan", "eager", "speed_ratio", "recompiles")
 DEEP_GPUS = 4
 """So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32: 122 GB each, 20 layers 52."""
 
@@ -67,15 +70,39 @@ def deep(gpus: int) -> dict[str, list[str]]:
     }
 
 
+def compiled(gpus: int) -> dict[str, list[str]]:
+    """Options of measurements of compiled layers beside eager ones, by name: with documents of changing lengths."""
+    mixture = {  # experts that keep a layer's states small
+        "qwen3_30b_a3b": [],
+        "glm4_5_air": ["--experts", "32"],
+        "deepseek_v3": ["--experts", "16"],
+        "gpt_oss_120b": ["--experts", "32"],
+        "minimax_m2": ["--experts", "64"],
+        "glm5": ["--experts", "16"],
+        "qwen3_5": ["--layers", "4", "--experts", "64"],
+        "nemotron_h": ["--layers", "7", "--experts", "64"],
+    }
+    rows = ["--vocab", "8192", "--optimizer", "sgd", "--seq", f"{16384 * gpus}", "--documents", "24", "--steps", "6"]
+    common = [*rows, "--compile", "--against", "eager", "--cp", f"{gpus}"]
+    modes = {"": [], "_fp8_replay": ["--fp8", "--router-replay"], "_lora_replay": ["--lora", "16", "--router-replay"]}
+    dense_modes = {"": [], "_fp8": ["--fp8"], "_lora": ["--lora", "16"]}
+    return {
+        f"compiled_{shape}{mode}": ["--shape", shape, *common, *size, *options]
+        for shape, size in (mixture | {name: ["--layers", "4"] for name in ("qwen3_4b", "llama3_8b")}).items()
+        for mode, options in (modes if shape in mixture else dense_modes).items()
+    }
+
+
 def main(words: list[str]) -> None:
     """Measure one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_sweep", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("gpus", type=int, choices=[1, 2, 4])
-    parser.add_argument("cells", nargs="*", metavar="CELL", help="default: all that are not deep")
+    parser.add_argument("cells", nargs="*", metavar="CELL", help="default: all that are neither deep nor compiled_...")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="for each measurement")
     options = parser.parse_args(words)
-    known = cells(options.gpus) | (deep(options.gpus) if options.gpus >= DEEP_GPUS else {})
+    known = cells(options.gpus) | compiled(options.gpus)
+    known |= deep(options.gpus) if options.gpus >= DEEP_GPUS else {}
     if unknown := set(options.cells) - known.keys():
         parser.error(f"{options.gpus} GPUs have no cell {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.out.mkdir(parents=True, exist_ok=True)
@@ -98,4 +125,4 @@ def measure(stem: Path, settings: list[str], patience_s: float) -> str:
     if code:
         return f"failed, see {log}"
     found = json.loads(result.read_text())
-    return json.dumps({name: found[name] for name in ("ours", "torchtitan") if name in found})
+    return json.dumps({name: found[name] for name in SHOWN if name in found})

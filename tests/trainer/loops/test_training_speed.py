@@ -10,8 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
-from benchmarks.training_models import SHAPES, attention_flops, matrix_flops
+from benchmarks.training_models import SHAPES, attention_flops, expert_count, matrix_flops
 from benchmarks.training_speed import arguments, make_recipe, measure, ours
+from primeslurm.families import family_of
 from primeslurm.trainer.distributed.world import World
 
 SMALL: dict[str, Any] = {
@@ -31,8 +32,15 @@ def test_both_steps_are_timed(world: World) -> None:
     assert found["ours"]["tokens_per_s"] > 0 and found["torchtitan"]["tokens_per_s"] > 0
 
 
+def test_both_of_ours_are_timed(world: World) -> None:
+    options = ["--layers", "1", "--seq", "64", "--documents", "3", "--steps", "1", "--vocab", "256"]
+    found = measure(arguments([*options, "--against", "eager"]), world)
+    assert found["speed_ratio"] > 0
+    assert found["first_step"] == found["eager_first_step"], "the same weights and rows"
+
+
 def test_what_torchtitan_lacks_is_refused(world: World) -> None:
-    with pytest.raises(SystemExit, match="it has no GLM-5"):
+    with pytest.raises(SystemExit, match="it has Qwen3's shapes"):
         measure(arguments(["--shape", "glm5", "--against", "torchtitan"]), world)
 
 
@@ -60,3 +68,21 @@ def test_attention_counts_the_keys_that_are_seen(length: int) -> None:
     assert attention_flops(config, length, causal=True) * length == pytest.approx(flops)
     config = Qwen3Config(**SMALL)
     assert attention_flops(config, length, causal=True) * length == 3 * 2 * 2 * 4 * 2 * 32 * sum(seen)
+
+
+def test_attention_counts_windows_and_heads_of_two_widths() -> None:
+    config = SHAPES["gpt_oss_120b"].build(2, 4, 256)
+    width = 3 * 2 * 64 * 2 * 64
+    assert attention_flops(config, 8, causal=True) == 2 * width * 4.5, "no window is as long"
+    seen = [min(token + 1, 128) for token in range(1024)]
+    assert attention_flops(config, 1024, causal=True) == width * (512.5 + sum(seen) / 1024)
+    assert attention_flops(config, 1024, causal=False) == width * (1024 + 128)
+    config = SHAPES["deepseek_v3"].build(1, 4, 256)
+    assert attention_flops(config, 8, causal=False) == 3 * 2 * 128 * (192 + 128) * 8
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes_are_families_that_the_trainer_has_code_for(name: str) -> None:
+    config = SHAPES[name].build(1, None if name in ("qwen3_4b", "llama3_8b") else 16, 256)
+    assert family_of(config.model_type) is not None
+    assert expert_count(config) == (0 if name in ("qwen3_4b", "llama3_8b") else 16)
