@@ -83,6 +83,16 @@ REPLAY = {"trainer.router_replay": "true"}
 # vLLM takes DeepGEMM for experts wider than 512, in blocks of 128. For narrower ones 0.32 reserves DeepGEMM's room and
 # takes Triton, which needs more unless the model is twice as wide: engines end with an AssertionError (_resize_cache).
 FP8_SIZES = ("--hidden", "640", "--head-dim", "128")
+# The recipe's own schedule is for the narrow model of the demo, on a CPU. This is how the wide one was measured.
+WIDE_WARM_START = {
+    "max_steps": "400",
+    "seq_len": "512",
+    "sft.batch_size": "48",
+    "trainer.optimizer.type": "adamw",
+    "trainer.optimizer.lr": "1.0e-3",
+    "trainer.optimizer.min_lr_ratio": "0.0",
+    "checkpoint.interval": "400",
+}
 TINY = "primeslurm.trainer.tiny"
 TOOL_USE = "primeslurm.orchestrator.environments.tool_use"
 CELLS = {
@@ -96,7 +106,7 @@ CELLS = {
         "tool_use_sft.yaml",
         1,
         150,
-        BF16 | {"trainer.optimizer.lr": "1.0e-3"},
+        BF16 | WIDE_WARM_START,
         tiny=("model", *FP8_SIZES, "--phrases"),
         demonstrations=(TOOL_USE,),
     ),

@@ -17,7 +17,7 @@ case $demo in
     "${python[@]}" primeslurm.trainer.tiny demonstrations "$directory/demonstrations.jsonl" ;;
   tool-use)
     "${python[@]}" primeslurm.trainer.tiny model "$directory/random" --phrases
-    "${python[@]}" primeslurm.orchestrator.environments.tool_use "$directory/demonstrations.jsonl" ;;
+    "${python[@]}" primeslurm.orchestrator.environments.tool_use "$directory/demonstrations.jsonl" --n 4000 --noise 0.45 ;;
   hangman)
     "${python[@]}" primeslurm.trainer.hangman "$directory/model.part"
     mv "$directory/model.part" "$model"
