@@ -91,7 +91,8 @@ SHAPES = {
         },
         None,
     ),
-    # transformers' defaults are GLM-4.5-Air's, DeepSeek-V3's, gpt-oss-120b's, MiniMax-M2's and GLM-5's. All layers have experts: of the whole model's, all but 1 to 3 have.
+    # transformers' defaults are GLM-4.5-Air's, DeepSeek-V3's, gpt-oss-120b's, MiniMax-M2's and GLM-5's. All layers have
+    # experts: of the whole models', all but 1 to 3 have.
     "glm4_5_air": Shape(Glm4MoeConfig, {"first_k_dense_replace": 0, "head_dim": 128}, None),
     "deepseek_v3": Shape(DeepseekV3Config, {"first_k_dense_replace": 0}, None),
     "gpt_oss_120b": Shape(GptOssConfig, {}, None),

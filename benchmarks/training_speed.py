@@ -5,9 +5,10 @@
 
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
 runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
-other is torchtitan's `Trainer.train_step`, `--compile` is for both, or with `--against eager` ours without it. Both have
-their models in memory at once and take turns; where memory holds one, `--instead torchtitan` in a second call times the other. The ratio is that of medians: of
-elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
+other is torchtitan's `Trainer.train_step`, and `--compile` is for both; or, with `--against eager`, ours without it.
+Both have their models in memory at once and take turns; where memory holds one, `--instead torchtitan` in a second call
+times the other. The ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others
+disturb less.
 """
 
 from __future__ import annotations
@@ -302,9 +303,7 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     other = "torchtitan" if "torchtitan" in (options.against, options.instead) else None
     if other and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
-        raise SystemExit(
-            "torchtitan: it has Qwen3's shapes with all experts alone, and of these optimizers AdamW"
-        )
+        raise SystemExit("torchtitan: it has Qwen3's shapes with all experts alone, and of these optimizers AdamW")
     config = shape.build(options.layers, options.experts, options.vocab)
     recipe = make_recipe(options, world.device.type == "cpu")
     with tempfile.TemporaryDirectory() as directory:

@@ -8,8 +8,8 @@
 What fails, or takes too long, leaves its log and no JSON. Few layers at full width stand for the whole model, and the
 vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold Qwen3-30B-A3B whole (`whole_...`, by
 name only) or, of 80 GB each, 20 of its 48 layers (`part_...`): 16,384 tokens on each, which are a row, or a quarter of
-one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call. `compiled_...`, by name only:
-compiled layers and eager ones in turns, for each family and mode.
+one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call. `compiled_...`,
+by name only: compiled layers and eager ones in turns, for each family and mode.
 """
 
 from __future__ import annotations

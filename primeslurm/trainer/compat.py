@@ -281,6 +281,8 @@ def _expert_range(
 
 
 _replace(titan_fsdp, "fully_shard", expert_shards.fully_shard)
+
+
 def _varlen_shapes(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -16,7 +16,7 @@ from benchmarks.__main__ import benchmarks
 from benchmarks.dispatch import GROUP, RESULT, SIGMAS, WheneverThereIsRoom, bound_with_waste
 from benchmarks.fault_table import recorded
 from benchmarks.training_speed import arguments
-from benchmarks.training_sweep import cells, deep
+from benchmarks.training_sweep import cells, compiled, deep
 from primeslurm.orchestrator.dispatch import DispatchLimits
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -82,7 +82,7 @@ def test_none_imports_tests(path: Path) -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_a_sweep_asks_for_what_training_speed_takes(gpus: int) -> None:
-    for settings in (cells(gpus) | deep(gpus)).values():
+    for settings in (cells(gpus) | compiled(gpus) | deep(gpus)).values():
         asked = arguments([*settings, "--ranks", str(gpus)])
         assert asked.ep in (1, gpus) and asked.cp in (1, gpus) and (asked.experts or gpus) % gpus == 0
 
