@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tests with coverage, which fail below the floor in pyproject.toml. With arguments: only what they name to pytest.
+# Lint and all tests with coverage, which fail below the floor in pyproject.toml. With arguments: only what they name to
+# pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
@@ -19,7 +20,9 @@ group() {
     coverage run -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${@:2}"
 }
 
+lint=(env -u COVERAGE_PROCESS_START -u COVERAGE_FILE just lint)
 if (($#)); then
+  "${lint[@]}"
   coverage run -m pytest "$@"
 else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
@@ -39,6 +42,7 @@ else
   group "${unit[@]}" >build/unit.log 2>&1 &
   unit_pid=$!
   failed=()
+  "${lint[@]}" || failed+=("lint $?") # most of it is one process: it has one core, and the groups above the other
   group "${engines[@]}" || failed+=("engines $?")
   wait $clusters_pid || failed+=("clusters $?")
   wait $runs_pid || failed+=("runs $?")
@@ -48,7 +52,7 @@ else
   unstable=0
   for each in "${failed[@]}"; do
     read -r name code <<<"$each"
-    ((code == 1)) || exit "$code"
+    [[ $name != lint && $code == 1 ]] || exit "$code"
     unstable=$((unstable + $(python -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' \
       "build/pytest-$name/v/cache/lastfailed")))
     declare -n paths=$name
