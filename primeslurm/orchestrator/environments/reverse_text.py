@@ -27,8 +27,8 @@ class ReverseTextConfig(vf.TasksetConfig):  # type: ignore[misc]
     min_length: int = 4
     max_length: int = 8
     seed: int = 0
-    n: int = 1_000_000
-    """Number of words."""
+    n: int = 10_000
+    """Number of words. A worker makes all of them before it gives out the first, or the first 131,072."""
 
 
 class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
