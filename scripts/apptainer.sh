@@ -28,7 +28,8 @@ patchelf --set-interpreter $libc/ld-linux-x86-64.so.2 --force-rpath --set-rpath 
 sed -i -E '/^Depends:/s/libc6 \([^)]*\), //' package/DEBIAN/control
 rm package/DEBIAN/md5sums
 dpkg-deb -Znone --build package apptainer.deb
-# the last two are for disks of fixed size
-"${released[@]}" ./apptainer.deb fuse2fs fuse-overlayfs
+# squashfuse mounts images: where root has not all capabilities, they cannot be unpacked. The last two are for disks of
+# fixed size.
+"${released[@]}" ./apptainer.deb squashfuse fuse2fs fuse-overlayfs
 apptainer --version
 rm -r "$work"
