@@ -27,6 +27,7 @@ from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from primeslurm.families import model_types
 from primeslurm.inference.plugin import register
@@ -67,7 +68,9 @@ def worker(world: World) -> Iterator[None]:
     backend_of = CpuPlatform.get_attn_backend_cls
 
     def dense(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        return backend_of(backend, attn_selector_config._replace(use_sparse=False), num_heads)
+        # Where CPUs have AMX, vLLM would take kernels that know the sizes of released models alone.
+        wanted = AttentionBackendEnum.CPU_MLA if attn_selector_config.use_mla else backend
+        return backend_of(wanted, attn_selector_config._replace(use_sparse=False), num_heads)
 
     with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
         patch.setattr(torch.accelerator, "empty_cache", lambda: None)

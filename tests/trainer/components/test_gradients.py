@@ -12,7 +12,8 @@ from primeslurm.trainer.distributed.world import World
 from tests.trainer.families import CASES, SEEING_CASES, UNEVEN_CASES, write
 from tests.trainer.gradients import Layout, compare, gradients, worst
 
-TOLERANCE = 5e-6
+TOLERANCE = 2e-5
+"""Of sums in another order, in float32: up to 5e-6 on most CPUs, 8.5e-6 of gated delta nets where these have AMX."""
 ROUNDED = 2e-2
 """Of gradients that are summed in bfloat16: a few roundings of 2^-9, of parts that may be larger than their sum."""
 
