@@ -293,7 +293,7 @@ def _varlen_shapes(
     return out, lse, state
 
 
-_stock_varlen_shapes = torch_varlen._varlen_attn_fake
+_stock_varlen_shapes = _replace(torch_varlen, "_varlen_attn_fake", _varlen_shapes)
 torch_varlen._varlen_attn.register_fake(_varlen_shapes)
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
 if ON_CPU:

@@ -54,7 +54,7 @@ def client_within_run(
 
 @functools.cache
 def _no_tls() -> ssl.SSLContext:
-    """What a client of plain HTTP never uses: each would make its own, in milliseconds, and load all certificates."""
+    """What a client of plain HTTP never uses: each would make its own, in a millisecond, or load all certificates."""
     return httpx.create_ssl_context(verify=False)
 
 

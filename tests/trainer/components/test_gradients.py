@@ -12,8 +12,9 @@ from primeslurm.trainer.distributed.world import World
 from tests.trainer.families import CASES, SEEING_CASES, UNEVEN_CASES, write
 from tests.trainer.gradients import Layout, compare, gradients, worst
 
-TOLERANCE = 2e-5
-"""Of sums in another order, in float32: up to 5e-6 on most CPUs, 8.5e-6 of gated delta nets where these have AMX."""
+TOLERANCE = 5e-6
+DELTA_NETS = 2e-5
+"""Of gated delta nets over several ranks: 8.5e-6 on CPUs with AMX, where sums are in yet another order."""
 ROUNDED = 2e-2
 """Of gradients that are summed in bfloat16: a few roundings of 2^-9, of parts that may be larger than their sum."""
 
@@ -133,7 +134,7 @@ def check(layout: Layout, difference: float) -> None:
     if layout.parallelism.get("gradient_dtype") == "bfloat16":
         assert 1e-4 < difference < ROUNDED
     else:
-        assert difference < TOLERANCE
+        assert difference < (DELTA_NETS if layout.case.startswith("qwen3_5") else TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["qwen3_5_text", "nemotron_h", "glm_moe_dsa"])
