@@ -1,10 +1,10 @@
 """The demos' runs on real GPUs, without Slurm: warm starts, then RL with a trainer, prefill and decode on GPUs.
 
-    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
-    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
-    timeout 200 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
-    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
-    timeout 810 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one, shared by all four
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
+    timeout 270 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one, shared by all four
 
 Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
 finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which
@@ -78,8 +78,12 @@ FP8 = {
     "trainer.optimizer.lr": "1.0e-4",
 }
 P_AND_D = {"deployment.inference": "{type: disaggregated, prefill: {gpus_per_node: 1}, decode: {gpus_per_node: 1}}"}
-TWO_ENGINES = {"deployment.inference": "{type: multi_node, gpus_per_node: 2}"}
-REPLAY = {"trainer.router_replay": "true"}
+REPLAY = {
+    "deployment.inference": "{type: multi_node, gpus_per_node: 2}",  # two engines
+    "trainer.router_replay": "true",
+}
+# The demo's own tasks; machines that are lent may lack bubblewrap.
+TRUSTED = {"environments.0.runtime": "{type: subprocess, trusted: true}"}
 # vLLM takes DeepGEMM for experts wider than 512, in blocks of 128. For narrower ones 0.32 reserves DeepGEMM's room and
 # takes Triton, which needs more unless the model is twice as wide: engines end with an AssertionError (_resize_cache).
 FP8_SIZES = ("--hidden", "640", "--head-dim", "128")
@@ -97,7 +101,7 @@ TINY = "primeslurm.trainer.tiny"
 TOOL_USE = "primeslurm.orchestrator.environments.tool_use"
 CELLS = {
     "reverse-text-sft": Cell(
-        "reverse_text_sft.yaml", 1, 150, BF16, tiny=("model",), demonstrations=(TINY, "demonstrations")
+        "reverse_text_sft.yaml", 1, 220, BF16, tiny=("model",), demonstrations=(TINY, "demonstrations")
     ),
     "reverse-text": Cell(
         "reverse_text.yaml", 4, 420, SMALL | {"inference.enforce_eager": "true"}, after="reverse-text-sft"
@@ -105,13 +109,13 @@ CELLS = {
     "tool-use-sft": Cell(
         "tool_use_sft.yaml",
         1,
-        150,
+        220,
         BF16 | WIDE_WARM_START,
         tiny=("model", *FP8_SIZES, "--phrases"),
         demonstrations=(TOOL_USE,),
     ),
-    "tool-use-fp8": Cell("tool_use.yaml", 4, 650, SMALL | FP8 | P_AND_D, after="tool-use-sft"),
-    "tool-use-fp8-replay": Cell("tool_use.yaml", 4, 650, SMALL | FP8 | TWO_ENGINES | REPLAY, after="tool-use-sft"),
+    "tool-use-fp8": Cell("tool_use.yaml", 4, 650, SMALL | FP8 | P_AND_D | TRUSTED, after="tool-use-sft"),
+    "tool-use-fp8-replay": Cell("tool_use.yaml", 4, 650, SMALL | FP8 | REPLAY | TRUSTED, after="tool-use-sft"),
 }
 
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-PATIENCE_S = 180
+PATIENCE_S = 240
 SHOWN = ("ours", "torchtitan", "eager", "speed_ratio", "recompiles")
 DEEP_GPUS = 4
 """So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32: 122 GB each, 20 layers 52."""

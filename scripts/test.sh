@@ -33,8 +33,8 @@ else
   rollouts=(rollouts tests/unit/orchestrator tests/power)
   unit=(unit tests/unit --ignore=tests/unit/orchestrator)
   engines=(engines tests/engine tests/gpu tests/trainer)
-  group "${clusters[@]}" >build/clusters.log 2>&1 &
-  clusters_pid=$!
+  group "${engines[@]}" >build/engines.log 2>&1 &
+  engines_pid=$!
   group "${runs[@]}" >build/runs.log 2>&1 &
   runs_pid=$!
   group "${rollouts[@]}" >build/rollouts.log 2>&1 &
@@ -42,13 +42,14 @@ else
   group "${unit[@]}" >build/unit.log 2>&1 &
   unit_pid=$!
   failed=()
-  "${lint[@]}" || failed+=("lint $?") # most of it is one process: it has one core, and the groups above the other
-  group "${engines[@]}" || failed+=("engines $?")
-  wait $clusters_pid || failed+=("clusters $?")
+  # Lint, most of which is one process, comes before the group that takes least time.
+  "${lint[@]}" || failed+=("lint $?")
+  group "${clusters[@]}" || failed+=("clusters $?")
+  wait $engines_pid || failed+=("engines $?")
   wait $runs_pid || failed+=("runs $?")
   wait $rollouts_pid || failed+=("rollouts $?")
   wait $unit_pid || failed+=("unit $?")
-  cat build/clusters.log build/runs.log build/rollouts.log build/unit.log
+  cat build/engines.log build/runs.log build/rollouts.log build/unit.log
   unstable=0
   for each in "${failed[@]}"; do
     read -r name code <<<"$each"

@@ -10,7 +10,14 @@ FAMILY = Family(
     name="deepseek_v3",
     model_types={
         "deepseek_v3": Capabilities(
-            ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True, compile=True
+            ep=True,
+            cp=True,
+            fp8=True,
+            lora=True,
+            router_replay=True,
+            fp8_checkpoint=True,
+            compile=True,
+            compiled_with=frozenset(),
         )
     },
     parsers={

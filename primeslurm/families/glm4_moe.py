@@ -8,7 +8,14 @@ FAMILY = Family(
     name="glm4_moe",
     model_types={
         "glm4_moe": Capabilities(
-            ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True, compile=True
+            ep=True,
+            cp=True,
+            fp8=True,
+            lora=True,
+            router_replay=True,
+            fp8_checkpoint=True,
+            compile=True,
+            compiled_with=frozenset(),
         )
     },
     parsers={

@@ -6,7 +6,11 @@ from primeslurm.families.family import ATTENTION, SWIGLU, Capabilities, Family
 
 FAMILY = Family(
     name="llama",
-    model_types={"llama": Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True)},
+    model_types={
+        "llama": Capabilities(
+            cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True, compiled_with=frozenset()
+        )
+    },
     renderer="llama-3",
     lora_targets=ATTENTION | SWIGLU,
 )

@@ -7,7 +7,9 @@ from primeslurm.families.family import ATTENTION, EXPERTS, SWIGLU, Capabilities,
 FAMILY = Family(
     name="qwen3",
     model_types={
-        "qwen3": Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True),
+        "qwen3": Capabilities(
+            cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True, compiled_with=frozenset({"fp8"})
+        ),
         "qwen3_moe": Capabilities(
             ep=True,
             cp=True,

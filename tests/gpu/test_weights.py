@@ -97,7 +97,7 @@ def start_engine(asked: Recipe, log: Path) -> Server:
     argv = (*command.argv, "--skip-tokenizer-init")
     env = {
         **command.env,
-        "CUDA_VISIBLE_DEVICES": str(GPUS - 1),
+        "CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", str(GPUS - 1)).split(",")[-1],
         "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd())),
     }
     server = start_process(command._replace(argv=argv, env=env), {}, log)
