@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from primeslurm.node.attempt.attempt_end import (
     remember_bad_node,
 )
 from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
+from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
@@ -150,10 +152,10 @@ class AgentTask:
         if names := node_names(plan, os.environ):
             remember_bad_node(plan, attempt, names[0], "it was the head, and fell silent", self._agent.journal)
         if conclude(plan, run, attempt, ending, self._agent.journal):
-            client.requeue(job_id)
+            requeue(client, job_id, restarts(os.environ))
             keep_away_from_bad_nodes(plan, job_id)
         else:
-            client.cancel(job_id)
+            insist(client, partial(client.cancel, job_id))
 
     def _attempt(self, run: RunDirectory, rank: int) -> Attempt:
         """This attempt's directory; after a requeue the head makes it from the one before."""

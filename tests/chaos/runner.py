@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -134,27 +136,26 @@ class Chaos:
         known = (before.attempt, before.step or 0)
         reference: tuple[int, int] | None = None
         try:
-            while True:
-                pending = self._inject(pending, injuries)
-                for _, injury in injuries:
-                    injury.repair_if_due()
-                status = scene.look()
-                if status is not None:
-                    now = (status.attempt, status.step or 0)
-                    if now[1] > known[1] or (now[0] > known[0] and now[1]):
-                        steps.append(time.monotonic())
-                        known = now
-                    over = scene.over(status)
-                    if over and status.phase != "completed":
-                        raise AssertionError(f"the run {status.phase}: {status.reason}")
-                    if over or (reference is not None and self._well(status) and now > reference):
-                        break
-                    settled = not pending and all(self._settled(injury, status) for _, injury in injuries)
-                    if reference is None and settled:
-                        reference = now if status.step is not None else (status.attempt, 0)
-                waited = time.monotonic() - began
-                assert waited < PATIENCE_S, self._complaint(f"is not well {PATIENCE_S:.0f} s after", injuries, status)
-                time.sleep(PERIOD_S)
+            with _repaired_in_time(injuries):
+                while True:
+                    pending = self._inject(pending, injuries)
+                    status = scene.look()
+                    if status is not None:
+                        now = (status.attempt, status.step or 0)
+                        if now[1] > known[1] or (now[0] > known[0] and now[1]):
+                            steps.append(time.monotonic())
+                            known = now
+                        over = scene.over(status)
+                        if over and status.phase != "completed":
+                            raise AssertionError(f"the run {status.phase}: {status.reason}")
+                        if over or (reference is not None and self._well(status) and now > reference):
+                            break
+                        settled = not pending and all(self._settled(injury, status) for _, injury in injuries)
+                        if reference is None and settled:
+                            reference = now if status.step is not None else (status.attempt, 0)
+                    waited, late = time.monotonic() - began, f"is not well {PATIENCE_S:.0f} s after"
+                    assert waited < PATIENCE_S, self._complaint(late, injuries, status)
+                    time.sleep(PERIOD_S)
         except AssertionError:
             self.say(f"FAILED {[kind for kind, _ in injuries]} {[injury.target for _, injury in injuries]}")
             raise
@@ -261,3 +262,22 @@ class Chaos:
 def to_stderr(text: str) -> None:
     """Say what happens."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _repaired_in_time(injuries: list[tuple[str, Injury]]) -> Iterator[None]:
+    """Repair what is due also while a look lasts: without its controller Slurm's commands take half a minute each."""
+    over = threading.Event()
+
+    def repair() -> None:
+        while not over.wait(PERIOD_S):
+            for _, injury in list(injuries):
+                injury.repair_if_due()
+
+    thread = threading.Thread(target=repair, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

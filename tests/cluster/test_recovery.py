@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -34,7 +35,7 @@ from primeslurm.run.status.summary import events
 from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
-from tests.support.faults import kill_node, revive_node
+from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
 from tests.support.plans import SERVER, python
 
 pytestmark = pytest.mark.cluster
@@ -321,6 +322,30 @@ def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster,
     job.wait_for("engine-r0-0", "router-0", "orchestrator")
     assert job.node_of(0) != head
     assert head not in [agent.name for agent in job.attempt.assignment().agents.values()]
+    job.finish()
+    last = job.run.attempt(2).end()
+    assert last is not None and last.outcome == "completed"
+
+
+@pytest.mark.parametrize("victim", ["trainer", "head"])
+def test_an_attempt_that_ends_while_the_controller_is_away_is_followed_by_another(
+    victim: str, cluster: Cluster, start: Callable[..., Job]
+) -> None:
+    """For longer than Slurm's own commands try: who asks for the next one waits until it is back."""
+    job = start(replicas=1, spares=0)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
+    head = job.heartbeat(0)
+    pid = head.agent_pid if victim == "head" else head.processes["trainer-rank-0"].pid
+    assert pid is not None
+    kill_controller(cluster)
+    try:
+        os.kill(pid, signal.SIGKILL)
+        job.wait(lambda: "controller is away" in job.run.job_output(job.id).read_text())
+        assert (end := job.run.attempt(1).end()) is not None and (end.outcome, end.requeued) == ("failed", True)
+    finally:
+        revive_controller(cluster)
+    job.wait(lambda: job.attempt.number == 2)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
     job.finish()
     last = job.run.attempt(2).end()
     assert last is not None and last.outcome == "completed"

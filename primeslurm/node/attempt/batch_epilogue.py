@@ -2,8 +2,8 @@
 
     python -m primeslurm.node.attempt.batch_epilogue RUN_DIR CODE SRUN ...
 
-Usually the head has recorded how the attempt ended. It cannot where no head was there to do so: srun ends all tasks
-when it cannot reach a single node to start one.
+Usually the head has recorded how the attempt ended, and had the job requeued. It cannot where no head was there to do
+so: srun ends all tasks when it cannot reach a single node to start one. And Slurm's controller may have been away.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.attempt.attempts import enter, first_of_job
+from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
@@ -67,12 +69,12 @@ class BatchEpilogue:
     """
 
     def __init__(self, run: RunDirectory, step: list[str]) -> None:
-        self._job_id, start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
+        self._job_id, self._restarts = os.environ["SLURM_JOB_ID"], restarts(os.environ)
         self._run, self._step, self._client = run, step, SlurmClient()
-        self._attempt = enter(run, first_of_job(run, self._job_id) + start, wait_s=0.0)
+        self._attempt = enter(run, first_of_job(run, self._job_id) + self._restarts, wait_s=0.0)
         self._plan = self._attempt.plan()
         self._names = node_names(self._plan, os.environ)
-        self._output = JobOutput(run.job_output(self._job_id), start)
+        self._output = JobOutput(run.job_output(self._job_id), self._restarts)
         self._unreached: dict[str, str] = {}
         """Nodes on which no task could be started, and why."""
         self._journal = Journal(self._attempt.path, "batch")
@@ -80,11 +82,15 @@ class BatchEpilogue:
     def see_to(self, code: int) -> int:
         """Start the attempt again on the nodes that are left, or requeue the job. Returns the last step's exit code."""
         while code:
+            end = self._attempt.end()
+            if end is not None and end.requeued:  # if the controller was away when the head asked for it: now
+                self._requeue()
+                break
             told = launch_failures(self._output.news())
             news = {name: why for name, why in told.items() if name not in self._unreached}
             self._unreached |= news
-            job = self._client.job(self._job_id)
-            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached)
+            job = insist(self._client, partial(self._client.job, self._job_id))
+            ending = ending_of_step(end, job.state if job else "", code, self._unreached)
             if ending is None:
                 break
             if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault
@@ -112,9 +118,12 @@ class BatchEpilogue:
     def _end(self, ending: Ending) -> None:
         self._journal.write(AttemptEnds(ending.outcome, ending.reason, ending.suspect))
         if conclude(self._plan, self._run, self._attempt, ending, self._journal):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
-            self._client.requeue(self._job_id)
-            keep_away_from_bad_nodes(self._plan, self._job_id)
+            self._requeue()
+
+    def _requeue(self) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
+        requeue(self._client, self._job_id, self._restarts)
+        keep_away_from_bad_nodes(self._plan, self._job_id)
 
 
 def main(run_dir: str, code: str, *step: str) -> int:

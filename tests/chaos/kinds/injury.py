@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -54,12 +55,14 @@ class Injury:
     """Whether the run can only be well when it is repaired: a node that is lost is replaced long before."""
     began: float = field(default_factory=time.monotonic)
     repaired: bool = False
+    _repairing: threading.Lock = field(default_factory=threading.Lock)
 
     def repair_if_due(self, *, now: bool = False) -> None:
-        """Repair it once, when its time is over, or `now`."""
-        if not self.repaired and (now or time.monotonic() >= self.began + self.lasts_s):
-            self.repaired = True
-            self.repair()
+        """Repair it once, when its time is over, or `now`; any thread may."""
+        with self._repairing:
+            if not self.repaired and (now or time.monotonic() >= self.began + self.lasts_s):
+                self.repair()
+                self.repaired = True
 
 
 @dataclass(frozen=True)

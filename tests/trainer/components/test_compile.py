@@ -21,9 +21,8 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 BY_NAME = {case.name: case for case in CASES}
 ALIKE = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
 """Model types that are built by another one's code, and the case that stands for them."""
-OTHERS = sorted(
+COMPILED = sorted(
     {ALIKE.get(model_type, model_type) for model_type, can in model_types(bundled()).items() if can.compile}
-    - {"qwen3_moe"}
 )
 
 
@@ -63,16 +62,13 @@ def test_layers_whose_recurrences_have_kernels_are_left_to_them(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_gradients_of_compiled_layers_are_as_near_to_the_exact_ones(
-    tmp_path: Path, world: World, checkpointing: str
-) -> None:
-    check("qwen3_moe", tmp_path, world, checkpointing)
+def test_gradients_of_compiled_layers_are_as_near_to_the_exact_ones(tmp_path: Path, world: World) -> None:
+    check("qwen3_moe", tmp_path, world, "full")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", OTHERS)
-def test_layers_of_every_other_family_that_can_be_compiled_are_traced(
+@pytest.mark.parametrize("case", COMPILED)
+def test_layers_of_every_family_that_can_be_compiled_are_traced(
     case: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # without code for a CPU, which takes longest and is not what GPUs run

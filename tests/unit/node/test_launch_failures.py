@@ -157,8 +157,9 @@ def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Writes down how it was called, in a job of four nodes that Slurm says is running; its step succeeds."""
     scripts = tmp_path / "bin"
     scripts.mkdir()
+    running = "JobId=5 Partition=gpu JobState=RUNNING Reason=None Restarts=0 StartTime=now"
     for name, line in (
-        ("scontrol", "echo JobId=5 Partition=gpu JobState=RUNNING Reason=None Restarts=0 StartTime=now"),
+        ("scontrol", f'[ "$1" = ping ] && echo Slurmctld is UP || echo {running}'),
         ("srun", f'echo "$@" >> {tmp_path}/called'),
     ):
         (scripts / name).write_text(f"#!/bin/sh\n{line}\n")
