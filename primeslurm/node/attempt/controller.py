@@ -18,7 +18,7 @@ AWAY_S = 3600.0
 """For so long a controller that does not answer is waited for."""
 REFUSALS = 5
 """A controller that has just started may refuse what it takes a moment later."""
-PAUSE_S = 2.0
+LOOK_AGAIN_S = 2.0
 
 
 def insist(client: SlurmClient, command: Callable[[], T]) -> T:
@@ -41,7 +41,7 @@ def insist(client: SlurmClient, command: Callable[[], T]) -> T:
         elif not told:
             told = True
             print("primeslurm: Slurm's controller is away; waiting for it", file=sys.stderr, flush=True)
-        time.sleep(PAUSE_S)
+        time.sleep(LOOK_AGAIN_S)
 
 
 def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
