@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
@@ -39,11 +39,20 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 @dataclass
 class Server:
-    """A server process, the leader of its own process group."""
+    """A server process, the leader of its own process group.
+
+    Neither is mistaken for a later one with the same number: where many processes start, numbers come round in minutes.
+    """
 
     pid: int
     url: str
     log: Path
+    started: int | None = field(init=False)
+    """Start time in clock ticks since boot; None for a process that ended at once."""
+
+    def __post_init__(self) -> None:
+        found = _state_and_start(self.pid)
+        self.started = found[1] if found else None
 
     def status_code(self, path: str = "/health") -> int | None:
         """Return the HTTP status of a GET, None if nobody answers."""
@@ -64,13 +73,12 @@ class Server:
 
     def alive(self) -> bool:
         """Whether the process exists."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
+        found = _state_and_start(self.pid)
+        if found is None or found[1] != self.started:
             return False
-        return True
+        with contextlib.suppress(ChildProcessError):
+            return os.waitpid(self.pid, os.WNOHANG) == (0, 0)
+        return found[0] not in "ZX"  # another process's child
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group, and wait until it and its shared memory are gone."""
@@ -81,6 +89,8 @@ class Server:
         self._end(signal.SIGTERM)
 
     def _end(self, first: signal.Signals) -> None:
+        if self._replaced():
+            return
         memory = SharedMemory()
         memory.look([self.pid])
         self._signal(first)
@@ -94,9 +104,15 @@ class Server:
         """Whether the process ends by itself in time."""
         return self._gone(timeout_s)
 
+    def _replaced(self) -> bool:
+        """Whether a later process has this one's number, which none gets while any of the group is left."""
+        found = _state_and_start(self.pid)
+        return found is not None and found[1] != self.started
+
     def _signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+        if not self._replaced():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
     def _gone(self, timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
@@ -105,6 +121,16 @@ class Server:
                 return False
             time.sleep(0.02)
         return True
+
+
+def _state_and_start(pid: int) -> tuple[str, int] | None:
+    """Read a process's state and start time; None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()
+    return fields[0], int(fields[19])
 
 
 def start_process(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,7 +101,7 @@ class Run:
             self.processes[name] = server(ORCHESTRATOR).start(*command, stdout=log, stderr=log)
 
     def kill(self, name: str) -> None:
-        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].kill()
         self.processes[name].wait()
 
     def link(self) -> TrainerLink:

@@ -1,0 +1,65 @@
+"""Servers that tests and benchmarks start are ended with all that they have started, and nothing else is."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from benchmarks.support.servers import Server
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
+LEAVES_ONE = "import os, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True)"
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended within some seconds; whose child it was, nobody may have asked."""
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(SLEEP, start_new_session=True) as found:
+        yield found
+        found.kill()
+
+
+def test_a_server_is_ended(process: subprocess.Popen[bytes]) -> None:
+    server = Server(process.pid, "", Path())
+    assert server.alive()
+    server.kill()
+    assert not server.alive() and gone(process.pid)
+
+
+def test_a_later_process_with_its_number_is_left_alone(process: subprocess.Popen[bytes]) -> None:
+    server = Server(process.pid, "", Path())
+    assert server.started is not None
+    server.started -= 1  # as if that one had ended long ago
+    assert not server.alive()
+    server.kill()
+    server.stop()
+    assert process.poll() is None
+
+
+def test_what_a_server_leaves_is_ended() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", LEAVES_ONE, *SLEEP], stdout=subprocess.PIPE, start_new_session=True, text=True
+    ) as process:
+        server = Server(process.pid, "", Path())
+        assert process.stdout is not None
+        left = int(process.stdout.readline())
+        while server.alive():
+            time.sleep(0.01)
+        assert psutil.pid_exists(left)
+        server.kill()
+        assert gone(left)
