@@ -18,6 +18,7 @@ import httpx
 from benchmarks.support.ports import HOST, free_port
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.commands.command import Command
+from primeslurm.slurm.embedded.daemons import state_and_start
 from primeslurm.wire.transport import secret
 
 NODE_VALUES = {
@@ -51,7 +52,7 @@ class Server:
     """Start time in clock ticks since boot; None for a process that ended at once."""
 
     def __post_init__(self) -> None:
-        found = _state_and_start(self.pid)
+        found = state_and_start(self.pid)
         self.started = found[1] if found else None
 
     def status_code(self, path: str = "/health") -> int | None:
@@ -73,7 +74,7 @@ class Server:
 
     def alive(self) -> bool:
         """Whether the process exists."""
-        found = _state_and_start(self.pid)
+        found = state_and_start(self.pid)
         if found is None or found[1] != self.started:
             return False
         with contextlib.suppress(ChildProcessError):
@@ -106,7 +107,7 @@ class Server:
 
     def _replaced(self) -> bool:
         """Whether a later process has this one's number, which none gets while any of the group is left."""
-        found = _state_and_start(self.pid)
+        found = state_and_start(self.pid)
         return found is not None and found[1] != self.started
 
     def _signal(self, number: signal.Signals) -> None:
@@ -121,16 +122,6 @@ class Server:
                 return False
             time.sleep(0.02)
         return True
-
-
-def _state_and_start(pid: int) -> tuple[str, int] | None:
-    """Read a process's state and start time; None if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()
-    return fields[0], int(fields[19])
 
 
 def start_process(

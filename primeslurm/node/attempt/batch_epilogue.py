@@ -90,7 +90,7 @@ class BatchEpilogue:
             news = {name: why for name, why in told.items() if name not in self._unreached}
             self._unreached |= news
             job = insist(self._client, partial(self._client.job, self._job_id))
-            ending = ending_of_step(end, job.state if job else "", code, self._unreached)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached)
             if ending is None:
                 break
             if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault

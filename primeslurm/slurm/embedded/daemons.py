@@ -43,14 +43,20 @@ class OsProcess:
                 os.kill(self.pid, number)
 
 
-def _started(pid: int) -> int | None:
+def state_and_start(pid: int) -> tuple[str, int] | None:
+    """Read a process's state and its start time in clock ticks since boot; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     # The second field is the command in parentheses and may itself hold spaces and parentheses.
     fields = text.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return fields[0], int(fields[19])
+
+
+def _started(pid: int) -> int | None:
+    found = state_and_start(pid)
+    return None if found is None or found[0] in "ZX" else found[1]
 
 
 def end(processes: Iterable[OsProcess], grace_s: float) -> None:

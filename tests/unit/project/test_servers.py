@@ -14,7 +14,7 @@ import pytest
 from benchmarks.support.servers import Server
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-LEAVES_ONE = "import os, subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True)"
+LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, flush=True)"
 
 
 def gone(pid: int) -> bool:
