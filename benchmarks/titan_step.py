@@ -23,9 +23,12 @@ from torchtitan.trainer import Trainer
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.components.activation_checkpointing import ChosenExpertsAC
 from primeslurm.trainer.distributed.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+# Its own ends with a CUDA assertion where a token of a compiled layer chooses another expert when computed anew.
+_COMPILED_CHECKPOINTING = _CHECKPOINTING | {"full": ChosenExpertsAC.Config()}
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -95,7 +98,9 @@ class TitanStep(Trainer):
             training=self.config.training,
             parallelism=self.config.parallelism,
             compile_config=CompileConfig(enable=bool(recipe.trainer.compile)),
-            ac_config=_CHECKPOINTING[layout.activation_checkpointing],
+            ac_config=(_COMPILED_CHECKPOINTING if recipe.trainer.compile else _CHECKPOINTING)[
+                layout.activation_checkpointing
+            ],
             dump_folder="",
         )
         model.to_empty(device=self.device.type)

@@ -8,7 +8,7 @@ FAMILY = Family(
     name="llama",
     model_types={
         "llama": Capabilities(
-            cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True, compiled_with=frozenset()
+            cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True, compiled_with=frozenset({"fp8"})
         )
     },
     renderer="llama-3",

@@ -1,4 +1,4 @@
-"""A real run whose environments have rules of advantages of their own: self-distillation, and agents of two kinds."""
+"""A real run whose environments have rules of advantages of their own, and which is interrupted twice."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.records.metrics import Row
 from primeslurm.run.records import rows
 from tests.e2e.conftest import ROOT
+from tests.support.faults import warn
 from tests.support.hinted import write_model
 from tests.support.runs import Demo, process, trained_steps
 
@@ -21,7 +23,7 @@ REWARDS = ("hinted/reward", "duel/reward", "relay/proposer/reward", "relay/solve
 MEANS = ("memory/duel/short", "memory/duel/long")
 
 
-def test_a_hint_is_learned_and_running_means_outlive_an_attempt(
+def test_a_hint_is_learned_and_running_means_outlive_a_killed_trainer_and_a_preemption(
     demo: Demo, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy comes to do without its hint what it does with it; what each agent won of late is not forgotten."""
@@ -29,11 +31,30 @@ def test_a_hint_is_learned_and_running_means_outlive_an_attempt(
     places = (str(ROOT / "tests" / "support" / "environments"), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
     run = demo.submit("../tests/data/three_rules.yaml", "--set", f"model.path={tmp_path / 'model'}")
-    before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 9)
+    before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 6)
     os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
+    demo.wait(run, lambda status: status["attempt"] == 2)
+    killed = run.attempt(1).end()
+    assert killed is not None and killed.committed_step is not None and killed.committed_step >= 6
+
+    # No multiple of three, at which steps are committed anyway.
+    status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= killed.committed_step + 2)
+    warn(demo.slurm_conf, status["job_id"])
+    demo.wait(run, lambda status: status["attempt"] == 3)
+    preempted = run.attempt(2).end()
+    assert preempted is not None and preempted.outcome == "preempted"
+    assert preempted.committed_step is not None and preempted.committed_step >= killed.committed_step + 2
+
     demo.finish(run)
-    assert {attempt for attempt, _ in trained_steps(run)} == {1, 2}
-    table = rows(run.path)
+    steps = trained_steps(run)
+    second = list(range(killed.committed_step + 1, preempted.committed_step + 1))
+    assert [step for attempt, step in steps if attempt == 2] == second, "a preemption lost or repeated a step"
+    assert [step for attempt, step in steps if attempt == 3] == list(range(second[-1] + 1, STEPS + 1))
+    check_rules(rows(run.path))
+
+
+def check_rules(table: list[Row]) -> None:
+    """Every rule has taught what it should, from the first step to the last."""
     assert [row["step"] for row in table] == list(range(1, STEPS + 1))
     first, second_half = table[0], table[STEPS // 2 :]
     # It grows again when the others have won nearly all there is, whose rules train the same policy.

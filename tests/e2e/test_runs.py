@@ -18,14 +18,13 @@ from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import rows
 from primeslurm.wire.stored import checkpoints
-from tests.support.faults import warn
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 24
 SHORTER = 18
-"""Steps of runs that are there for what happens to them: by then they have learned, too."""
+"""Steps of a run that is there for what happens to it: by then it has learned, too."""
 
 
 def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
@@ -52,29 +51,6 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     after = [e for e in updates if e.time > restarted.time]
     assert after and after[0].version >= 4, "a restarted engine was not brought to the current policy"
     assert [attempt.number for attempt in run.attempts()] == [1]
-
-
-def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo) -> None:
-    run = demo.submit("reverse_text_single.yaml", "--set", f"max_steps={SHORTER}")
-    before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
-    os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
-    demo.wait(run, lambda status: status["attempt"] == 2)
-    committed = run.attempt(1).end().committed_step  # type: ignore[union-attr]
-    assert committed is not None and committed >= 5
-
-    status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= committed + 3)
-    warn(demo.slurm_conf, status["job_id"])
-    demo.wait(run, lambda status: status["attempt"] == 3)
-    preempted = run.attempt(2).end()
-    assert preempted is not None and preempted.outcome == "preempted"
-    assert preempted.committed_step is not None and preempted.committed_step >= committed + 3
-
-    demo.finish(run)
-    check_learning(run, SHORTER)
-    steps = trained_steps(run)
-    second = list(range(committed + 1, preempted.committed_step + 1))
-    assert [step for attempt, step in steps if attempt == 2] == second, "a preemption lost or resumed_steps a step"
-    assert [step for attempt, step in steps if attempt == 3] == list(range(second[-1] + 1, SHORTER + 1))
 
 
 def test_prefill_and_decode_learn_asynchronously_though_cancelled_and_resumed(demo: Demo) -> None:
