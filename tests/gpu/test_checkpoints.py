@@ -15,6 +15,7 @@ from tests.trainer.conftest import finish, make_recipe, start_fresh_ranks
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(minutes=6),
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]

@@ -13,7 +13,11 @@ from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpus(lane="parameters"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 NAMES = ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna", "mistral", "mixtral")
 SEQ_LEN, FIRST = 256, 100

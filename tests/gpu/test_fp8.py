@@ -30,6 +30,7 @@ from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(memory_gb=8),
     pytest.mark.timeout(600),  # kernels are compiled when they are first used
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs an SM90 GPU"

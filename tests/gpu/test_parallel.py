@@ -87,24 +87,28 @@ def check(size: int, layouts: list[Layout], case: str, models: Path) -> None:
     assert not [(str(layout), difference) for layout, difference in found if difference > TOLERANCE[case]]
 
 
+@pytest.mark.gpus(lane="parameters", minutes=5)
 @pytest.mark.parametrize("case", ["qwen3", "gpt_oss"], scope="module")
 def test_flex_equals_varlen(case: str, models: Path) -> None:
     check(1, [Layout(case, attention="flex", dtype="bfloat16")], case, models)
 
 
 @each_case
+@pytest.mark.gpus(2, lane="parameters", minutes=6)
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_equal_one(case: str, models: Path) -> None:
     check(2, TWO_GPUS, case, models)
 
 
 @each_case
+@pytest.mark.gpus(4, 3, lane="parameters", minutes=7)
 @pytest.mark.skipif(not gpus_for(4), reason="needs four GPUs, or NCCL 2.30, which takes a GPU twice")
 def test_four_ranks_equal_one(case: str, models: Path) -> None:
     """On four GPUs, or on fewer that they share."""
     check(4, FOUR_RANKS, case, models)
 
 
+@pytest.mark.gpus(2, lane="parameters", minutes=5)
 @pytest.mark.parametrize("case", ["qwen3"], scope="module")
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_with_flex_equal_one(case: str, models: Path) -> None:

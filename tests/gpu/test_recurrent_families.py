@@ -22,7 +22,11 @@ from primeslurm.trainer.models.layers.recurrence import gated_delta_rule, state_
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, Case, write
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpus(lane="function", minutes=6),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 LENGTHS = (1, 127, 300, 84)
 POSITIONS = torch.cat([torch.arange(n) for n in LENGTHS])[None]
@@ -197,6 +201,7 @@ def plain_references(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", plain)
 
 
+@pytest.mark.gpus(lane="parameters", minutes=6)
 @pytest.mark.usefixtures("plain_references")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in FAMILIES], ids=lambda case: case.name)

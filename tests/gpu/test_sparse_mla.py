@@ -20,7 +20,11 @@ from primeslurm.trainer.loops.interrupt import Interrupt
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import DSA, GROUPS, MLA, MLA_YARN, SHARED, Case, write
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpus(memory_gb=12),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 QUERIES, KEYS, RANK, ROPE, TOP_K = 256, 2048, 512, 64, 512
 SCALE = (128 + ROPE) ** -0.5

@@ -12,6 +12,7 @@ from tests.trainer.distributed.test_stopped_ranks import Ranks, is_named_when_st
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.gpus(2, minutes=4),
     pytest.mark.timeout(900),
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]

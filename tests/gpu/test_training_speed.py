@@ -8,7 +8,11 @@ import torch
 from benchmarks.training_speed import arguments, measure
 from primeslurm.trainer.distributed.world import World
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.gpus(memory_gb=12),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 
 @pytest.mark.parametrize("extra", [["--against", "torchtitan"], ["--fp8"]], ids=["torchtitan", "fp8"])

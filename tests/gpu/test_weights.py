@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+MEMORY_GB = 12
 GPUS = torch.cuda.device_count()
 PROMPT = [(7 * i) % 1000 + 3 for i in range(64)]
 
@@ -168,6 +169,7 @@ def judge(pairs: list[tuple[float, float]], fp8: bool) -> None:
 
 
 @of_each_form
+@pytest.mark.gpus(1, MEMORY_GB, lane="parameters", minutes=8)
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
 async def test_an_engine_computes_with_what_was_published(
     form: str, models: list[Path], world: World, tmp_path: Path
@@ -201,6 +203,7 @@ async def publish_and_compare(server: Server, asked: Recipe, models: list[Path],
 
 
 @of_each_form
+@pytest.mark.gpus(2, MEMORY_GB, lane="parameters", minutes=8)
 @pytest.mark.skipif(
     GPUS < 2 and (GPUS < 1 or nccl_version() < (2, 30)), reason="needs two GPUs, or NCCL 2.30, which takes a GPU twice"
 )

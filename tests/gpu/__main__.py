@@ -1,0 +1,158 @@
+"""All tests of this directory, beside one another on the GPUs of this machine.
+
+    timeout 600 python -m tests.gpu OUT --limit-s 570
+    timeout 600 python -m tests.gpu OUT --limit-s 570 --again
+
+Most of their time is the compilers', on a core each. OUT gets a log of each lane and `lanes.json`; with `--again`,
+those that have passed according to it are left out. Exit code 0: all lanes have passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.gpu.lanes import Lane, Pool, lanes_of
+
+HERE = Path(__file__).parent
+OUTCOMES = "lanes.json"
+STARTS_BEFORE_END_S = 90
+"""What begins later cannot end in time."""
+ENDING_S = 20
+"""For a lane that is cut off to end its engines."""
+HEADROOM_GB = 3
+"""Of each GPU: contexts of CUDA that lanes do not count."""
+
+
+class Outcome(msgspec.Struct):
+    """How a lane ended."""
+
+    passed: bool
+    seconds: int
+    said: str
+    """Its last line."""
+
+
+class Collector:
+    """A plugin of pytest that keeps what was collected."""
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Keep it."""
+        self.items = session.items
+
+
+def collected() -> list[pytest.Item]:
+    """Collect the tests of this directory, without running any."""
+    collector = Collector()
+    pytest.main([str(HERE), "--collect-only", "-qq"], plugins=[collector])
+    return collector.items
+
+
+def memory_gb() -> list[float]:
+    """Ask for the memory of each GPU."""
+    argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return [int(line) * 2**20 / 1e9 for line in subprocess.check_output(argv, text=True).split()]
+
+
+class Runner:
+    """Runs lanes until a time is over.
+
+    Args:
+        out: directory for logs and outcomes.
+        pool: the GPUs.
+        limit_s: for all lanes together.
+    """
+
+    def __init__(self, out: Path, pool: Pool, limit_s: float) -> None:
+        self._out, self._pool = out, pool
+        self._began, self._limit_s = time.monotonic(), limit_s
+        self._ended = asyncio.Event()
+        self.outcomes: dict[str, Outcome] = {}
+
+    @property
+    def left_s(self) -> float:
+        """How much time is left."""
+        return self._limit_s - (time.monotonic() - self._began)
+
+    async def run(self, lanes: list[Lane]) -> None:
+        """Run as many lanes as there is room and time for."""
+        waiting, running = list(lanes), set[asyncio.Task[None]]()
+        while waiting or running:
+            if self.left_s < STARTS_BEFORE_END_S:
+                waiting = []
+            for lane in list(waiting):
+                if (gpus := self._pool.take(lane)) is not None:
+                    waiting.remove(lane)
+                    running.add(asyncio.create_task(self._one(lane, gpus)))
+            self._ended.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), 5)
+            running = {task for task in running if not task.done()}
+
+    async def _one(self, lane: Lane, gpus: tuple[int, ...]) -> None:
+        began, log = time.monotonic(), self._out / f"{lane.name}.log"
+        argv = [sys.executable, "-m", "pytest", "-q", "-s", "--durations=8", "-p", "no:cacheprovider", *lane.tests]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        with log.open("w") as file:
+            process = await asyncio.create_subprocess_exec(
+                *argv, cwd=HERE.parents[1], env=env, stdout=file, stderr=file, start_new_session=True
+            )
+            try:
+                code = await asyncio.wait_for(process.wait(), max(1, self.left_s - ENDING_S))
+            except TimeoutError:
+                code = await _end(process)
+        self._pool.give_back(lane, gpus)
+        lines = log.read_text(errors="replace").strip().splitlines()
+        said = lines[-1][:200] if lines else ""
+        outcome = self.outcomes[lane.name] = Outcome(code == 0, round(time.monotonic() - began), said)
+        print(f"{time.monotonic() - self._began:5.0f} {lane.name} on {gpus}: {outcome.seconds} s, {said}", flush=True)
+        self._ended.set()
+
+
+async def _end(process: asyncio.subprocess.Process) -> int:
+    """End a lane as by hand, so that fixtures end their servers; and, if it does not, with its whole session."""
+    with contextlib.suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(process.wait(), ENDING_S / 2)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    return 124
+
+
+def main() -> int:
+    """Run the lanes. The exit code: 0 if all have passed, 1 if not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--limit-s", type=float, default=1800, help="what has not ended by then is cut off")
+    parser.add_argument("--again", action="store_true", help="only what has not passed according to OUT")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / OUTCOMES
+    before = msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome]) if options.again else {}
+    pool = Pool([each - HEADROOM_GB for each in memory_gb()])
+    lanes = [lane for lane in lanes_of(collected()) if lane.name not in before or not before[lane.name].passed]
+    runner = Runner(options.out, pool, options.limit_s)
+    asyncio.run(runner.run([lane for lane in lanes if pool.could_ever(lane)]))
+    known = before | runner.outcomes
+    file.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
+    bad = [lane for lane in lanes if lane.name not in known or not known[lane.name].passed]
+    for lane in bad:
+        why = known[lane.name].said if lane.name in known else "no GPUs, or no time, for it"
+        print(f"not passed: {lane.name} ({lane.gpus or 'all'} GPUs, {lane.memory_gb:.0f} GB): {why}")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Tests of GPUs run beside one another, each with room of its own; some need a machine for themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.lanes import ALONE, Lane, Pool, lanes_of
+
+HERE = Path(__file__).parent
+
+
+class FakeItem:
+    """A collected test, of which its id and its marks are known."""
+
+    def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
+        self.nodeid, self._marks = nodeid, marks
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        """The first mark is the closest."""
+        return next((mark.mark for mark in self._marks if mark.name == name), None)
+
+
+def lanes(*items: FakeItem) -> list[Lane]:
+    return lanes_of(items)  # type: ignore[arg-type]
+
+
+def test_what_shares_a_process() -> None:
+    gpus, at = pytest.mark.gpus, "tests/gpu/test_a.py::test_"
+    found = lanes(
+        *(FakeItem(f"{at}{name}") for name in ("x[1]", "x[2]", "y")),
+        *(FakeItem(f"{at}z[{i}]", gpus(2, 8, lane="function", minutes=5), gpus(3)) for i in range(2)),
+        *(FakeItem(f"{at}w[{i}]", gpus(memory_gb=1, lane="parameters")) for i in range(2)),
+        FakeItem(f"{at}all", gpus(ALONE)),
+    )
+    assert [(lane.name, lane.gpus, lane.memory_gb, len(lane.tests)) for lane in found] == [
+        ("a-z", 2, 8, 2),
+        ("a", 1, 4, 4),
+        ("a-w-0", 1, 1, 1),
+        ("a-w-1", 1, 1, 1),
+    ]
+
+
+def test_there_is_room_for_all_that_runs() -> None:
+    pool = Pool([10.0, 10.0])
+    one, two, alone = Lane("one", 1, 6, 1), Lane("two", 2, 4, 1), Lane("alone", ALONE, 4, 1)
+    first = pool.take(one)
+    assert first is not None and pool.take(alone) is None, "something else runs"
+    assert pool.take(two) == (0, 1)
+    second = pool.take(one)
+    assert second is not None and second != first
+    assert pool.take(Lane("more", 1, 1, 1)) is None
+    for lane, gpus in ((one, first), (two, (0, 1)), (one, second)):
+        pool.give_back(lane, gpus)
+    assert pool.take(alone) == (0, 1) and pool.take(Lane("small", 1, 0.1, 1)) is None
+    assert [pool.could_ever(Lane("", count, 4, 1)) for count in (ALONE, 1, 2, 3)] == [True, True, True, False]
+    assert not pool.could_ever(Lane("", 1, 11, 1))
+
+
+def test_all_lanes_of_this_directory_end_on_four_gpus(request: pytest.FixtureRequest) -> None:
+    """Beside one another, if each takes as long as it says: in what two calls of ten minutes allow."""
+    waiting = lanes_of(item for item in request.session.items if Path(item.fspath).parent == HERE)
+    tests = [test for lane in waiting for test in lane.tests]
+    assert len(tests) == len(set(tests))
+    pool, now = Pool([78.0] * 4), 0.0
+    running: list[tuple[float, Lane, tuple[int, ...]]] = []
+    while waiting or running:
+        for lane in list(waiting):
+            if (gpus := pool.take(lane)) is not None:
+                waiting.remove(lane)
+                running.append((now + lane.minutes, lane, gpus))
+        assert running, f"no room, ever: {waiting}"
+        now, ended, given = min(running, key=lambda each: each[0])
+        running.remove((now, ended, given))
+        pool.give_back(ended, given)
+    assert now <= 20
