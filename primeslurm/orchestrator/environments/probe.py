@@ -63,7 +63,7 @@ def main() -> None:
     model = Model.model_validate(asked.model)
     environments.load("reverse-text", {})  # imports what verifiers puts off
     tried = [_fork(EnvironmentAnswer, functools.partial(probe, each), each.load_timeout_s) for each in found]
-    looking = _fork(ModelAnswer, functools.partial(look_at, model), MODEL_S)
+    looking = _fork(ModelAnswer, functools.partial(_look_without_torch, model), MODEL_S)
     print(encoded(ProbeResults([_wait(child) for child in tried], _wait(looking))))
 
 
@@ -99,6 +99,12 @@ def look_at(model: Model) -> ModelAnswer:
         return ModelAnswer(no_tools=chosen.no_tools)
     except choosing.RenderingError as error:
         return ModelAnswer([Violation("model.renderer", model.renderer, str(error))])
+
+
+def _look_without_torch(model: Model) -> ModelAnswer:
+    """Look at a model in a process of its own: tokenizers need no torch, importing which takes longer than all else."""
+    sys.modules["torch"] = None  # type: ignore[assignment]  # so that transformers does not find it
+    return look_at(model)
 
 
 def _fork(kind: type[T], work: Callable[[], T], limit_s: float) -> _Child[T]:
