@@ -32,18 +32,16 @@ from benchmarks.support import ranks
 WARM_UP = 2
 BATCHES = 8
 """Different ones that steps go through where rows have several documents."""
-SHAPE_NAMES = (
-    *("qwen3_30b_a3b", "qwen3_4b", "llama3_8b", "glm4_5_air", "deepseek_v3", "gpt_oss_120b", "minimax_m2", "glm5"),
-    *("qwen3_5", "nemotron_h", "tiny"),
-)
 
 Step = Callable[[], None]
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
+    from benchmarks.training_models import SHAPES
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_speed", description=__doc__)
-    parser.add_argument("--shape", choices=SHAPE_NAMES, default="tiny")
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, help="fewer than the model has; a token meets as many as ever")
     parser.add_argument("--vocab", type=int, help="words, so that few layers do not stand beside a whole head")
