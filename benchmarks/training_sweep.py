@@ -2,14 +2,15 @@
 
     timeout 590 python -m benchmarks training_sweep OUT 4 whole_16k whole_16k_torchtitan --patience-s 290
     timeout 590 python -m benchmarks training_sweep OUT 4 part_65k part_65k_torchtitan --patience-s 290
-    python -m benchmarks training_sweep OUT 1 compiled_glm5 compiled_glm5_fp8_replay
+    python -m benchmarks training_sweep OUT 1 compiled_glm5 compiled_glm5_fp8_replay --at-once 2
     python -m benchmarks training_sweep OUT GPUS
 
 What fails, or takes too long, leaves its log and no JSON. Few layers at full width stand for the whole model, and the
 vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold Qwen3-30B-A3B whole (`whole_...`, by
 name only) or, of 80 GB each, 20 of its 48 layers (`part_...`): 16,384 tokens on each, which are a row, or a quarter of
 one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call. `compiled_...`,
-by name only: compiled layers and eager ones in turns, for each family and mode.
+by name only: compiled layers and eager ones in turns, for each family and mode. Compilers take most of their time, so
+that with `--at-once` several are made beside one another, each on GPUs of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
 PATIENCE_S = 240
 SHOWN = ("ours", "torchtitan", "eager", "speed_ratio", "recompiles")
@@ -100,28 +103,52 @@ def main(words: list[str]) -> None:
     parser.add_argument("gpus", type=int, choices=[1, 2, 4])
     parser.add_argument("cells", nargs="*", metavar="CELL", help="default: all that are neither deep nor compiled_...")
     parser.add_argument("--patience-s", type=float, default=PATIENCE_S, help="for each measurement")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="so many measurements, each on other GPUs")
     options = parser.parse_args(words)
     known = cells(options.gpus) | compiled(options.gpus)
     known |= deep(options.gpus) if options.gpus >= DEEP_GPUS else {}
     if unknown := set(options.cells) - known.keys():
         parser.error(f"{options.gpus} GPUs have no cell {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     options.out.mkdir(parents=True, exist_ok=True)
-    for name in options.cells or cells(options.gpus):
+    places: SimpleQueue[str] = SimpleQueue()
+    running: set[subprocess.Popen[bytes]] = set()
+    needed = options.gpus * options.at_once
+    mine = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(needed)))).split(",")
+    for first in range(0, needed, options.gpus):
+        places.put(",".join(mine[first : first + options.gpus]))
+
+    def cell(name: str) -> None:
+        place = places.get()
         settings = [*known[name], "--ranks", str(options.gpus)]
-        print(f"{name}: {measure(options.out / name, settings, options.patience_s)}", flush=True)
+        print(f"{name}: {measure(options.out / name, settings, options.patience_s, place, running)}", flush=True)
+        places.put(place)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        try:
+            list(pool.map(cell, options.cells or cells(options.gpus)))
+        except BaseException:  # the whole sweep is ended
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                os.killpg(process.pid, signal.SIGTERM)
+            raise
 
 
-def measure(stem: Path, settings: list[str], patience_s: float) -> str:
-    """Write STEM.json and STEM.log; what is said of it."""
+def measure(
+    stem: Path, settings: list[str], patience_s: float, gpus: str, running: set[subprocess.Popen[bytes]]
+) -> str:
+    """Write STEM.json and STEM.log, on the GPUs with these numbers, by a process in `running`; what is said of it."""
     result, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     argv = [sys.executable, "-W", "ignore", "-m", "benchmarks", "training_speed", *settings, "--out", str(result)]
     with log.open("w") as file:
-        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": gpus}
+        process = subprocess.Popen(argv, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, env=env)
+        running.add(process)
         try:
             code = process.wait(patience_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)  # the ranks as well
             code = process.wait()
+        running.discard(process)
     if code:
         return f"failed, see {log}"
     found = json.loads(result.read_text())
