@@ -31,6 +31,11 @@ LOOPBACK_UP = (
     "import fcntl, os, socket, struct, sys, time; flags = struct.pack('16sh14x', b'lo', 1); "
     "fcntl.ioctl(socket.socket(), 0x8914, flags); open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
 )
+def network(pid):
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net")
+    except OSError:  # it has ended
+        return ""
 words = sys.argv[1:]
 if words[:2] == ["instance", "start"]:
     asked = os.environ.get("APPTAINER_NET") == "1" and os.environ.get("APPTAINER_NETWORK") == "none"
@@ -44,7 +49,11 @@ elif words[:2] == ["instance", "list"]:
     pid = pathlib.Path(sys.argv[0] + "." + words[-1]).read_text()
     print("INSTANCE NAME    PID    IP    IMAGE", f"{words[-1]}    {pid}          /image.sif", sep="\n")
 elif words[:2] == ["instance", "stop"]:
-    os.kill(int(pathlib.Path(sys.argv[0] + "." + words[-1]).read_text()), signal.SIGKILL)
+    pid = pathlib.Path(sys.argv[0] + "." + words[-1]).read_text()
+    # As with apptainer, all that was started in its namespaces ends with it.
+    inside = [other for other in filter(str.isdigit, os.listdir("/proc")) if network(other) == network(pid)]
+    for each in [pid] if network(pid) == network("self") else inside:
+        os.kill(int(each), signal.SIGKILL)
 elif words[0] == "exec" and (instance := [word for word in words if word.startswith("instance://")]):
     pid = pathlib.Path(sys.argv[0] + "." + instance[0].removeprefix("instance://")).read_text()
     space = [f"--user=/proc/{pid}/ns/user", f"--net=/proc/{pid}/ns/net", "--preserve-credentials", "--"]
