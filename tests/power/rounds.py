@@ -24,6 +24,7 @@ from tests.power import attempt, verdict
 from tests.power.attempt import Place
 from tests.power.cutter import Cutter, points
 from tests.power.disk import OPTIONS, Disk
+from tests.support import temporary
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the rounds there, too")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the disk is unmounted then, too
+    held = temporary.use_own()  # noqa: F841 - what killed processes leave goes with it
     beside = Path(tempfile.mkdtemp(prefix="power-"))
     disk = Disk(beside, OPTIONS[0])
     place = Place(beside, disk.path / "runs")
