@@ -16,19 +16,16 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, SelectiveAC
 from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.components.activation_checkpointing import ChosenExpertsAC
+from primeslurm.trainer.components import activation_checkpointing
 from primeslurm.trainer.distributed.world import World
 
-_CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
-# Its own ends with a CUDA assertion where a token of a compiled layer chooses another expert when computed anew.
-_COMPILED_CHECKPOINTING = _CHECKPOINTING | {"full": ChosenExpertsAC.Config()}
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -98,9 +95,7 @@ class TitanStep(Trainer):
             training=self.config.training,
             parallelism=self.config.parallelism,
             compile_config=CompileConfig(enable=bool(recipe.trainer.compile)),
-            ac_config=(_COMPILED_CHECKPOINTING if recipe.trainer.compile else _CHECKPOINTING)[
-                layout.activation_checkpointing
-            ],
+            ac_config=_checkpointing(layout.activation_checkpointing, bool(recipe.trainer.compile)),
             dump_folder="",
         )
         model.to_empty(device=self.device.type)
@@ -117,6 +112,11 @@ class TitanStep(Trainer):
 def attention(cp: int) -> Literal["flex", "varlen"]:
     """The attention that torchtitan has here: varlen is bfloat16 on GPUs, and not split over ranks."""
     return "flex" if compat.ON_CPU or cp > 1 else "varlen"
+
+
+def _checkpointing(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
+    """Its own, but for `full` of compiled layers, which a token that chooses another expert ends with an assertion."""
+    return SelectiveAC.Config() if name == "selective" else activation_checkpointing.policy(name, compiled)
 
 
 def _loss(recipe: Recipe, rows: int, model: Any) -> Any:

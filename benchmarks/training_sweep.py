@@ -120,8 +120,10 @@ def main(words: list[str]) -> None:
     def cell(name: str) -> None:
         place = places.get()
         settings = [*known[name], "--ranks", str(options.gpus)]
-        print(f"{name}: {measure(options.out / name, settings, options.patience_s, place, running)}", flush=True)
-        places.put(place)
+        try:
+            print(f"{name}: {measure(options.out / name, settings, options.patience_s, place, running)}", flush=True)
+        finally:
+            places.put(place)  # or the next one waits for it for ever
 
     with ThreadPoolExecutor(options.at_once) as pool:
         try:

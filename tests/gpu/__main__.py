@@ -58,10 +58,13 @@ def collected() -> list[pytest.Item]:
     return collector.items
 
 
-def memory_gb() -> list[float]:
-    """Ask for the memory of each GPU."""
+def visible() -> dict[str, float]:
+    """Ask for the GPUs that this process may use: GB of each, by what CUDA_VISIBLE_DEVICES calls it."""
     argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    return [int(line) * 2**20 / 1e9 for line in subprocess.check_output(argv, text=True).split()]
+    if mine := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        argv.append(f"--id={mine}")
+    found = [int(line) * 2**20 / 1e9 for line in subprocess.check_output(argv, text=True).split()]
+    return dict(zip(mine.split(",") if mine else map(str, range(len(found))), found, strict=True))
 
 
 class Runner:
@@ -69,12 +72,13 @@ class Runner:
 
     Args:
         out: directory for logs and outcomes.
-        pool: the GPUs.
+        names: of the GPUs, as CUDA_VISIBLE_DEVICES has them.
+        pool: the GPUs, by their place among these.
         limit_s: for all lanes together.
     """
 
-    def __init__(self, out: Path, pool: Pool, limit_s: float) -> None:
-        self._out, self._pool = out, pool
+    def __init__(self, out: Path, names: list[str], pool: Pool, limit_s: float) -> None:
+        self._out, self._names, self._pool = out, names, pool
         self._began, self._limit_s = time.monotonic(), limit_s
         self._ended = asyncio.Event()
         self.outcomes: dict[str, Outcome] = {}
@@ -102,7 +106,7 @@ class Runner:
     async def _one(self, lane: Lane, gpus: tuple[int, ...]) -> None:
         began, log = time.monotonic(), self._out / f"{lane.name}.log"
         argv = [sys.executable, "-m", "pytest", "-q", "-s", "--durations=8", "-p", "no:cacheprovider", *lane.tests]
-        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(self._names[gpu] for gpu in gpus)}
         with log.open("w") as file:
             process = await asyncio.create_subprocess_exec(
                 *argv, cwd=HERE.parents[1], env=env, stdout=file, stderr=file, start_new_session=True
@@ -141,9 +145,10 @@ def main() -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / OUTCOMES
     before = msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome]) if options.again else {}
-    pool = Pool([each - HEADROOM_GB for each in memory_gb()])
+    gpus = visible()
+    pool = Pool([each - HEADROOM_GB for each in gpus.values()])
     lanes = [lane for lane in lanes_of(collected()) if lane.name not in before or not before[lane.name].passed]
-    runner = Runner(options.out, pool, options.limit_s)
+    runner = Runner(options.out, list(gpus), pool, options.limit_s)
     asyncio.run(runner.run([lane for lane in lanes if pool.could_ever(lane)]))
     known = before | runner.outcomes
     file.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))

@@ -66,9 +66,7 @@ each_case = pytest.mark.parametrize("case", TOLERANCE, scope="module")
 def models(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a case's model, and its gradients on one GPU with varlen attention."""
     directory = tmp_path_factory.mktemp("gradients")
-    for known in CASES:
-        if known.name == case:
-            write(known, directory / case)
+    write(next(known for known in CASES if known.name == case), directory / case)
     compare(1, [Layout(case, attention="varlen", dtype="bfloat16")], directory, "--write")
     return directory
 

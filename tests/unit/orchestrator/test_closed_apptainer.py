@@ -50,9 +50,10 @@ elif words[:2] == ["instance", "list"]:
     print("INSTANCE NAME    PID    IP    IMAGE", f"{words[-1]}    {pid}          /image.sif", sep="\n")
 elif words[:2] == ["instance", "stop"]:
     pid = pathlib.Path(sys.argv[0] + "." + words[-1]).read_text()
-    # As with apptainer, all that was started in its namespaces ends with it.
-    inside = [other for other in filter(str.isdigit, os.listdir("/proc")) if network(other) == network(pid)]
-    for each in [pid] if network(pid) == network("self") else inside:
+    own, inside = network(pid), [pid]
+    if own not in ("", network("self")):  # as with apptainer, all that was started in its namespaces ends with it
+        inside = [other for other in filter(str.isdigit, os.listdir("/proc")) if network(other) == own]
+    for each in inside:
         os.kill(int(each), signal.SIGKILL)
 elif words[0] == "exec" and (instance := [word for word in words if word.startswith("instance://")]):
     pid = pathlib.Path(sys.argv[0] + "." + instance[0].removeprefix("instance://")).read_text()
