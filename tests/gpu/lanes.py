@@ -45,7 +45,7 @@ def lanes_of(items: Iterable[pytest.Item]) -> list[Lane]:
     return sorted(found.values(), key=lambda lane: (lane.gpus == ALONE, -lane.minutes, -lane.gpus * lane.memory_gb))
 
 
-def _lane(nodeid: str, count: int = 1, memory_gb: float = 4, lane: Share = "module", minutes: float = 2) -> Lane:
+def _lane(nodeid: str, count: int = 1, memory_gb: float = 3, lane: Share = "module", minutes: float = 2) -> Lane:
     module, _, test = nodeid.rpartition("/")[2].partition("::")
     own = {"module": "", "function": test.partition("[")[0], "parameters": test}[lane]
     name = f"{module.removesuffix('.py').removeprefix('test_')}-{own.removeprefix('test_')}"

@@ -36,7 +36,7 @@ def test_what_shares_a_process() -> None:
     )
     assert [(lane.name, lane.gpus, lane.memory_gb, len(lane.tests)) for lane in found] == [
         ("a-z", 2, 8, 2),
-        ("a", 1, 4, 4),
+        ("a", 1, 3, 4),
         ("a-w-0", 1, 1, 1),
         ("a-w-1", 1, 1, 1),
     ]

@@ -17,7 +17,7 @@ from tests.trainer.conftest import finish, make_recipe, start_fresh_ranks
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.gpus(memory_gb=32, lane="parameters", minutes=3),
+    pytest.mark.gpus(memory_gb=30, lane="parameters", minutes=3),
     pytest.mark.timeout(900),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
