@@ -8,7 +8,14 @@ FAMILY = Family(
     name="gpt_oss",
     model_types={
         "gpt_oss": Capabilities(
-            ep=True, cp=True, fp8=True, lora=True, router_replay=True, mxfp4_checkpoint=True, compile=True
+            ep=True,
+            cp=True,
+            fp8=True,
+            lora=True,
+            router_replay=True,
+            mxfp4_checkpoint=True,
+            compile=True,
+            compiled_with=frozenset(),
         )
     },
     traits=Traits(output_bias=True, expert_bias=True, expert_stacks=True, sinks=True),

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import subprocess
@@ -55,6 +56,7 @@ def collected() -> list[pytest.Item]:
     """Collect the tests of this directory, without running any."""
     collector = Collector()
     pytest.main([str(HERE), "--collect-only", "-qq"], plugins=[collector])
+    faulthandler.cancel_dump_traceback_later()  # conftest's: of a process that is to end when pytest has
     return collector.items
 
 
@@ -75,13 +77,13 @@ class Runner:
         names: of the GPUs, as CUDA_VISIBLE_DEVICES has them.
         pool: the GPUs, by their place among these.
         limit_s: for all lanes together.
+        outcomes: of lanes by name; those that end are added, and kept in the directory at once.
     """
 
-    def __init__(self, out: Path, names: list[str], pool: Pool, limit_s: float) -> None:
-        self._out, self._names, self._pool = out, names, pool
+    def __init__(self, out: Path, names: list[str], pool: Pool, limit_s: float, outcomes: dict[str, Outcome]) -> None:
+        self._out, self._names, self._pool, self._outcomes = out, names, pool, outcomes
         self._began, self._limit_s = time.monotonic(), limit_s
         self._ended = asyncio.Event()
-        self.outcomes: dict[str, Outcome] = {}
 
     @property
     def left_s(self) -> float:
@@ -118,7 +120,8 @@ class Runner:
         self._pool.give_back(lane, gpus)
         lines = log.read_text(errors="replace").strip().splitlines()
         said = lines[-1][:200] if lines else ""
-        outcome = self.outcomes[lane.name] = Outcome(code == 0, round(time.monotonic() - began), said)
+        outcome = self._outcomes[lane.name] = Outcome(code == 0, round(time.monotonic() - began), said)
+        (self._out / OUTCOMES).write_bytes(msgspec.json.format(msgspec.json.encode(self._outcomes), indent=1))
         print(f"{time.monotonic() - self._began:5.0f} {lane.name} on {gpus}: {outcome.seconds} s, {said}", flush=True)
         self._ended.set()
 
@@ -144,14 +147,12 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / OUTCOMES
-    before = msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome]) if options.again else {}
+    known = msgspec.json.decode(file.read_bytes(), type=dict[str, Outcome]) if options.again else {}
     gpus = visible()
     pool = Pool([each - HEADROOM_GB for each in gpus.values()])
-    lanes = [lane for lane in lanes_of(collected()) if lane.name not in before or not before[lane.name].passed]
-    runner = Runner(options.out, list(gpus), pool, options.limit_s)
+    lanes = [lane for lane in lanes_of(collected()) if lane.name not in known or not known[lane.name].passed]
+    runner = Runner(options.out, list(gpus), pool, options.limit_s, known)
     asyncio.run(runner.run([lane for lane in lanes if pool.could_ever(lane)]))
-    known = before | runner.outcomes
-    file.write_bytes(msgspec.json.format(msgspec.json.encode(known), indent=1))
     bad = [lane for lane in lanes if lane.name not in known or not known[lane.name].passed]
     for lane in bad:
         why = known[lane.name].said if lane.name in known else "no GPUs, or no time, for it"
