@@ -42,7 +42,7 @@ def memory_mib(plan: Plan, *, merged: bool = False) -> int:
 
 
 def emulate(plan: Plan) -> Plan:
-    """Put stand-ins into a Plan: only the module after `-m` of some commands differs, and the Plan says so."""
+    """Put stand-ins into a Plan: only the modules of some commands differ, and the Plan says so."""
     nodes = tuple(
         node.model_copy(update={"processes": tuple(_replaced(process) for process in node.processes)})
         for node in plan.nodes
@@ -55,4 +55,5 @@ def _replaced(process: Process) -> Process:
     if module is None:
         return process
     place = process.argv.index("-m") + 1
-    return process.model_copy(update={"argv": (*process.argv[:place], module, *process.argv[place + 1 :])})
+    argv = (*process.argv[:place], module, *process.argv[place + 1 :])
+    return process.model_copy(update={"argv": argv, "imports": (module,) if process.imports else ()})

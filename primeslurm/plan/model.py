@@ -81,6 +81,8 @@ class Process(Section):
     """Files written before it starts: name under `${tmp}` to text, with placeholders."""
     scratch: tuple[str, ...] = ()
     """Directories on the node's own disk: made empty when the attempt begins, removed when it ends."""
+    imports: tuple[str, ...] = ()
+    """Modules that all processes of a node import which name the same ones: an agent may import them once, and fork."""
     after: tuple[str, ...] = ()
     """Processes whose addresses must be known and live (where they have `health`) before this starts."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import os
 import resource
@@ -10,11 +11,13 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from primeslurm.orphans import end_with_parent
 
 
-def _before_exec() -> None:
+def settle() -> None:
+    """Set up this process, which a child is about to become: it ends with the agent, and has limits of its own."""
     # A killed agent must not leave servers behind; Slurm would find them, the local executor would not.
     end_with_parent()
     # Before a time limit Slurm sends USR2 to every process of the step, not only to its task: it is for the agent.
@@ -24,51 +27,21 @@ def _before_exec() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-class Child:
-    """A started process. Its standard output and error go to one log file, appended to over restarts.
+class ProcessGroup(abc.ABC):
+    """A started process that leads a session of its own."""
 
-    Args:
-        argv: its command.
-        env: all of its environment.
-        log: file for what it prints.
-        cwd: its directory.
-        pass_fds: open files that it gets under the same numbers.
+    pid: int
+    """Process id, which is also the id of its process group."""
 
-    Raises:
-        OSError: the program or the log file cannot be opened.
-    """
-
-    def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, pass_fds: Sequence[int] = ()
-    ) -> None:
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab", buffering=0) as handle:
-            handle.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode())
-            self._popen = subprocess.Popen(
-                argv,
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=handle,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=pass_fds,
-                preexec_fn=_before_exec,
-            )
-
-    @property
-    def pid(self) -> int:
-        """Process id, which is also the id of its process group."""
-        return self._popen.pid
-
+    @abc.abstractmethod
     def poll(self) -> int | None:
         """Return the exit code once it ended (negative: by that signal). What it left in its group lives on."""
-        return self._popen.poll()
 
     def send(self, number: int) -> None:
         """Send a signal to the process alone."""
-        with contextlib.suppress(ProcessLookupError):
-            self._popen.send_signal(number)
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def go_on(self) -> None:
         """Continue all of the group that were stopped by a signal."""
@@ -84,4 +57,48 @@ class Child:
 
     def _signal_group(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._popen.pid, number)
+            os.killpg(self.pid, number)
+
+
+def open_log(log: Path, argv: Sequence[str]) -> BinaryIO:
+    """Open the log file of a process that is about to be started, and say what is started. Raises OSError."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handle = log.open("ab", buffering=0)
+    handle.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode())
+    return handle
+
+
+class Child(ProcessGroup):
+    """A process of a program. Its standard output and error go to one log file, appended to over restarts.
+
+    Args:
+        argv: its command.
+        env: all of its environment.
+        log: file for what it prints.
+        cwd: its directory.
+        pass_fds: open files that it gets under the same numbers.
+
+    Raises:
+        OSError: the program or the log file cannot be opened.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, pass_fds: Sequence[int] = ()
+    ) -> None:
+        with open_log(log, argv) as handle:
+            self._popen = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=pass_fds,
+                preexec_fn=settle,
+            )
+        self.pid = self._popen.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code once it ended."""
+        return self._popen.poll()

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from primeslurm.node.agent.child import Child
+from primeslurm.node.agent.child import Child, ProcessGroup
+from primeslurm.node.agent.forks import ForkServers
 from primeslurm.node.agent.health_probe import TIMEOUT_S, HealthProbe, ProbeTarget
 from primeslurm.node.agent.node_context import NodeContext, resolve
 from primeslurm.node.agent.supervision import ProcessState, Supervision
@@ -32,7 +33,7 @@ from primeslurm.run.diagnosis.logs import last_words
 from primeslurm.run.directory import Attempt
 from primeslurm.wire import exits
 from primeslurm.wire.transport.addresses import Addresses
-from primeslurm.wire.transport.secret import VARIABLE, generate_token, handing_over, read
+from primeslurm.wire.transport.secret import HANDED_OVER, VARIABLE, generate_token, handing_over, read
 
 LOOK_S = 30.0
 """Between two looks at the shared memory of what runs."""
@@ -78,7 +79,7 @@ class ProcessManager:
     ) -> None:
         self.plan, self.node, self.attempt, self.address = plan, node, attempt, address
         self.supervised = {process.name: Supervision(process) for process in node.processes}
-        self.children: dict[str, Child] = {}
+        self.children: dict[str, ProcessGroup] = {}
         self.probes: dict[str, HealthProbe] = {}
         self.vitals = Vitals()
         self._killed_at: dict[str, float] = {}
@@ -90,6 +91,7 @@ class ProcessManager:
         }
         self._context = NodeContext(plan, node, address, values)
         self._context.make_scratch()
+        self._forks = ForkServers(attempt.path / "logs" / f"imports-n{node.index}", Path(plan.run_dir))
         self._secrets = _secrets(plan)
         self._journal = journal
         self._probe_timeout_s = probe_timeout_s
@@ -179,7 +181,7 @@ class ProcessManager:
                 hangs=self._hangs(process, view),
                 order=order,
             )
-            if decision == "start" and not self._moved(process):
+            if decision == "start" and not self._moved(process) and not self._importing(process, addresses):
                 self._start(supervision, now, addresses, order.generation if order else 0)
             elif decision == "end_hung":
                 self._end_hung(process.name, now)
@@ -245,6 +247,7 @@ class ProcessManager:
         self._clear(self.children)
         for name in self.children:
             self.vitals.ended(name)
+        self._forks.close()
         self._shared_memory.unlink_within(UNLINK_S)
         self._context.remove_scratch()
         self._claims.release()
@@ -307,11 +310,10 @@ class ProcessManager:
         argv, env, files, _ = command
         supervision.started(now, generation)
         page = beats.BeatPage(process.name) if process.beats is not None else None
-        handed = (page.descriptor,) if page else ()
         env = dict(os.environ) | env | ({beats.VARIABLE: str(page.descriptor)} if page else {})
         try:
             self._context.write(files)
-            child = self._spawn(process, argv, env, handed)
+            child = self._spawn(process, argv, env, page)
         except OSError as error:
             if page:
                 page.close()
@@ -338,13 +340,36 @@ class ProcessManager:
             ports[name] = instead
         return bool(lost)
 
-    def _spawn(self, process: Process, argv: tuple[str, ...], env: dict[str, str], handed: tuple[int, ...]) -> Child:
-        log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
+    def _importing(self, process: Process, addresses: Addresses) -> bool:
+        """Whether what it imports is being imported by a process that it is to be forked from."""
+        if not self._shares_imports(process):
+            return False
+        argv, env, _, _ = self._command(process, addresses)
+        public = {name: value for name, value in (dict(os.environ) | env).items() if name != VARIABLE}
+        return self._forks.importing(process.imports, argv[0], public)
+
+    def _shares_imports(self, process: Process) -> bool:
+        alike = [each for each in self.supervised.values() if each.process.imports == process.imports]
+        return bool(process.imports) and len(alike) > 1
+
+    def _spawn(
+        self, process: Process, argv: tuple[str, ...], env: dict[str, str], page: beats.BeatPage | None
+    ) -> ProcessGroup:
+        handed = {beats.VARIABLE: page.descriptor} if page else {}
         if VARIABLE not in self.plan.env:
-            return Child(argv, env, log, cwd, handed)
+            return self._started(process, argv, env, handed)
         own = env.pop(VARIABLE)
         with handing_over(own) as (descriptor, told):
-            return Child(argv, env | told, log, cwd, (descriptor, *handed))
+            return self._started(process, argv, env | told, {**handed, HANDED_OVER: descriptor})
+
+    def _started(
+        self, process: Process, argv: tuple[str, ...], env: dict[str, str], handed: dict[str, int]
+    ) -> ProcessGroup:
+        log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
+        server = self._forks.of(process.imports) if self._shares_imports(process) else None
+        if server is not None:
+            return server.fork(argv, env, log, cwd, handed)
+        return Child(argv, env, log, cwd, tuple(handed.values()))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)

@@ -35,6 +35,8 @@ class Command(NamedTuple):
     """Files written for it before it starts: name under `${tmp}` to text."""
     scratch: tuple[str, ...] = ()
     """Directories on the node's own disk that exist while the attempt runs."""
+    imports: tuple[str, ...] = ()
+    """Modules that it imports, as others of its kind do."""
 
 
 @dataclass(frozen=True)

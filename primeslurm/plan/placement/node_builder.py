@@ -73,6 +73,7 @@ class NodeBuilder:
                 beats=beats,
                 files=command.files,
                 scratch=command.scratch,
+                imports=command.imports,
                 after=tuple(after),
             )
         )

@@ -1,0 +1,118 @@
+"""Imports modules once, and forks a process for every request: `python -m MODULE ARGS`, without the imports.
+
+A node's workers import the same thousands of files, which takes each several seconds and hundreds of MB; forked ones
+share both. Requests come through the socket that is file descriptor `argv[1]`, one message of JSON each
+(`forks.Request`) with the open files that the process gets: what it prints to, a pipe that gets its wait status, and
+those that variables of its environment name. The answer is its process id; `ready`, before, that all is imported.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import tempfile
+from typing import Any
+
+from primeslurm.node.agent.child import settle
+
+LONGEST = 1 << 20
+"""Bytes of a request."""
+MOST_FILES = 8
+
+
+def serve(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork for every request. Returns the request in the child, and None in the server when the socket is closed."""
+    statuses: dict[int, int] = {}
+    awake, wakes = os.pipe()
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wakes)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        selector.register(awake, selectors.EVENT_READ)
+        connection.send(b"ready")
+        while True:
+            ready = {key.fd for key, _ in selector.select()}
+            if awake in ready:
+                os.read(awake, 4096)
+                _reap(statuses)
+            if connection.fileno() not in ready:
+                continue
+            message, files, _, _ = socket.recv_fds(connection, LONGEST, MOST_FILES)
+            if not message:
+                return None
+            printed, status, *handed = files
+            settled, settles = os.pipe()
+            if pid := os.fork():
+                statuses[pid] = status
+                for each in (printed, settles, *handed):
+                    os.close(each)
+                os.read(settled, 1)  # until it is closed: whoever is told of the process can send signals to its group
+                os.close(settled)
+                connection.send(str(pid).encode())
+                continue
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            os.setsid()
+            settle()
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            for each in (printed, status, settled, settles, *statuses.values(), awake, wakes):
+                os.close(each)
+            connection.close()
+            request: dict[str, Any] = json.loads(message)
+            _name(request["env"], request["handed"], handed)
+            return request
+
+
+def _reap(statuses: dict[int, int]) -> None:
+    """Write how children ended into their pipes."""
+    while statuses:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            return
+        pipe = statuses.pop(pid)
+        os.write(pipe, status.to_bytes(4, "little"))
+        os.close(pipe)
+
+
+def _name(env: dict[str, str], variables: list[str], files: list[int]) -> None:
+    """Have variables, whose values begin with a descriptor, name it as it is here."""
+    for variable, file in zip(variables, files, strict=True):
+        os.set_inheritable(file, True)
+        _, colon, rest = env[variable].partition(":")
+        env[variable] = f"{file}{colon}{rest}"
+
+
+def become(request: dict[str, Any]) -> None:
+    """Run a module as the program of this process."""
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["directory"])
+    tempfile.tempdir = None  # it was another one's
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed()  # Python's own generator does so by itself
+    sys.argv = [request["module"], *request["args"]]
+    sys.modules.pop(request["module"], None)  # imported for what it imports; it runs as __main__
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+
+
+def main() -> dict[str, Any] | None:
+    """Import the modules of the command line, and serve."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or a child's garbage collector would write to, and so copy, every page of them
+    return serve(connection)
+
+
+if __name__ == "__main__" and (asked := main()) is not None:
+    become(asked)

@@ -1,0 +1,44 @@
+"""What tests have forked: says what it is, or does what it is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from primeslurm.records.beats import pulse
+from primeslurm.wire.transport import secret
+
+
+def say(path: Path) -> None:
+    """Write what this process knows of itself."""
+    sys.stderr.write("an error\n")
+    pulse().beat()
+    known = {
+        "pid": os.getpid(),
+        "session": os.getsid(0),
+        "directory": str(Path.cwd()),
+        "words": sys.argv[1:],
+        "variable": os.environ.get("A_VARIABLE"),
+        "temporary": tempfile.gettempdir(),
+        "secret": secret.own() if secret.is_there() else None,
+        "usr2": signal.getsignal(signal.SIGUSR2) == signal.SIG_IGN,
+        "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
+        "random": random.random(),
+    }
+    path.write_text(json.dumps(known))
+
+
+if __name__ == "__main__":
+    match sys.argv[1]:
+        case "say":
+            say(Path(sys.argv[2]))
+        case "exit":
+            sys.exit(int(sys.argv[2]))
+        case "wait":
+            time.sleep(600)
