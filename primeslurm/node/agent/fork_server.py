@@ -2,7 +2,7 @@
 
 A node's workers import the same thousands of files, which takes each several seconds and hundreds of MB; forked ones
 share both. Requests come through the socket that is file descriptor `argv[1]`, one message of JSON each
-(`forks.Request`) with the open files that the process gets: what it prints to, a pipe that gets its wait status, and
+(`forks.ForkRequest`) with the open files that the process gets: what it prints to, a pipe that gets its wait status, and
 those that variables of its environment name. The answer is its process id; `ready`, before, that all is imported.
 """
 

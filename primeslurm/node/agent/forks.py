@@ -22,7 +22,7 @@ _ANSWER = 64
 """Bytes of an answer, at most."""
 
 
-class Request(msgspec.Struct):
+class ForkRequest(msgspec.Struct):
     """What a server is to fork."""
 
     module: str
@@ -116,7 +116,7 @@ class ForkServer:
         Raises:
             OSError: the server does not answer, or the log file cannot be opened.
         """
-        request = Request(argv[2], argv[3:], env, str(cwd), list(handed))
+        request = ForkRequest(argv[2], argv[3:], env, str(cwd), list(handed))
         status, told = os.pipe()
         try:
             with open_log(log, argv) as handle:

@@ -115,6 +115,7 @@ OWN = {
         "emulated/training.py",
         "families/catalog.py",
         "inference/router/serve.py",
+        "node/agent/fork_server.py",
         "node/preflight/loaded.py",
         "orchestrator/environments/sandbox/box.py",
         "orchestrator/environments/sandbox/inside.py",
