@@ -116,6 +116,7 @@ OWN = {
         "families/catalog.py",
         "inference/router/serve.py",
         "node/agent/fork_server.py",
+        "node/agent/forks.py",
         "node/preflight/loaded.py",
         "orchestrator/environments/sandbox/box.py",
         "orchestrator/environments/sandbox/inside.py",
