@@ -1,9 +1,9 @@
 """Imports modules once, and forks a process for every request: `python -m MODULE ARGS`, without the imports.
 
 A node's workers import the same thousands of files, which takes each several seconds and hundreds of MB; forked ones
-share both. Requests come through the socket that is file descriptor `argv[1]`, one message of JSON each
-(`forks.ForkRequest`) with the open files that the process gets: what it prints to, a pipe that gets its wait status, and
-those that variables of its environment name. The answer is its process id; `ready`, before, that all is imported.
+share both. Requests come through the socket that is file descriptor `argv[1]`: a message of JSON (`forks.ForkRequest`)
+with the open files that the process gets, which are what it prints to, a pipe that gets its wait status, and those that
+variables of its environment name. The answer is its process id. `ready`, before, says that all is imported.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import socket
 import sys
 import tempfile
 from typing import Any
+
+from setproctitle import setproctitle
 
 from primeslurm.node.agent.child import settle
 
@@ -92,7 +94,8 @@ def _name(env: dict[str, str], variables: list[str], files: list[int]) -> None:
 
 
 def become(request: dict[str, Any]) -> None:
-    """Run a module as the program of this process."""
+    """Run a module as the program of this process, under its own name."""
+    setproctitle(" ".join([sys.executable, "-m", request["module"], *request["args"]]))
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["directory"])

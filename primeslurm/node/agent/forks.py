@@ -87,6 +87,11 @@ class ForkServer:
         self._imported = False
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
     def imported(self) -> bool:
         """Whether it has imported its modules."""
         if not self._imported:

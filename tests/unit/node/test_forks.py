@@ -80,6 +80,8 @@ def test_it_is_forked_from_one_that_imported(server: ForkServer, tmp_path: Path)
     child = forked(server, tmp_path, "wait")
     assert psutil.Process(child.pid).ppid() != os.getpid()
     assert psutil.Process(psutil.Process(child.pid).ppid()).ppid() == os.getpid()
+    wait_for(lambda: "fork_server" not in " ".join(psutil.Process(child.pid).cmdline()))
+    assert " ".join(psutil.Process(child.pid).cmdline()).strip() == f"{sys.executable} -m {PROGRAM} wait"
     child.kill()
     assert ended(child) == -signal.SIGKILL
 
