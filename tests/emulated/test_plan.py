@@ -28,9 +28,10 @@ def test_only_the_modules_of_stand_ins_differ() -> None:
     }
     real = derive(Recipe.model_validate(recipe_data(**shape)), site(), Path("/shared/runs/x"))
     emulated = emulate(real)
-    fields = {"argv"}
+    fields = {"argv", "imports"}
     for mine, theirs in zip(emulated.processes(), real.processes(), strict=True):
         assert mine.model_dump(exclude=fields) == theirs.model_dump(exclude=fields)
+        assert mine.imports == ((STAND_INS[mine.role],) if theirs.imports else ())
         differing = [(a, b) for a, b in zip(mine.argv, theirs.argv, strict=True) if a != b]
         assert [a for a, _ in differing] == ([STAND_INS[mine.role]] if mine.role in STAND_INS else [])
     assert emulated.emulated and not real.emulated
@@ -39,6 +40,7 @@ def test_only_the_modules_of_stand_ins_differ() -> None:
     assert [node.model_dump(exclude={"processes"}) for node in emulated.nodes] == [
         node.model_dump(exclude={"processes"}) for node in real.nodes
     ]
+    assert any(process.imports for process in real.processes())
     roles = {process.role for process in real.processes()}
     assert roles - STAND_INS.keys() == {"orchestrator", "router"}, "these run for real"
 
