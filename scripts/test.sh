@@ -29,8 +29,8 @@ else
   mkdir -p build
   rm -rf build/pytest-*
   clusters=(clusters tests/cluster tests/emulated tests/chaos)
-  runs=(runs tests/trainer/components tests/e2e)
-  rollouts=(rollouts tests/unit/orchestrator tests/power)
+  runs=(runs tests/e2e)
+  rollouts=(rollouts tests/unit/orchestrator tests/power tests/trainer/components)
   unit=(unit tests/unit --ignore=tests/unit/orchestrator)
   engines=(engines tests/engine tests/gpu tests/trainer --ignore=tests/trainer/components)
   group "${engines[@]}" >build/engines.log 2>&1 &
