@@ -12,7 +12,7 @@ from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RECIPE = "${run_dir}/recipe.resolved.json"
 WORKER = "primeslurm.orchestrator.rollouts.worker"
-TOKENIZERS = "transformers.models.auto.tokenization_auto"
+PRELOADED = "primeslurm.orchestrator.rollouts.preloaded"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Rollouts are received into memory in pages of 2 MiB where the kernel has them on request: in pages of 4 KiB half of
 the time goes into making and freeing them. Other C libraries, and a glibc before 2.35, do not heed it."""
@@ -73,9 +73,9 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
     )
     env = {"VF_RUN_ID": "${run_id}"}  # what verifiers names a run's containers and hosted sandboxes by
     if scratch is None:
-        return Command(argv=argv, env=env, ports=(), imports=(WORKER, TOKENIZERS))
+        return Command(argv=argv, env=env, ports=(), imports=(PRELOADED,))
     own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
-    return Command(argv=argv, env={**env, "TMPDIR": own}, ports=(), scratch=(own,), imports=(WORKER, TOKENIZERS))
+    return Command(argv=argv, env={**env, "TMPDIR": own}, ports=(), scratch=(own,), imports=(PRELOADED,))
 
 
 def decided(recipe: Recipe, model_type: str | None, device: str) -> Recipe:
