@@ -36,6 +36,8 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
     os.set_blocking(wakes, False)
     signal.set_wakeup_fd(wakes)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    # Slurm ends all processes of a job with the same signal, and what is forked has things to do then.
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGTERM, signal.SIGINT)}
     with selectors.DefaultSelector() as selector:
         selector.register(connection, selectors.EVENT_READ)
         selector.register(awake, selectors.EVENT_READ)
@@ -62,6 +64,8 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
                 continue
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)
             os.setsid()
             settle()
             os.dup2(printed, 1)

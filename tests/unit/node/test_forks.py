@@ -114,6 +114,18 @@ def test_it_takes_signals(server: ForkServer, tmp_path: Path) -> None:
     child.kill()
 
 
+def test_it_ends_in_its_own_way_when_slurm_ends_all(server: ForkServer, tmp_path: Path) -> None:
+    waits = tmp_path / "waits"
+    child = forked(server, tmp_path, "wait for the end", str(waits))
+    wait_for(waits.exists)
+    os.kill(server.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    assert child.poll() is None and not server.failed
+    child.terminate()
+    assert ended(child) == 7
+    assert ended(forked(server, tmp_path, "exit", "3")) == 3
+
+
 def test_it_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
     child = forked(server, tmp_path, "wait")
     process = psutil.Process(child.pid)
