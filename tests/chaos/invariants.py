@@ -170,7 +170,8 @@ def fates(
             answer.spooled += group.rollouts
         elif any(_undoes(start, group) for start in resumed) or any(_trained_in_vain(start, group) for start in behind):
             answer.undone += group.rollouts
-        elif group.opened < group.gone_at_step + SWEPT_AHEAD - 1 - max_off_policy_steps:
+        # What a policy has sampled was there when that policy was: records may be a step behind.
+        elif group.opened < max(group.gone_at_step, group.newest) + SWEPT_AHEAD - 1 - max_off_policy_steps:
             answer.stale += group.rollouts
         else:
             answer.lost += group.rollouts

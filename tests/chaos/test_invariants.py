@@ -124,6 +124,10 @@ def test_fates_of_finished_rollouts() -> None:
     ]
     found = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
     assert (found.trained, found.spooled, found.stale, found.undone, found.lost) == (8, 4, 4, 4, 4)
+    late = SeenGroup("late", opened=3, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)  # seen before step 11 was
+    assert invariants.fates([late], {}, starts, max_off_policy_steps=8).stale == 4
+    young = SeenGroup("young", opened=4, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)
+    assert invariants.fates([young], {}, starts, max_off_policy_steps=8).lost == 4
     assert [problem.split()[2] for problem in found.problems] == ["gone"]
     seen = [group(name, 1, at=15.0, gone_at_step=step) for name, step in (("kept", 2), ("undone", 4))]
     for each in seen:
