@@ -1,35 +1,20 @@
-"""Imports modules once, then forks a process for every request: `python -m MODULE ARGS` without the imports.
+"""An agent's fork server with other streams: what tests fork has a stdin, stdout and stderr of its own.
 
 A request is one JSON message {"module", "args", "env", "directory"} on the socket that is file descriptor `argv[1]`,
 with the descriptors of the process's stdin, stdout and stderr and of a pipe for its wait status. The answer is its
-process id.
+process id. Processes stay in the server's session, and outlive it.
 """
 
 from __future__ import annotations
 
-import gc
-import importlib
 import json
 import os
-import runpy
 import selectors
 import signal
 import socket
-import sys
 from typing import Any
 
-LONGEST = 1 << 20
-"""Bytes of a request."""
-
-
-def reap(statuses: dict[int, int]) -> None:
-    """Write how children ended into their pipes."""
-    while statuses:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        os.write(pipe := statuses.pop(pid), status.to_bytes(4, "little"))
-        os.close(pipe)
+from primeslurm.node.agent.fork_server import LONGEST, become, imported, reap
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
@@ -70,26 +55,5 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             return request
 
 
-def become(request: dict[str, Any]) -> None:
-    """Run a module as the program of this process."""
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["directory"])
-    sys.argv = [request["module"], *request["args"]]
-    if not hasattr(sys.modules.get(request["module"]), "__path__"):  # of a package, its __main__ runs
-        sys.modules.pop(request["module"], None)  # imported for what it imports; it runs as __main__
-    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
-
-
-def main() -> dict[str, Any] | None:
-    """Preload the modules of the command line and serve."""
-    connection = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # or a child's garbage collector would write to, and so copy, every page of them
-    return serve(connection)
-
-
-if __name__ == "__main__" and (asked := main()) is not None:
+if __name__ == "__main__" and (asked := serve(imported())) is not None:
     become(asked)

@@ -46,7 +46,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             ready = {key.fd for key, _ in selector.select()}
             if awake in ready:
                 os.read(awake, 4096)
-                _reap(statuses)
+                reap(statuses)
             if connection.fileno() not in ready:
                 continue
             message, files, _, _ = socket.recv_fds(connection, LONGEST, MOST_FILES)
@@ -78,7 +78,7 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             return request
 
 
-def _reap(statuses: dict[int, int]) -> None:
+def reap(statuses: dict[int, int]) -> None:
     """Write how children ended into their pipes."""
     while statuses:
         pid, status = os.waitpid(-1, os.WNOHANG)
@@ -107,19 +107,20 @@ def become(request: dict[str, Any]) -> None:
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # Python's own generator does so by itself
     sys.argv = [request["module"], *request["args"]]
-    sys.modules.pop(request["module"], None)  # imported for what it imports; it runs as __main__
+    if not hasattr(sys.modules.get(request["module"]), "__path__"):  # of a package, its __main__ runs
+        sys.modules.pop(request["module"], None)  # imported for what it imports; it runs as __main__
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
-def main() -> dict[str, Any] | None:
-    """Import the modules of the command line, and serve."""
+def imported() -> socket.socket:
+    """Import the modules of the command line. Returns the connection on which to serve."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     for module in sys.argv[2:]:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # or a child's garbage collector would write to, and so copy, every page of them
-    return serve(connection)
+    return connection
 
 
-if __name__ == "__main__" and (asked := main()) is not None:
+if __name__ == "__main__" and (asked := serve(imported())) is not None:
     become(asked)

@@ -122,19 +122,20 @@ class ForkServer:
             OSError: the server does not answer, or the log file cannot be opened.
         """
         request = ForkRequest(argv[2], argv[3:], env, str(cwd), list(handed))
-        status, told = os.pipe()
-        try:
-            with open_log(log, argv) as handle:
+        with open_log(log, argv) as handle:
+            status, told = os.pipe()
+            try:
                 files = [handle.fileno(), told, *handed.values()]
                 socket.send_fds(self._connection, [msgspec.json.encode(request)], files)
-            pid = self._connection.recv(_ANSWER)
-            if not pid:
-                raise BrokenPipeError(f"{log}: the process that it is forked from has ended")
-        except OSError:
-            os.close(status)
-            raise
-        finally:
-            os.close(told)
+                pid = self._connection.recv(_ANSWER)
+                if not pid:
+                    raise BrokenPipeError(f"{log}: the process that it is forked from has ended")
+            except OSError:
+                os.close(status)
+                self.close()  # an answer that comes late would be taken for the next one's
+                raise
+            finally:
+                os.close(told)
         return ForkedChild(int(pid), status)
 
     def close(self) -> None:
@@ -163,16 +164,18 @@ class ForkServers:
             python: their interpreter.
             env: of the process that asks.
         """
-        server = self._servers.get(modules)
-        if modules not in self._servers or (server is not None and server.imported and server.failed):
-            server = self._servers[modules] = self._start(modules, python, env)
-        if server is None or server.imported:
+        if modules not in self._servers:
+            self._servers[modules] = self._start(modules, python, env)
+        server = self._servers[modules]
+        if server is None:
             return False
+        imported = server.imported
         if not server.failed:
-            return True
+            return not imported
         server.close()
-        self._servers[modules] = None
-        return False
+        # One that had imported all is followed by another; where that fails, processes do it themselves.
+        self._servers[modules] = self._start(modules, python, env) if imported else None
+        return self._servers[modules] is not None
 
     def _start(self, modules: tuple[str, ...], python: str, env: Mapping[str, str]) -> ForkServer | None:
         try:

@@ -136,6 +136,16 @@ def test_it_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
         forked(server, tmp_path, "wait")
 
 
+def test_a_server_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forks, "ANSWER_S", 0.1)
+    server = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
+    wait_for(lambda: server.imported)
+    os.kill(server.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        forked(server, tmp_path, "wait")
+    wait_for(lambda: server.failed)
+
+
 def test_processes_wait_until_all_is_imported(tmp_path: Path) -> None:
     servers = ForkServers(tmp_path, tmp_path)
     assert servers.importing((PROGRAM,), sys.executable, ENV)
