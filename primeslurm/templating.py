@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jinja2
 
 
+@functools.cache
 def environment(*, autoescape: bool) -> jinja2.Environment:
-    """A jinja2 environment over `templates/`.
+    """The jinja2 environment over `templates/`; it keeps what it has compiled.
 
     Args:
         autoescape: what is filled in is text for HTML.
