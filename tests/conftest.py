@@ -25,6 +25,8 @@ os.register_at_fork(after_in_child=functools.partial(sys.settrace, None))
 sweeper = temporary.use_own()
 # Processes of a run get this from their agent; those that tests start, from here.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
+# Threads of torch wait for one another by spinning: two take three times as long as one where others have the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_unconfigure() -> None:
