@@ -5,10 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from tests.support.forks import server
 
 ROOT = str(Path(__file__).resolve().parents[2])
+COMMAND = ("primeslurm.cli", "primeslurm.api.runs", "primeslurm.api.sites", "primeslurm.plan.checks")
+"""Modules of most commands."""
 
 
 @dataclass(frozen=True)
@@ -21,13 +27,22 @@ class Result:
 
 
 def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 600, path: Path | None = None) -> Result:
-    """`primeslurm ARGS` as a user runs it, in a home of its own. `path`: where commands are looked for first."""
+    """`primeslurm ARGS`, forked, in a home of its own. `path`: where commands are looked for first."""
     env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": ROOT}
     if path is not None:
         env["PATH"] = f"{path}:{env['PATH']}"
-    argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
-    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
-    return Result(done.returncode, done.stdout, done.stderr)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        forked = server(COMMAND).start("primeslurm", *args, stdout=out, stderr=err, env=env, cwd=cwd)
+        try:
+            code = forked.wait(timeout_s)
+        finally:
+            forked.kill()
+        return Result(code, *(_read(each) for each in (out, err)))
+
+
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode()
 
 
 def run_python(*args: str | Path, cwd: Path, **variables: str) -> Result:
