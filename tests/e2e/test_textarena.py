@@ -29,8 +29,9 @@ def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     changes = (
         f"model.path={tmp_path / 'model'}",
         f"max_steps={STEPS}",
-        "orchestrator.batch_size=16",
-        "orchestrator.max_inflight_rollouts=16",
+        "orchestrator.batch_size=8",
+        "orchestrator.group_size=4",
+        "orchestrator.max_inflight_rollouts=8",
         "orchestrator.max_off_policy_steps=0",
     )
     run = demo.submit("../examples/textarena.yaml", *(word for change in changes for word in ("--set", change)))

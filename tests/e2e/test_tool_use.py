@@ -13,7 +13,7 @@ from tests.support.unmeasured import unmeasured
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
-STEPS = 20
+STEPS = 17
 
 
 @pytest.fixture(scope="module")

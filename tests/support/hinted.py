@@ -26,10 +26,10 @@ def write_model(warm: Path, directory: Path) -> None:
     torch.set_num_threads(1)
     tokenizer, model = AutoTokenizer.from_pretrained(warm), AutoModelForCausalLM.from_pretrained(warm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    shown, rng = iter(demonstrations(32 * STEPS, seed=7)), random.Random(0)
+    shown, rng = iter(demonstrations(20 * STEPS, seed=7)), random.Random(0)
     for _ in range(STEPS):
         rows = []
-        for _ in range(32):
+        for _ in range(20):
             asked, answer = next(shown)
             question = {"role": "user", "content": asked}
             hinted = [{"role": "system", "content": answer}, question]

@@ -18,8 +18,8 @@ from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
 
-STEPS = 3
-SHAPES = {"experts": (6, 128, 256), "matrices": (4, 384, 768), "parts of blocks": (4, 384, 192)}
+STEPS = 2
+SHAPES = {"experts": (6, 128, 256), "matrices": (4, 384, 384), "parts of blocks": (4, 384, 192)}
 """Experts, their width and that of tokens. Three ranks share experts, whole blocks of every expert, or neither."""
 
 
