@@ -28,8 +28,8 @@ else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
   mkdir -p build
   rm -rf build/pytest-*
-  clusters=(clusters tests/emulated tests/chaos)
-  runs=(runs tests/e2e tests/cluster)
+  clusters=(clusters tests/cluster tests/emulated)
+  runs=(runs tests/e2e tests/chaos)
   rollouts=(rollouts tests/unit/orchestrator tests/power)
   unit=(unit tests/unit --ignore=tests/unit/orchestrator tests/trainer/components)
   engines=(engines tests/engine tests/gpu tests/trainer --ignore=tests/trainer/components)

@@ -27,8 +27,6 @@ from primeslurm.wire.transport.addresses import Addresses
 from tests.support import model_strings
 from tests.support.recipes import recipe_data, site
 
-pytestmark = pytest.mark.usefixtures("unmeasured")
-
 CANARY = "canary"
 """A file that every fragment below tries to make, in the directory where the script runs."""
 FRAGMENTS = [
