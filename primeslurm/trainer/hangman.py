@@ -50,7 +50,7 @@ def _train() -> Any:
     for _ in range(STEPS):
         length = rng.choice((20, 60, 200, 400))  # what the game says at first is longer still
         rows = []
-        for _ in range(4):
+        for _ in range(8):
             chat = [{"role": role, "content": _part(rng, length)} for role in ("system", "user")]
             prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
             answer = tokenizer.encode(f"[{rng.choice(GUESSES)}]{tiny.END}")
