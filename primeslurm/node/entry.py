@@ -23,6 +23,7 @@ from primeslurm.node.attempt.attempt_end import (
     conclude,
     keep_away_from_bad_nodes,
     remember_bad_node,
+    see_requeued,
 )
 from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
 from primeslurm.node.attempt.controller import insist, requeue
@@ -121,7 +122,9 @@ class AgentTask:
         self._join()
         if not self._concluded(self._head):
             return None
-        self._avoid_bad_nodes(self._head.plan)
+        if self._head.plan.executor == "slurm":  # submitit requeues after this; then it ends the process
+            job_id = submitit.JobEnvironment().job_id
+            atexit.register(see_requeued, self._head.plan, job_id, restarts(os.environ))
         # submitit saves beside it first, and stops where a power cut has left such a file.
         for left in Path(self.run_dir, "submitit").glob("*.save_tmp"):
             left.unlink(missing_ok=True)
@@ -132,11 +135,6 @@ class AgentTask:
         if self._requeue is None:
             self._requeue = head.conclude()
         return self._requeue
-
-    def _avoid_bad_nodes(self, plan: Plan) -> None:
-        """Only a waiting job can be told, and submitit requeues after `checkpoint`: it is when this process ends."""
-        if plan.executor == "slurm":
-            atexit.register(keep_away_from_bad_nodes, plan, submitit.JobEnvironment().job_id)
 
     def _requeue_without_head(self, plan: Plan, run: RunDirectory, attempt: Attempt, rank: int) -> None:
         """The head's node is gone, and the batch script with it: nothing but another agent can end or requeue the job.

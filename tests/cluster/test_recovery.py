@@ -351,6 +351,28 @@ def test_an_attempt_that_ends_while_the_controller_is_away_is_followed_by_anothe
     assert last is not None and last.outcome == "completed"
 
 
+def test_a_controller_that_forgets_that_it_has_requeued_a_job_is_told_again(
+    cluster: Cluster, start: Callable[..., Job]
+) -> None:
+    """Killed before that is on its disk, it comes back with a job that runs; by itself it looks minutes later."""
+    job = start(replicas=1, spares=0)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
+    log = cluster.spec.directory / "log/slurmctld.log"
+    pid = job.heartbeat(0).processes["trainer-rank-0"].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    requeued = re.compile(rf"Requeuing JobId={job.id}\b")
+    job.wait(lambda: requeued.search(log.read_text()))
+    kill_controller(cluster)
+    revive_controller(cluster)
+    job.wait(lambda: job.attempt.number == 2)
+    assert not re.search(rf"Batch JobId={job.id} missing", log.read_text()), "it found out by itself, minutes later"
+    job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
+    job.finish()
+    last = job.run.attempt(2).end()
+    assert last is not None and last.outcome == "completed"
+
+
 def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

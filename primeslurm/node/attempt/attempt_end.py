@@ -11,6 +11,7 @@ from pathlib import Path
 from tenacity import RetryCallState
 
 from primeslurm.errors import ClusterError, signature
+from primeslurm.node.attempt.controller import requeue
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
@@ -185,6 +186,21 @@ def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
         record_excluded(run_dir, again.copy(after=tell)(exclude))
 
 
+def see_requeued(plan: Plan, job_id: str, restarts: int) -> None:
+    """After submitit has requeued the job, or could not: stay until the controller cannot forget that any more.
+
+    Args:
+        plan: of the attempt.
+        job_id: the job's.
+        restarts: how often Slurm had requeued the job when the attempt began.
+    """
+    try:
+        requeue(SlurmClient(), job_id, restarts)
+    except ClusterError as error:
+        print(f"job {job_id} may not start again: {error}", file=sys.stderr, flush=True)
+    keep_away_from_bad_nodes(plan, job_id)
+
+
 def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:
     """After Slurm has ended an attempt: if it starts the job again, have it start whole, and away from bad nodes.
 
@@ -213,5 +229,6 @@ def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:
     try:
         if insisting_in_thread(ClusterError, REQUEUE_S, pause_s=0.5)(starts_again):
             keep_away_from_bad_nodes(plan, job_id)
+            requeue(client, job_id, restarts)
     except ClusterError as error:
         print(f"job {job_id} may not start again: {error}", file=sys.stderr, flush=True)

@@ -19,6 +19,8 @@ AWAY_S = 3600.0
 REFUSALS = 5
 """A controller that has just started may refuse what it takes a moment later."""
 LOOK_AGAIN_S = 2.0
+SAVED_S = 7.0
+"""After which a controller has a change on its disk: it writes what has changed within five seconds."""
 
 
 def insist(client: SlurmClient, command: Callable[[], T]) -> T:
@@ -45,7 +47,11 @@ def insist(client: SlurmClient, command: Callable[[], T]) -> T:
 
 
 def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
-    """Put a job back into the queue, unless somebody has done so, or has ended it.
+    """Put a job back into the queue, unless somebody has done so or has ended it, and stay until that is on disk.
+
+    A controller that is killed before comes back with a job that runs, whose processes have all ended: it would find
+    out minutes later. While the caller stays, the job does not start again; nor could it sooner, as Slurm waits for the
+    credentials of its last start to expire (`cred_expire`, 120 s by default).
 
     Args:
         client: of the cluster.
@@ -56,9 +62,18 @@ def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
         ClusterError: as `insist`.
     """
 
-    def once() -> None:
+    def once() -> bool:
+        """Whether there was a need to."""
         job = client.job(job_id)
-        if job is not None and job.state == "RUNNING" and job.restarts <= restarts:
+        needed = job is not None and job.state == "RUNNING" and job.restarts <= restarts
+        if needed:
             client.requeue(job_id)
+        return needed
 
-    insist(client, once)
+    until = time.monotonic() + SAVED_S
+    while True:
+        if insist(client, once):
+            until = time.monotonic() + SAVED_S
+        elif time.monotonic() >= until:
+            return
+        time.sleep(LOOK_AGAIN_S)

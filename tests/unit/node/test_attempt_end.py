@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import ClusterError
-from primeslurm.node.attempt import attempt_end
+from primeslurm.node.attempt import attempt_end, controller
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
@@ -39,6 +39,9 @@ class ForgetfulSlurm:
         self.others, self.restarts, self.obeys = others, restarts, obeys
         self.leader, self.requeued = "COMPLETING" if restarts else "CANCELLED", 0
 
+    def ping(self) -> bool:
+        return True
+
     def job(self, job_id: str) -> JobState:
         states = (self.leader, self.others)
         components = tuple(JobComponent(job_id, i, "gpu", state, "") for i, state in enumerate(states))
@@ -65,6 +68,7 @@ def test_a_job_that_slurm_starts_again_starts_whole(
     told: list[str] = []
     monkeypatch.setattr(attempt_end, "SlurmClient", lambda: slurm)
     monkeypatch.setattr(attempt_end, "keep_away_from_bad_nodes", lambda plan, job_id: told.append(job_id))
+    monkeypatch.setattr(controller, "SAVED_S", 0.0)
     attempt_end.complete_requeue(plan_of(tmp_path / "run", ()), "7", 0)
     assert (slurm.requeued, told) == (requeued, ["7"] * avoids)
 

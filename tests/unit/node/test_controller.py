@@ -14,10 +14,10 @@ JOB = JobState("7", "RUNNING", "", 0, "", None, (), "scontrol")
 
 
 class FlightySlurm:
-    """A fake controller that is away for some looks, and refuses some requeues."""
+    """A fake controller that is away for some looks, refuses some requeues, and forgets some that it has done."""
 
-    def __init__(self, away: int = 0, refusals: int = 0, job: JobState | None = JOB) -> None:
-        self.away, self.refusals, self.found, self.requeued = away, refusals, job, 0
+    def __init__(self, away: int = 0, refusals: int = 0, job: JobState | None = JOB, forgets: int = 0) -> None:
+        self.away, self.refusals, self.found, self.forgets, self.requeued = away, refusals, job, forgets, 0
 
     def ping(self) -> bool:
         self.away -= 1
@@ -31,6 +31,10 @@ class FlightySlurm:
             self.refusals -= 1
             raise ClusterError("requeue is disabled")
         self.requeued += 1
+        if self.requeued <= self.forgets:
+            self.away = 2
+        else:
+            self.found = replace(JOB, state="PENDING", restarts=1)
 
 
 @pytest.fixture(autouse=True)
@@ -61,6 +65,20 @@ def test_a_job_that_somebody_has_requeued_or_ended_is_left_alone(job: JobState |
     slurm = FlightySlurm(away=2, job=job)
     requeue(slurm)
     assert slurm.requeued == 0
+
+
+def test_a_controller_that_is_killed_and_has_forgotten_it_is_asked_again(clock: list[float]) -> None:
+    slurm = FlightySlurm(forgets=2)
+    requeue(slurm)
+    assert slurm.requeued == 3
+    assert clock[0] >= controller.SAVED_S
+
+
+def test_a_job_that_is_in_the_queue_is_looked_at_until_that_is_on_disk(clock: list[float]) -> None:
+    slurm = FlightySlurm(job=replace(JOB, state="COMPLETING", restarts=1))
+    requeue(slurm)
+    assert slurm.requeued == 0
+    assert controller.SAVED_S <= clock[0] < 2 * controller.SAVED_S
 
 
 def test_a_refusal_is_told_soon(clock: list[float]) -> None:
