@@ -136,10 +136,10 @@ def ours(
             policy.dp_rank,
             policy.dp_world,
             seed,
-            1 + (seed * (documents - 1)) // max(1, BATCHES - 1),
+            documents_of(seed, documents),
             _experts(config, policy.model) if recipe.trainer.router_replay else None,
         )
-        for seed in range(BATCHES if documents > 1 else 1)
+        for seed in seeds(documents)
     )
     timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
@@ -150,6 +150,25 @@ def ours(
         last.update(metrics)
 
     return step, policy.model
+
+
+def seeds(documents: int) -> range:
+    """Seeds of the batches that steps go through."""
+    return range(BATCHES if documents > 1 else 1)
+
+
+def documents_of(seed: int, documents: int) -> int:
+    """How many documents each row of a batch has, of so many at most."""
+    return 1 + seed * (documents - 1) // (BATCHES - 1)
+
+
+def document_lengths(seq_len: int, rows: int, documents: int) -> list[int]:
+    """Tokens of every document of all batches of the first rank."""
+    import numpy as np
+
+    batches = [random_batch(seq_len, 2, rows, 0, 1, seed, documents_of(seed, documents)) for seed in seeds(documents)]
+    positions = np.concatenate([row.positions for batch in batches for row in batch.rows])
+    return [int(last) + 1 for last in positions[np.append(positions[1:], 0) == 0]]
 
 
 def _add_compiles(total: dict[str, float], metrics: Mapping[str, float]) -> None:
@@ -330,7 +349,9 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
             profile(steps, options.profile, world)
     tokens = world.size // options.cp * options.rows * options.seq
     matrices = matrix_flops(model, config) + recurrence_flops(config)
-    causal, whole = (matrices + attention_flops(config, options.seq, causal) for causal in (True, False))
+    lengths = document_lengths(options.seq, options.rows, options.documents)
+    seen = sum(length * attention_flops(config, length, causal=True) for length in lengths) / sum(lengths)
+    causal, whole = matrices + seen, matrices + attention_flops(config, options.seq, causal=False)
     gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     ceiling = next((flops for name, flops in PEAK_FLOPS.items() if gpu and name in gpu), None)
     found: dict[str, Any] = {"parameters": _count(model), "flops_per_token": causal, "tokens_per_step": tokens}

@@ -28,9 +28,9 @@ else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
   mkdir -p build
   rm -rf build/pytest-*
-  clusters=(clusters tests/cluster tests/emulated)
+  clusters=(clusters tests/cluster tests/emulated tests/power)
   runs=(runs tests/e2e tests/chaos)
-  rollouts=(rollouts tests/unit/orchestrator tests/power)
+  rollouts=(rollouts tests/unit/orchestrator)
   unit=(unit tests/unit --ignore=tests/unit/orchestrator tests/trainer/components)
   engines=(engines tests/engine tests/gpu tests/trainer --ignore=tests/trainer/components)
   group "${engines[@]}" >build/engines.log 2>&1 &

@@ -33,8 +33,8 @@ class Capabilities:
     compile: bool = False
     """Layers compiled by torch.compile."""
     compiled_with: frozenset[str] | None = None
-    """Modes (`fp8`, `lora`, `router_replay`, `cp`) in which compiled layers have run on GPUs with documents of changing
-    lengths, and were faster: those are compiled unless a recipe says no. None: a recipe has to ask, in any mode."""
+    """Modes (`fp8`, `lora`, `router_replay`, `cp` as Ulysses) in which compiled layers have run on GPUs with documents
+    of changing lengths, and were faster: those are compiled unless a recipe says no. None: a recipe has to ask."""
     offload: bool = True
     """Activations, or masters and optimizer state, in host memory."""
 

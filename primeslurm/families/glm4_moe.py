@@ -15,7 +15,7 @@ FAMILY = Family(
             router_replay=True,
             fp8_checkpoint=True,
             compile=True,
-            compiled_with=frozenset({"fp8", "lora", "router_replay"}),
+            compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"}),
         )
     },
     parsers={

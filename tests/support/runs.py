@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.training import StepTrained
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events, events, rows
-from tests.support.unmeasured import unmeasured
+from tests.support.unmeasured import looking, unmeasured
 
 Status = dict[str, Any]
 E = TypeVar("E", bound=Event)
@@ -67,11 +68,13 @@ class Demo:
         It looks as `primeslurm status` does, without a Python that starts for every look: the run needs the processor.
         """
         deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            status = msgspec.to_builtins(Run(run.path).status(processes=True, if_silent=lambda _: None))
-            if condition(status):
+        for turn in itertools.count():
+            with looking(turn):
+                status = msgspec.to_builtins(Run(run.path).status(processes=True, if_silent=lambda _: None))
+                met = condition(status)
+            if met:
                 return status
-            if status["phase"] in ("completed", "failed", "cancelled", "lost"):
+            if status["phase"] in ("completed", "failed", "cancelled", "lost") or time.monotonic() > deadline:
                 break
             time.sleep(1)
         raise AssertionError(f"{status['phase']}: {status['reason']}\n{tails(run)}")

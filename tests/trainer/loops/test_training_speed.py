@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config
 
 from benchmarks.training_models import SHAPES, attention_flops, expert_count, matrix_flops
-from benchmarks.training_speed import arguments, make_recipe, measure, ours
+from benchmarks.training_speed import arguments, document_lengths, make_recipe, measure, ours
 from primeslurm.families import family_of
 from primeslurm.trainer.distributed.world import World
 
@@ -37,6 +37,14 @@ def test_both_of_ours_are_timed(world: World) -> None:
     found = measure(arguments([*options, "--against", "eager"]), world)
     assert found["speed_ratio"] > 0
     assert found["first_step"] == found["eager_first_step"], "the same weights and rows"
+    lengths = document_lengths(64, 1, 3)
+    assert sum(lengths) == 8 * 64 and len(lengths) == sum((1, 1, 1, 1, 2, 2, 2, 3))
+    config = SHAPES["tiny"].build(1, None, 256)
+    keys = sum(length * (length + 1) / 2 for length in lengths) / sum(lengths)
+    a_key = attention_flops(config, 1, causal=True)
+    rest = found["flops_per_token"] - a_key * keys
+    whole = measure(arguments(["--layers", "1", "--seq", "64", "--steps", "1", "--vocab", "256"]), world)
+    assert whole["flops_per_token"] - rest == pytest.approx(a_key * 32.5), "no key of another document is counted"
 
 
 def test_what_torchtitan_lacks_is_refused(world: World) -> None:

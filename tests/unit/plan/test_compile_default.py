@@ -25,7 +25,18 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
         "qwen3_moe": Family(name="qwen3", model_types={"qwen3_moe": ran}),
         "llama": Family(name="llama", model_types={"llama": Capabilities(compile=True)}),
     }
+    families["glm4_moe"] = Family(
+        name="glm4_moe", model_types={"glm4_moe": Capabilities(compile=True, compiled_with=frozenset({"cp"}))}
+    )
     monkeypatch.setattr(processes, "family_of", families.get)
+
+
+def test_heads_of_several_ranks_have_run_and_keys_of_several_have_not() -> None:
+    styles = {style: recipe(parallelism={"cp": 2, "cp_style": style}) for style in ("ulysses", "allgather")}
+    assert {style: decided(asked, "glm4_moe", "cuda").trainer.compile for style, asked in styles.items()} == {
+        "ulysses": True,
+        "allgather": False,
+    }
 
 
 @pytest.mark.parametrize("modes", [{}, {"fp8": True}, {"fp8": True, "lora": {}}])
