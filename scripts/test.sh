@@ -30,8 +30,8 @@ else
   rm -rf build/pytest-*
   clusters=(clusters tests/cluster tests/emulated tests/power)
   runs=(runs tests/e2e tests/chaos)
-  rollouts=(rollouts tests/unit/orchestrator)
-  unit=(unit tests/unit --ignore=tests/unit/orchestrator tests/trainer/components)
+  rollouts=(rollouts tests/unit/orchestrator tests/trainer/components)
+  unit=(unit tests/unit --ignore=tests/unit/orchestrator)
   engines=(engines tests/engine tests/gpu tests/trainer --ignore=tests/trainer/components)
   group "${engines[@]}" >build/engines.log 2>&1 &
   engines_pid=$!
@@ -39,17 +39,17 @@ else
   runs_pid=$!
   group "${rollouts[@]}" >build/rollouts.log 2>&1 &
   rollouts_pid=$!
-  group "${unit[@]}" >build/unit.log 2>&1 &
-  unit_pid=$!
+  group "${clusters[@]}" >build/clusters.log 2>&1 &
+  clusters_pid=$!
   failed=()
   # Lint, most of which is one process, comes before the group that takes least time.
   "${lint[@]}" || failed+=("lint $?")
-  group "${clusters[@]}" || failed+=("clusters $?")
+  group "${unit[@]}" || failed+=("unit $?")
   wait $engines_pid || failed+=("engines $?")
   wait $runs_pid || failed+=("runs $?")
   wait $rollouts_pid || failed+=("rollouts $?")
-  wait $unit_pid || failed+=("unit $?")
-  cat build/engines.log build/runs.log build/rollouts.log build/unit.log
+  wait $clusters_pid || failed+=("clusters $?")
+  cat build/engines.log build/runs.log build/rollouts.log build/clusters.log
   unstable=0
   for each in "${failed[@]}"; do
     read -r name code <<<"$each"
