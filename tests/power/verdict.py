@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
 from submitit.helpers import DelayedSubmission
 
 from primeslurm.api import submission
-from primeslurm.orchestrator.progress import restore
+from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import rows
 from primeslurm.records.reading import whole_lines
+from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
@@ -35,7 +37,7 @@ def losses(place: Place) -> list[str]:
     found += _of_records(place, newest)
     found += _of_weights(place, told, newest)
     found += _of_groups(place, told, newest)
-    return found + _of_progress(place, told)
+    return found + of_progress(place, told)
 
 
 def resume(place: Place) -> str:
@@ -116,13 +118,16 @@ def _of_groups(place: Place, told: list[dict[str, Any]], newest: int) -> list[st
     return [f"acknowledged groups are gone: {', '.join(lost)}"] if lost else []
 
 
-def _of_progress(place: Place, told: list[dict[str, Any]]) -> list[str]:
+def of_progress(place: Place, told: list[dict[str, Any]]) -> list[str]:
     """An orchestrator that starts again in the same attempt goes on with what it has told the trainer."""
     recorded = [each for each in told if each["kind"] == "progress"]
     if not recorded:
         return []
     last = recorded[-1]
+    with contextlib.suppress(OSError, DamagedError):
+        if value((place.run.path / PROGRESS).read_bytes(), RunProgress).attempt > last["attempt"]:
+            return []  # a new attempt goes on with what is committed; it was about to say that it does
     now = restore(place.run.path, last["attempt"])
-    if (now.attempt, now.next_step) < (last["attempt"], last["next_step"]):
+    if now.next_step < last["next_step"]:
         return [f"progress was {last}, and is {now}"]
     return []
