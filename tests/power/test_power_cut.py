@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -121,6 +122,22 @@ def test_the_disk_forgets_what_nobody_flushed(disk: Disk) -> None:
     disk.restart()
     assert kept.read_text() == "kept"
     assert not lost.exists() or lost.read_text() != "lost"
+
+
+def test_a_disk_is_mounted_anew_though_a_sandbox_has_the_old_mount(disk: Disk) -> None:
+    written = disk.path / "written"
+    written.write_text("flushed")
+    disk.flush()
+    with subprocess.Popen(["unshare", "--mount", "sleep", "600"]) as sandbox:
+        try:
+            own = Path("/proc/self/ns/mnt").readlink()
+            while Path(f"/proc/{sandbox.pid}/ns/mnt").readlink() == own:
+                time.sleep(0.01)
+            disk.cut()
+            disk.restart()
+            assert written.read_text() == "flushed"
+        finally:
+            sandbox.kill()
 
 
 @pytest.mark.slow
