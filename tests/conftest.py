@@ -14,7 +14,7 @@ import pytest
 
 import primeslurm.trainer  # noqa: F401  (before any test imports torchtitan)
 from tests.support import temporary
-from tests.support.unmeasured import measuring
+from tests.support.unmeasured import measuring, untraced
 
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
@@ -41,13 +41,10 @@ def unmeasured() -> Iterator[None]:
     For modules that compute for minutes, most of it in others' code, or in ours that the tests of its parts measure:
     all Python takes a third longer while it is measured.
     """
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, untraced():
         for name in measuring():
             patch.delenv(name)
-        trace = sys.gettrace()
-        sys.settrace(None)
         yield
-        sys.settrace(trace)
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ def test_a_layer_that_is_computed_anew_takes_what_is_estimated(
     if kernels:
         pytest.importorskip("fla")
     else:
-        monkeypatch.setattr(linear_attention, "_fits", lambda kinds: False)
+        monkeypatch.setattr(linear_attention, "fits", lambda mixed: False)
     config, name, norm = LAYERS[kind]
     layer = built(config, name, norm, "full").cuda()
     for parameter in layer.parameters():

@@ -167,10 +167,10 @@ class Deployment:
             if met:
                 return status
             if status.phase in OVER or time.monotonic() > deadline:
-                states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
-                raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
+                break
             time.sleep(0.3)
-        raise AssertionError  # count() has no end
+        states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
+        raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
 
     def snapshot(self) -> Snapshot:
         """The run as it is on disk."""

@@ -1,11 +1,11 @@
-"""The environment of processes whose coverage is not measured."""
+"""What is run without its coverage being measured: processes, and much of what a test itself does."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 MEASURED_LOOKS = 8
 """One of so many is."""
@@ -27,15 +27,19 @@ def unmeasured() -> dict[str, str]:
 
 
 @contextmanager
-def looking(turn: int) -> Iterator[None]:
-    """Look at a run for the `turn`th time; most looks are not measured.
-
-    Who watches for minutes would take twice as much of the processors that the run needs.
-    """
+def untraced() -> Iterator[None]:
+    """Have nothing of this thread measured."""
     trace = sys.gettrace()
-    if turn % MEASURED_LOOKS:
-        sys.settrace(None)
+    sys.settrace(None)
     try:
         yield
     finally:
         sys.settrace(trace)
+
+
+def looking(turn: int) -> AbstractContextManager[None]:
+    """Look at a run for the `turn`th time; most looks are not measured.
+
+    Who watches for minutes would take twice as much of the processors that the run needs.
+    """
+    return untraced() if turn % MEASURED_LOOKS else nullcontext()

@@ -98,9 +98,9 @@ def _compiles(recipe: Recipe, model_type: str | None, device: str) -> bool:
         return False
     family = family_of(model_type) if model_type and recipe.model.impl != "hf" and recipe.model.vlm is None else None
     ran = family.model_types[model_type].compiled_with if family and model_type else None
+    cp_style = trainer.parallelism.cp_style if trainer.parallelism.cp > 1 else None
     asked = {"fp8": trainer.fp8, "lora": trainer.lora, "router_replay": trainer.router_replay}
-    cp = trainer.parallelism.cp > 1
-    asked |= {"cp": cp, "all-gathered cp": cp and trainer.parallelism.cp_style == "allgather"}
+    asked |= {"cp": cp_style == "ulysses", "all-gathered cp": cp_style == "allgather"}
     asked |= {"one expert after the other": not trainer.grouped_products}
     return ran is not None and {mode for mode, on in asked.items() if on} <= ran
 

@@ -21,13 +21,12 @@ def recipe(dtype: str = "bfloat16", vlm: Any = None, **trainer: Any) -> Recipe:
 @pytest.fixture(autouse=True)
 def table(monkeypatch: pytest.MonkeyPatch) -> None:
     ran = Capabilities(compile=True, compiled_with=frozenset({"fp8", "lora"}))
+    with_cp = Capabilities(compile=True, compiled_with=frozenset({"cp"}))
     families = {
         "qwen3_moe": Family(name="qwen3", model_types={"qwen3_moe": ran}),
         "llama": Family(name="llama", model_types={"llama": Capabilities(compile=True)}),
+        "glm4_moe": Family(name="glm4_moe", model_types={"glm4_moe": with_cp}),
     }
-    families["glm4_moe"] = Family(
-        name="glm4_moe", model_types={"glm4_moe": Capabilities(compile=True, compiled_with=frozenset({"cp"}))}
-    )
     monkeypatch.setattr(processes, "family_of", families.get)
 
 
