@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from tests.gpu.lanes import Lane, Pool, lanes_of
@@ -116,7 +117,7 @@ class Runner:
             try:
                 code = await asyncio.wait_for(process.wait(), max(1, self.left_s - ENDING_S))
             except TimeoutError:
-                code = await _end(process)
+                code = await end(process)
         self._pool.give_back(lane, gpus)
         lines = log.read_text(errors="replace").strip().splitlines()
         said = lines[-1][:200] if lines else ""
@@ -126,16 +127,29 @@ class Runner:
         self._ended.set()
 
 
-async def _end(process: asyncio.subprocess.Process) -> int:
-    """End a lane as by hand, so that fixtures end their servers; and, if it does not, with its whole session."""
+async def end(process: asyncio.subprocess.Process) -> int:
+    """End a lane as by hand, so that fixtures end their servers; and then what is left of all that it started.
+
+    Engines have sessions of their own, and would keep their GPUs' memory from what runs afterwards.
+    """
+    started = _started_by(process.pid)
     with contextlib.suppress(ProcessLookupError):
         process.send_signal(signal.SIGINT)
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(process.wait(), ENDING_S / 2)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
+    for each in started + _started_by(process.pid):
+        with contextlib.suppress(psutil.Error):
+            each.kill()  # if it is the same process still
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
     await process.wait()
     return 124
+
+
+def _started_by(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).children(recursive=True)
+    return []
 
 
 def main() -> int:

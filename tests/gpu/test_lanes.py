@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests.gpu.__main__ import end
 from tests.gpu.lanes import ALONE, Lane, Pool, lanes_of
 
 HERE = Path(__file__).parent
+LANE_WITH_A_SERVER = """
+import subprocess, sys, time
+server = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(server, stdout=subprocess.DEVNULL, start_new_session=True)
+try:
+    print(1, flush=True)
+    time.sleep(600)
+finally:
+    print(2, flush=True)
+"""
 
 
 class FakeItem:
@@ -75,3 +89,18 @@ def test_all_lanes_of_this_directory_end_on_four_gpus(request: pytest.FixtureReq
         running.remove((now, ended, given))
         pool.give_back(ended, given)
     assert now <= 20
+
+
+def test_a_lane_that_is_cut_off_leaves_no_server() -> None:
+    async def cut_off() -> tuple[int, bytes, list[psutil.Process]]:
+        argv = [sys.executable, "-c", LANE_WITH_A_SERVER]
+        lane = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, start_new_session=True)
+        assert lane.stdout is not None and await lane.stdout.readline() == b"1\n"
+        started = psutil.Process(lane.pid).children()
+        assert len(started) == 1
+        code = await end(lane)
+        return code, await lane.stdout.readline(), started
+
+    code, said, started = asyncio.run(cut_off())
+    assert code == 124 and said == b"2\n", "it ends as by hand"
+    assert psutil.wait_procs(started, timeout=60)[1] == []
