@@ -42,6 +42,8 @@ class Layout:
     images: bool = False
     """Some rows have images, and their encoder is trained, too."""
     memory: dict[str, Any] = field(default_factory=dict)
+    first: int = 1
+    """Rows of the first of two micro batches; one row is a case of its own."""
 
     def __str__(self) -> str:
         settings = "-".join(f"{name}={value}" for name, value in self.parallelism.items())
@@ -58,7 +60,7 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     mine = slice(policy.dp_rank, None, policy.dp_world)
     rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())
     share = [part[mine].to(world.device) for part in _batch(rows)]
-    for some in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
+    for some in (slice(0, layout.first), slice(layout.first, None)):
         if policy.layout.reduce_gradients == "step":
             last = some.stop is None or len(share[0]) == 1
             reduce_after(policy.model, last=last, stays_gathered=not policy.layout.reshard_after_forward)
