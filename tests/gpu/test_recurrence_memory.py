@@ -10,8 +10,7 @@ from primeslurm.plan.memory.activations import Mixer, delta_net, mamba
 torch = pytest.importorskip("torch")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.gpus(memory_gb=10, lane="parameters", minutes=5),
-    pytest.mark.timeout(300),
+    pytest.mark.gpus(memory_gb=10, lane="parameters", minutes=6),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 LENGTH = 16384
