@@ -16,8 +16,11 @@ export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
 # Every test has its own time-out. A process that hangs after the last one, or in a way that no time-out ends, prints
 # the stacks of its threads (pytest's faulthandler), so that whoever waits for the whole run knows what hung.
 group() {
+  local python=(coverage run)
+  # What whole runs do is measured where the tests of its parts do it.
+  [[ $1 != runs ]] || python=(env -u COVERAGE_PROCESS_START python)
   timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-78m}" \
-    coverage run -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${@:2}"
+    "${python[@]}" -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${@:2}"
 }
 
 lint=(env -u COVERAGE_PROCESS_START -u COVERAGE_FILE just lint)

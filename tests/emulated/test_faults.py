@@ -16,7 +16,7 @@ from tests.support.doors import FLOOD, MESSAGES, Answer, doors, half_open, role,
 from tests.support.emulation import Deployment
 from tests.support.strangers import attempted, needs_second_user, stranger
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from tests.support.emulation import PATIENCE_S, Deployment
 
 SILENT_S = 20
 """After which a node counts as lost; a head after twice that."""
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 
 
 @pytest.fixture(scope="module")

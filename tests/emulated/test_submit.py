@@ -25,7 +25,7 @@ from tests.support.attacks import Aims, worked
 from tests.support.strangers import watching_for
 from tests.support.unmeasured import unmeasured
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 

@@ -31,7 +31,10 @@ from tests.power.disk import OPTIONS, Disk, unavailable
 
 MOMENTS = {"submit": 75, "publish": 100, "commit": 180, "requeue": 18}
 """At which a run writes at least, by part."""
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-")
+pytestmark = [
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-"),
+    pytest.mark.usefixtures("unmeasured"),
+]
 
 
 @pytest.fixture(params=OPTIONS)

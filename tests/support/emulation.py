@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import subprocess
@@ -26,7 +25,7 @@ from primeslurm.run.status.run_status import ProcessStatus, RlProgress, RunStatu
 from primeslurm.slurm.embedded.cluster import Cluster, up
 from primeslurm.slurm.embedded.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
-from tests.support.unmeasured import looking, unmeasured
+from tests.support.unmeasured import unmeasured
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
@@ -160,17 +159,12 @@ class Deployment:
     def wait(self, condition: Callable[[RunStatus], bool], timeout_s: float = PATIENCE_S) -> RunStatus:
         """Poll until the condition holds; fails if the run ends first or time is up."""
         deadline = time.monotonic() + timeout_s
-        for turn in itertools.count():
-            with looking(turn):
-                status = self.status()
-                met = condition(status)
-            if met:
-                return status
+        while not condition(status := self.status()):
             if status.phase in OVER or time.monotonic() > deadline:
-                break
+                states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
+                raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
             time.sleep(0.3)
-        states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
-        raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
+        return status
 
     def snapshot(self) -> Snapshot:
         """The run as it is on disk."""

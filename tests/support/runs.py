@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.training import StepTrained
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events, events, rows
-from tests.support.unmeasured import looking, unmeasured
+from tests.support.unmeasured import unmeasured
 
 Status = dict[str, Any]
 E = TypeVar("E", bound=Event)
@@ -63,21 +62,17 @@ class Demo:
         return dict(json.loads(done.stdout))
 
     def wait(self, run: RunDirectory, condition: Callable[[Status], object], timeout_s: float = 1200) -> Status:
-        """Poll until the condition holds; fails with the logs' ends if the run ends first or time is up.
-
-        It looks as `primeslurm status` does, without a Python that starts for every look: the run needs the processor.
-        """
+        """Poll until the condition holds; fails with the logs' ends if the run ends first or time is up."""
         deadline = time.monotonic() + timeout_s
-        for turn in itertools.count():
-            with looking(turn):
-                status = msgspec.to_builtins(Run(run.path).status(processes=True, if_silent=lambda _: None))
-                met = condition(status)
-            if met:
-                return status
+        while not condition(status := self._seen(run)):
             if status["phase"] in ("completed", "failed", "cancelled", "lost") or time.monotonic() > deadline:
-                break
+                raise AssertionError(f"{status['phase']}: {status['reason']}\n{tails(run)}")
             time.sleep(1)
-        raise AssertionError(f"{status['phase']}: {status['reason']}\n{tails(run)}")
+        return status
+
+    def _seen(self, run: RunDirectory) -> Status:
+        """Look as `status` does, without a Python that starts for every look: the run needs the processor."""
+        return dict(msgspec.to_builtins(Run(run.path).status(processes=True, if_silent=lambda _: None)))
 
     def finish(self, run: RunDirectory, timeout_s: float = 1200) -> Status:
         """Wait until all steps are done."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-
-MEASURED_LOOKS = 8
-"""One of so many is."""
+from contextlib import contextmanager
 
 
 def measuring() -> dict[str, str]:
@@ -35,11 +32,3 @@ def untraced() -> Iterator[None]:
         yield
     finally:
         sys.settrace(trace)
-
-
-def looking(turn: int) -> AbstractContextManager[None]:
-    """Look at a run for the `turn`th time; most looks are not measured.
-
-    Who watches for minutes would take twice as much of the processors that the run needs.
-    """
-    return untraced() if turn % MEASURED_LOOKS else nullcontext()
