@@ -23,6 +23,8 @@ GPU_NODES, CONTROL_NODES = 10, 6
 """One or two more than the run has, spares included: a node that is lost must not keep the job from starting again."""
 HEAD = 0
 """Rank of the head's agent."""
+SAVED_S = 400.0
+"""After a node was DOWN: within it the node is back, and Slurm's controller has saved that, as it does every 300 s."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,7 @@ class Scene(Deployment):
         self.tmp = directory / "tmp"
         self.tmp.mkdir()
         self.variables = {"TMPDIR": str(self.tmp)}
+        self._down_at: dict[str, float] = {}
 
     def start(self, steps: int) -> None:
         """Start a run that takes every fault for one that it can get over."""
@@ -147,6 +150,15 @@ class Scene(Deployment):
         return {event.node for line in lines if isinstance(event := decode(line), NodeLost)}
 
     # what faults leave
+
+    def went_down(self, node: str) -> None:
+        """Remember that Slurm may have set a node DOWN for a fault."""
+        self._down_at[node] = time.monotonic()
+
+    @property
+    def down_lately(self) -> frozenset[str]:
+        """Nodes of which the controller may not have saved yet that they are back."""
+        return frozenset(node for node, at in self._down_at.items() if time.monotonic() - at < SAVED_S)
 
     def blamed(self) -> list[BadNode]:
         """Nodes that the runs keep away from."""

@@ -39,6 +39,7 @@ def _lose_node(scene: Scene, dice: Random) -> Injury:
     agent, attempt = _node(scene, dice), scene.run.latest().number
     goal = goal_of(*scene.roles_on(agent))
     kill_node(scene.cluster, agent.node)
+    scene.went_down(agent.node)
     return Injury(
         f"{agent.node}, agent {agent.rank}",
         lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
@@ -64,6 +65,7 @@ def _set_node_down(scene: Scene, dice: Random) -> Injury:
     agent, attempt = _node(scene, dice), scene.run.latest().number
     goal = goal_of(*scene.roles_on(agent))
     set_down(scene.conf, agent.node, "chaos")
+    scene.went_down(agent.node)
     return Injury(
         f"{agent.node}, agent {agent.rank}",
         lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
@@ -95,6 +97,7 @@ def _stop_slurmd(scene: Scene, dice: Random) -> Injury:
 
 def _may_be_down(injury: Injury, scene: Scene, agent: Agent) -> Injury:
     """A controller that was started a moment ago sets a node DOWN that does not answer, and ends what runs there."""
+    scene.went_down(agent.node)
     injury.nodes = frozenset({agent.node})
     injury.leaves = frozenset({f"-{scene.run.latest().number}-a{agent.rank}-"})
     return injury
@@ -104,13 +107,24 @@ def _kill_slurmctld(scene: Scene, dice: Random) -> Injury:
     daemon, seconds = scene.daemon("slurmctld"), round(dice.uniform(*STOPPED_S), 1)
     if daemon is None:
         raise NobodyThereError
+    # It comes back with these as DOWN, and ends what runs there.
+    lately, attempt = scene.down_lately, scene.run.latest().number
+    there = [agent for agent, _ in scene.agents() if agent.node in lately]
+    goal = goal_of(*(role for agent in there for role in scene.roles_on(agent)))
     daemon.send(signal.SIGKILL)
 
     def repair() -> None:
         if scene.daemon("slurmctld") is None:
             revive_controller(scene.cluster)
 
-    return Injury(f"slurmctld for {seconds} s", lasts_s=seconds, repair=repair)
+    return Injury(
+        f"slurmctld for {seconds} s",
+        lasts_s=seconds,
+        repair=repair,
+        nodes=lately,
+        leaves=frozenset(f"-{attempt}-a{agent.rank}-" for agent in there),
+        goal_s=goal,
+    )
 
 
 def _stop_slurmctld(scene: Scene, dice: Random) -> Injury:
