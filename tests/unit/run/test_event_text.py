@@ -118,6 +118,23 @@ CHECKS = [
             {"kind": "evaluation_sample_failed", "job": "j", "error": "no tool"},
             ("evaluation", "a rollout failed: no tool", "warning"),
         ),
+        (
+            {"kind": "engine_state", "engine": "decode-r0-0", "state": "DOWN", "reason": "no answer"},
+            ("decode-r0-0", "is down: no answer", "warning"),
+        ),
+        (
+            {"kind": "loop_stood_still", "process": "main", "seconds": 12.4},
+            ("main", "stood still for 12 s: its node has too much to do; no engine is blamed for it", "warning"),
+        ),
+        (
+            {"kind": "continued", "process": "agent-1", "name": "store-1", "seconds": 12.4},
+            ("store-1", "was stopped by a signal, silent for 12 s: continued", "warning"),
+        ),
+        (
+            {"kind": "file_system_fault", "what": "it is full"},
+            ("file system", "the run waits: it is full", "error"),
+        ),
+        ({"kind": "file_system_fault"}, ("file system", "there is space again", "info")),
     ],
 )
 def test_what_a_person_wants_to_know(event: dict[str, Any], words: tuple[str, str, str]) -> None:
