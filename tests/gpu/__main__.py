@@ -128,7 +128,7 @@ class Runner:
 
 
 async def end(process: asyncio.subprocess.Process) -> int:
-    """End a lane as by hand, so that fixtures end their servers; and then what is left of all that it started.
+    """End a lane as by hand, so that fixtures end their servers; and then what is left of its session and its servers.
 
     Engines have sessions of their own, and would keep their GPUs' memory from what runs afterwards.
     """
@@ -140,8 +140,8 @@ async def end(process: asyncio.subprocess.Process) -> int:
     for each in started + _started_by(process.pid):
         with contextlib.suppress(psutil.Error):
             each.kill()  # if it is the same process still
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
     return 124
 

@@ -62,7 +62,7 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     share = [part[mine].to(world.device) for part in _batch(rows)]
     for some in (slice(0, layout.first), slice(layout.first, None)):
         if policy.layout.reduce_gradients == "step":
-            last = some.stop is None or len(share[0]) == 1
+            last = some.stop is None or len(share[0]) <= layout.first
             reduce_after(policy.model, last=last, stays_gathered=not policy.layout.reshard_after_forward)
         micro = [part[some] for part in share]
         if len(micro[0]):
