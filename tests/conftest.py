@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import functools
+import gc
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from tests.support.unmeasured import measuring, untraced
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
 
+gc.disable()  # until all is imported, which takes a quarter less time then
 # Before a module of ours has something done in forked processes: coverage's tracer takes a lock for what is new to it
 # there, and another thread may have held that at the fork. This is no Python function, whose call would be traced, too.
 os.register_at_fork(after_in_child=functools.partial(sys.settrace, None))
@@ -27,6 +29,12 @@ sweeper = temporary.use_own()
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
 # Threads of torch wait for one another by spinning: two take three times as long as one where others have the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_collection_finish() -> None:
+    """Look for garbage from now on, but not in what is there already (`primeslurm.imports`)."""
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure() -> None:

@@ -2,6 +2,9 @@
 
 import sys
 
-from primeslurm.orchestrator.main import main
+from primeslurm.imports import uncollected
+
+with uncollected():
+    from primeslurm.orchestrator.main import main
 
 sys.exit(main())

@@ -10,6 +10,7 @@ import os
 import sys
 from pathlib import Path
 
+from primeslurm.imports import uncollected
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.wire.transport import secret
 
@@ -28,7 +29,8 @@ def main() -> int:
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-    from primeslurm.trainer.main import run
+    with uncollected():
+        from primeslurm.trainer.main import run
 
     return run(
         arguments.recipe, arguments.run_dir, arguments.attempt, arguments.orchestrator, arguments.device, interrupt

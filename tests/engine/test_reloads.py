@@ -85,7 +85,6 @@ def worker(world: World) -> Iterator[None]:
         parallel_state.initialize_model_parallel()
         gc.freeze()  # vLLM collects garbage around every load: among all that is imported, a second each time
         yield
-        gc.unfreeze()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
 

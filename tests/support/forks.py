@@ -31,11 +31,13 @@ ORCHESTRATOR = (
     "primeslurm.orchestrator.environments.reverse_text",
     "tensorboard.summary",
     "verifiers.v1.tasksets",
+    "primeslurm.orchestrator.rollouts.preloaded",
 )
 """Modules of the orchestrator and of environments' workers."""
 TRAINER = (
     "primeslurm.trainer.main",
     "primeslurm.trainer.models.qwen3",
+    "torchtitan.trainer",
     "tests.trainer.gradients",
     "tests.trainer.ranks",
 )

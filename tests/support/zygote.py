@@ -14,7 +14,11 @@ import threading
 import traceback
 from typing import Any
 
+from primeslurm.imports import uncollected
+
 PRELOAD = (
+    "model_hosting_container_standards.sagemaker",
+    "prometheus_fastapi_instrumentator",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.openai.api_server",
     "vllm.model_executor.model_loader.default_loader",
@@ -25,6 +29,7 @@ PRELOAD = (
     "vllm.v1.worker.cpu_worker",
     "transformers.models.auto.tokenization_auto",
     "transformers.models.qwen3_moe",
+    "uvicorn.protocols.http.httptools_impl",
 )
 
 
@@ -50,8 +55,9 @@ def serve(request: dict[str, Any]) -> None:
 
 def run() -> None:
     """Preload, say so, and serve requests until stdin closes."""
-    for module in PRELOAD:
-        importlib.import_module(module)
+    with uncollected():  # vLLM collects garbage around every load, too
+        for module in PRELOAD:
+            importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

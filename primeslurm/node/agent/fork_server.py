@@ -8,7 +8,6 @@ variables of its environment name. The answer is its process id. `ready`, before
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -22,6 +21,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
+from primeslurm.imports import uncollected
 from primeslurm.node.agent.child import settle
 
 LONGEST = 1 << 20
@@ -115,10 +115,9 @@ def become(request: dict[str, Any]) -> None:
 def imported() -> socket.socket:
     """Import the modules of the command line. Returns the connection on which to serve."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for module in sys.argv[2:]:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # or a child's garbage collector would write to, and so copy, every page of them
+    with uncollected():  # or a child's garbage collector would write to, and so copy, every page of them
+        for module in sys.argv[2:]:
+            importlib.import_module(module)
     return connection
 
 

@@ -22,8 +22,7 @@ from typing import IO, Generic, TypeVar
 import msgspec
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs, mistakes, pairing
+from primeslurm.imports import uncollected
 from primeslurm.orphans import end_with_parent
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
@@ -36,6 +35,10 @@ from primeslurm.wire.environment_probe import (
     decoded,
     encoded,
 )
+
+with uncollected():
+    from primeslurm.orchestrator import environments
+    from primeslurm.orchestrator.environments import agents, host_needs, mistakes, pairing
 
 T = TypeVar("T", bound=msgspec.Struct)
 MODEL_S = 120.0
@@ -61,7 +64,8 @@ def main() -> None:
     asked = decoded(sys.stdin.read(), ProbeRequest)
     found = [Environment.model_validate(each) for each in asked.environments]
     model = Model.model_validate(asked.model)
-    environments.load("reverse-text", {})  # imports what verifiers puts off
+    with uncollected():
+        environments.load("reverse-text", {})  # imports what verifiers puts off
     tried = [_fork(EnvironmentAnswer, functools.partial(probe, each), each.load_timeout_s) for each in found]
     looking = _fork(ModelAnswer, functools.partial(_look_without_torch, model), MODEL_S)
     print(encoded(ProbeResults([_wait(child) for child in tried], _wait(looking))))

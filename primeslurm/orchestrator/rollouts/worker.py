@@ -16,8 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
-import verifiers.v1 as vf
-from verifiers.v1.clients import Client, ModelContext
+from primeslurm.imports import uncollected
+
+with uncollected():
+    import verifiers.v1 as vf
+    from verifiers.v1.clients import Client, ModelContext
 
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents, host_needs
