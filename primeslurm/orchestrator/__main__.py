@@ -2,9 +2,6 @@
 
 import sys
 
-from primeslurm.imports import uncollected
-
-with uncollected():
-    from primeslurm.orchestrator.main import main
+from primeslurm.orchestrator.main import main
 
 sys.exit(main())

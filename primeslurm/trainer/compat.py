@@ -47,7 +47,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention import varlen as torch_varlen
 from torch.nn.attention._fa4 import register_flash_attention_fa4
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 SUPPORTED = "0.3.0"
 ON_CPU = not torch.cuda.is_available()
@@ -127,6 +127,17 @@ def _waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
+def dense(mask_mod: Callable[..., torch.Tensor], rows: int, queries: int, keys: int, on: torch.device) -> torch.Tensor:
+    """Return which queries see which keys, [rows, 1, queries, keys], for all heads alike.
+
+    The rule is asked once, by indices that are broadcast. torch's `create_mask` maps it over single ones (`vmap`): ten
+    times as long on a CPU, a seventh of a small model's step.
+    """
+    row, query, key = (torch.arange(size, device=on) for size in (rows, queries, keys))
+    seen = mask_mod(row.view(-1, 1, 1, 1), row.new_zeros(()), query.view(-1, 1), key)
+    return seen.expand(rows, 1, queries, keys)
+
+
 class DenseAttention(titan_attention.FlexAttention):
     """The attention of FlexAttention by a dense mask and SDPA: quadratic memory, runs anywhere."""
 
@@ -153,7 +164,7 @@ class DenseAttention(titan_attention.FlexAttention):
         if any(value is not None for value in unsupported.values()):
             raise NotImplementedError(f"dense attention does not support {', '.join(unsupported)}")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        mask = create_mask(attention_masks.mask_mod, attention_masks.shape[0], 1, q.shape[2], k.shape[2], q.device.type)
+        mask = dense(attention_masks.mask_mod, attention_masks.shape[0], q.shape[2], k.shape[2], q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa).transpose(
             1, 2
         )
