@@ -34,6 +34,7 @@ from primeslurm.trainer.checkpoints.shards import (
     Moved,
     ShardReader,
     ShardWriter,
+    StatePlanner,
     threads_of_a_rank,
     wait_beating,
 )
@@ -186,7 +187,7 @@ class Checkpoints:
         directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
         reader = ShardReader(directory, moved, threads_of_a_rank(), self._copies_of(step))
         try:
-            dcp.load(_state(learner), storage_reader=reader, process_group=self._group)
+            dcp.load(_state(learner), storage_reader=reader, planner=StatePlanner(), process_group=self._group)
         except CheckpointException as error:
             failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
             damage = [str(each) for each in failures.values() if isinstance(each, DamagedShardError)]

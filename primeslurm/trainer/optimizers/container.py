@@ -6,11 +6,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torchtitan.components.optimizer.utils import (
-    get_flat_optim_state_dict,
-    init_optim_state,
-    load_flat_optim_state_dict,
-)
+from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, load_flat_optim_state_dict
+
+from primeslurm.trainer.optimizers.muon import Muon
 
 Named = tuple[str, torch.Tensor]
 """A parameter with its name."""
@@ -47,7 +45,7 @@ class Optimizers:
         """Return state and settings by parameter name."""
         result: dict[str, Any] = {}
         for optimizer in self._optimizers:
-            init_optim_state(optimizer)
+            add_missing_state(optimizer)
             result |= get_flat_optim_state_dict(optimizer)
         return result
 
@@ -58,5 +56,31 @@ class Optimizers:
 
     @staticmethod
     def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        init_optim_state(optimizer)  # says which state is expected
+        add_missing_state(optimizer)  # load_flat_optim_state_dict loads only into state that exists
         load_flat_optim_state_dict(optimizer, state)
+
+
+def add_missing_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give each parameter without optimizer state the state in which the optimizer would begin to train it.
+
+    Optimizers create the state of a parameter with its first gradient, which may never come: a vision encoder has none
+    in batches without images. Checkpoints hold the state of every parameter, so that every process can load them.
+    torchtitan's `init_optim_state` would not do: it does nothing if any parameter has state, and it counts a step,
+    which makes AdamW's bias correction of the first gradient that of a second one.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if not optimizer.state.get(parameter) and (state := _initial_state(optimizer, group, parameter)):
+                optimizer.state[parameter] = state
+
+
+def _initial_state(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    if isinstance(optimizer, torch.optim.AdamW):
+        # Fused, as the recipe's is, it counts steps on the parameter's device.
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    if isinstance(optimizer, Muon) or group.get("momentum"):
+        return {"momentum_buffer": torch.zeros_like(parameter)}
+    return {}

@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer.utils import init_optim_state
 
 from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_PIECE_BYTES
 from primeslurm.trainer import compat
-from primeslurm.trainer.optimizers.container import Named, Optimizers
+from primeslurm.trainer.optimizers.container import Named, Optimizers, add_missing_state
 from primeslurm.trainer.optimizers.host_memory import host_copy
 
 _ALIGNED = 256
@@ -143,7 +142,7 @@ class HostStates(Optimizers):
     def state_dict(self) -> dict[str, Any]:
         """Return state and settings by parameter name; tensors of the state are those in host memory."""
         for piece in self._pieces:
-            init_optim_state(piece.optimizer)
+            add_missing_state(piece.optimizer)
             piece.keep()
         if self._out is not None:
             self._out.synchronize()

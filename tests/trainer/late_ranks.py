@@ -1,0 +1,159 @@
+"""One rank of the test of late first gradients: a trained vision encoder whose first image comes after a checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.data.image_reader import ImageReader
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.optimizers import container, host_states
+from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Float32, ImageSpan, Int32
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
+from tests.trainer.image_rows import DOCUMENTS, MERGE, packed
+
+LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.1}
+"""Of the optimizers that have state."""
+State = dict[str, torch.Tensor]
+
+
+class Drawn(ImageReader):
+    """Reads the images of `packed`, whose names are their numbers."""
+
+    def __init__(self) -> None:
+        _, images = packed(DOCUMENTS)
+        assert images is not None
+        self._pixels = np.split(images.pixels, np.cumsum(images.grids.prod(1))[:-1])
+        self._grids = images.grids
+
+    def read(self, image: ImageSpan) -> tuple[Float32, Int32]:
+        """Return patches and grid."""
+        return self._pixels[int(image.source)], self._grids[int(image.source)]
+
+
+def batch_with_images(step: int, dp_rank: int, dp_world: int) -> Batch:
+    """A row with images, the same one for each rank."""
+    row, images = packed(DOCUMENTS)
+    assert images is not None
+    ends = images.starts + images.grids.prod(1) // MERGE**2
+    spans = tuple(ImageSpan(str(i), int(s), int(e)) for i, (s, e) in enumerate(zip(images.starts, ends, strict=True)))
+    advantages = np.random.default_rng(step).normal(size=len(row.mask)).astype(np.float32) * row.mask
+    logprobs = np.where(row.mask, -4.5, 0).astype(np.float32)
+    row = replace(row, images=spans, advantages=advantages, logprobs=logprobs)
+    tokens = int((row.mask & (row.positions != 0)).sum()) * dp_world
+    return Batch(BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens, has_images=True), [row])
+
+
+@contextmanager
+def earlier_release() -> Iterator[None]:
+    """Save as earlier releases did: without state of parameters that had no gradient."""
+    with (
+        patch.object(container, "add_missing_state", lambda optimizer: None),
+        patch.object(host_states, "add_missing_state", lambda optimizer: None),
+    ):
+        yield
+
+
+class Run:
+    """A run in a directory that saves each step. The encoder of its model is trained."""
+
+    def __init__(self, directory: Path, model: Path, kind: str, host: bool, world: World) -> None:
+        recipe = make_recipe(
+            model,
+            model={"path": str(model), "dtype": "float32", "vlm": {"freeze_vision_encoder": False}},
+            trainer={
+                "optimizer": {"type": kind, "lr": LR[kind], "weight_decay": 0.1},
+                "memory": {"optimizer_state_offload": host},
+            },
+            checkpoint={"interval": 1},
+        )
+        policy, loss = build(recipe, world), from_recipe(recipe.trainer.loss)
+        self.learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, Drawn())
+        self.saver = Checkpoints(directory, 1, recipe.checkpoint, world, None)
+        self._directory = directory
+
+    def text(self, step: int) -> None:
+        """Train a step without images."""
+        policy = self.learner.policy
+        self.learner.train(make_batch(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
+
+    def save(self, step: int) -> None:
+        """Commit a checkpoint."""
+        self.saver.after(step, self.learner, make_timer(self._directory))
+
+    def images(self, step: int) -> None:
+        """Train a step with images."""
+        policy = self.learner.policy
+        self.learner.train(batch_with_images(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
+
+    def state(self) -> State:
+        """Copies of parameters and optimizer state, whole."""
+        everything = dict(self.learner.policy.model.named_parameters()) | self.learner.optimizer.state_dict()
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in everything.items()
+            if isinstance(value, torch.Tensor)
+        }
+
+
+def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
+    """A run that resumes before its first image continues bit for bit as one that never stopped."""
+    case = f"{kind}{'-host' if host else ''}-{world.size}"
+    run = Run(root / case, model, kind, host, world)
+    run.text(1)
+    run.save(1)
+    run.images(2)
+    run.text(3)
+    expected = run.state()
+    encoder = [name for name in expected if name.startswith("vision.")]
+    start = Run(root / f"{case}-start", model, kind, host, world).state()
+    assert any(not torch.equal(expected[name], start[name]) for name in encoder), "the encoder must be trained"
+
+    # Saved by the code of an earlier release, and read in the other place for optimizer state.
+    old = Run(root / f"{case}-old", model, kind, host, world)
+    old.text(1)
+    with earlier_release():
+        old.save(1)
+    for directory, where in ((case, host), (case, not host), (f"{case}-old", host), (f"{case}-old", not host)):
+        resumed = Run(root / directory, model, kind, where, world)
+        assert resumed.saver.restore(resumed.learner) == 1, directory
+        resumed.images(2)
+        resumed.text(3)
+        found = resumed.state()
+        assert found.keys() == expected.keys(), directory
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (directory, where, name)
+
+    # A learner that has had images forgets what it has learned.
+    run.saver = Run(root / f"{case}-old", model, kind, host, world).saver
+    assert run.saver.restore(run.learner) == 1
+    run.images(2)
+    run.text(3)
+    for name, value in run.state().items():
+        assert torch.equal(value, expected[name]), ("restored in place", name)
+
+
+def main() -> None:
+    """Arguments: model, root directory of the runs."""
+    model, root = Path(sys.argv[1]), Path(sys.argv[2])
+    world = join(Interrupt(), patience_s=600)
+    host_states.STATE_PIECE_BYTES = 8192  # the model is small, and has to be several pieces
+    check(root, model, "adamw", True, world)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()
