@@ -21,7 +21,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     text = config.get("text_config") or config
     stored = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    kinds, traits = _layers(text), _traits(config, text)
+    expert_layers = _expert_layers(text)
+    kinds, traits = _layers(text, len(expert_layers)), _traits(config, text)
     return ModelShape(
         model_type=config["model_type"],
         hidden=hidden,
@@ -35,8 +36,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         window_layers=list(text.get("layer_types") or ()).count("sliding_attention"),
         dense_layers=kinds["dense"],
         dense_width=text.get("intermediate_size", 0),
-        moe_layers=kinds["moe"],
-        experts=_experts(text) if kinds["moe"] else None,
+        expert_layers=expert_layers,
+        experts=_experts(text) if expert_layers else None,
         gated=text.get("mlp_hidden_act") != "relu2",
         attention_gate=_attention_gate(text, traits),
         attention_bias=bool(text.get("attention_bias")),
@@ -81,21 +82,33 @@ def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
     return int(heads) if traits.attention_gate == "head" else 0
 
 
-def _layers(text: Mapping[str, Any]) -> dict[str, int]:
+def _layers(text: Mapping[str, Any], moe: int) -> dict[str, int]:
     """How many layers do what. Hybrid models have one job a layer, others attention and a feed-forward network."""
-    pattern = text.get("hybrid_override_pattern")
-    if pattern:
-        return {name: pattern.count(mark) for name, mark in _MARKS.items()}
-    if blocks := text.get("layers_block_type"):
-        return {name: blocks.count(block) for name, block in _BLOCKS.items()}
+    if blocks := _blocks(text):
+        return {name: blocks.count(name) for name in ("attention", "dense", "mamba")}
     layers = text["num_hidden_layers"]
-    moe = sum(_is_moe(text, index) for index in range(layers)) if _expert_count(text) else 0
     nets = _delta_nets(text)
-    return {"attention": layers - (nets.layers if nets else 0), "moe": moe, "dense": layers - moe, "mamba": 0}
+    return {"attention": layers - (nets.layers if nets else 0), "dense": layers - moe, "mamba": 0}
 
 
-_MARKS = {"attention": "*", "moe": "E", "dense": "-", "mamba": "M"}
-_BLOCKS = {"attention": "full_attention", "moe": "moe", "dense": "mlp", "mamba": "linear_attention"}
+def _expert_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
+    if blocks := _blocks(text):
+        return tuple(index for index, block in enumerate(blocks) if block == "moe")
+    if not _expert_count(text):
+        return ()
+    return tuple(index for index in range(text["num_hidden_layers"]) if _is_moe(text, index))
+
+
+def _blocks(text: Mapping[str, Any]) -> list[str]:
+    """The job of each layer of a hybrid model; empty for other models."""
+    marks = text.get("hybrid_override_pattern") or text.get("layers_block_type") or ()
+    return [_BLOCKS.get(mark, "") for mark in marks]
+
+
+_BLOCKS = {
+    **{"*": "attention", "E": "moe", "-": "dense", "M": "mamba"},
+    **{"full_attention": "attention", "moe": "moe", "mlp": "dense", "linear_attention": "mamba"},
+}
 
 
 def _is_moe(text: Mapping[str, Any], index: int) -> bool:

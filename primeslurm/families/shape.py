@@ -121,7 +121,8 @@ class ModelShape:
     dense_layers: int
     """Layers with a dense feed-forward network."""
     dense_width: int
-    moe_layers: int
+    expert_layers: tuple[int, ...]
+    """Indices of the layers with experts, among all layers."""
     experts: ExpertShape | None
     gated: bool
     """Feed-forward networks have three matrices instead of two."""
@@ -153,6 +154,11 @@ class ModelShape:
     """The format in four bits that the checkpoint is stored in, if the trainer reads it: int4 or mxfp4."""
     sees: bool = False
     """There is an encoder of images, whose sizes may not be known here (`vision`)."""
+
+    @property
+    def moe_layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self.expert_layers)
 
     @property
     def layers(self) -> int:

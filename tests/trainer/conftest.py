@@ -125,9 +125,10 @@ def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = Fa
 
 
 def make_choices(rng: np.random.Generator, tokens: int) -> RoutedExperts:
-    """Random experts for `moe_model`: 2 layers, 2 of 8; of every fourth token nothing is known."""
+    """Random experts for `moe_model`: 2 layers, 2 of 8. Some tokens are unknown, others repeat an expert."""
     choices = rng.random((tokens, 2, 8)).argsort(-1)[..., :2].astype(np.uint8)
     choices[rng.random(tokens) < 0.25] = 255
+    choices[rng.random((tokens, 2)) < 0.1] = 0
     return choices
 
 

@@ -1,9 +1,15 @@
-"""Whether what was sampled can be of the policy: tokens of its vocabulary, experts that it has.
+"""Check that a rollout can come from the policy: its tokens are in the vocabulary, its experts are in the model.
 
-An engine that says otherwise costs its rollout. A trainer that looks a token or an expert up that it has not ends all.
+A rollout that cannot come from the policy fails. The trainer would end if it looked up a token or an expert that the
+model does not have. Tokens whose experts repeat were not recorded by the engine: the trainer's router chooses theirs.
 """
 
 from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import msgspec
 
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
@@ -11,44 +17,59 @@ from primeslurm.files import read_json
 from primeslurm.model_files import model_directory
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.batches.routed_experts import RoutedExperts
+from primeslurm.wire.batches.routed_experts import RoutedExperts, without_repeats
+from primeslurm.wire.decoding import DamagedError
+
+log = logging.getLogger(__name__)
 
 
 class Plausible:
-    """Looks at rollouts.
+    """Checks rollouts of one model.
 
     Args:
-        model: path of the policy's. One whose config is not understood is taken to have whatever is said.
+        model: path of the policy's. A model whose config is not understood passes every check.
     """
 
     def __init__(self, model: str) -> None:
         self._shape = _shape(model)
+        self._warned = False
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """Return a rollout as it is.
+        """Return a rollout, without the experts of tokens that the engine did not record.
 
         Raises:
             RolloutError: it cannot be of this model.
         """
-        if self._shape is not None:
-            largest = int(rollout.token_ids.max(initial=-1))
-            if largest >= self._shape.vocab:
-                raise RolloutError(f"token {largest} is not in the vocabulary, which has {self._shape.vocab}")
-            if rollout.routed_experts is not None and self._shape.experts is not None:
-                _check_experts(rollout.routed_experts, self._shape)
-        return rollout
+        if self._shape is None:
+            return rollout
+        largest = int(rollout.token_ids.max(initial=-1))
+        if largest >= self._shape.vocab:
+            raise RolloutError(f"token {largest} is not in the vocabulary, which has {self._shape.vocab}")
+        if rollout.routed_experts is None or self._shape.experts is None:
+            return rollout
+        routed, repeating = _check_experts(rollout.routed_experts, self._shape)
+        if not repeating:
+            return rollout
+        if not self._warned:
+            text = (
+                "%s: the engine returned repeated experts for %d of %d tokens. The trainer's router chooses for them."
+            )
+            log.warning(text + " Further rollouts are only counted.", rollout.info.id, repeating, len(routed))
+            self._warned = True
+        info = msgspec.structs.replace(rollout.info, repeated_experts=repeating)
+        return replace(rollout, info=info, routed_experts=routed)
 
 
-def _check_experts(routed: RoutedExperts, shape: ModelShape) -> None:
+def _check_experts(routed: RoutedExperts, shape: ModelShape) -> tuple[RoutedExperts, int]:
     assert shape.experts is not None
     count, top_k = shape.experts.count, shape.experts.top_k
     if routed.shape[1] < shape.layers or routed.shape[2] != top_k:
         text = f"routed experts of {routed.shape[1]} layers x {routed.shape[2]}"
         raise RolloutError(f"{text}, but the model has {shape.layers} x {top_k}")
-    beyond = routed[:, : shape.layers] >= count
-    # a token of which nothing is known has the dtype's largest value everywhere
-    if beyond.any() and not (beyond.all(axis=(1, 2)) == beyond.any(axis=(1, 2))).all():
-        raise RolloutError(f"routed experts beyond the {count} that there are")
+    try:
+        return without_repeats(routed, shape.expert_layers, count)
+    except DamagedError as error:
+        raise RolloutError(str(error)) from error
 
 
 def _shape(model: str) -> ModelShape | None:

@@ -58,6 +58,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         **_by_environment(groups),
         **_penalties(groups),
         **_distance(branches),
+        **_repeated_experts(branches),
     }
     return {name: float(value) for name, value in row.items()}
 
@@ -67,6 +68,13 @@ def _distance(branches: Sequence[Rollout]) -> Row:
     asked = [(branch, branch.ref_logprobs) for branch in branches if branch.ref_logprobs is not None]
     gaps = [(branch.logprobs - ref)[branch.mask] for branch, ref in asked]
     return {"teacher/kl": float(np.concatenate(gaps).mean())} if gaps else {}
+
+
+def _repeated_experts(branches: Sequence[Rollout]) -> Row:
+    """Return router_replay/repeated: fraction of tokens that are not replayed because their experts repeated."""
+    repeated = sum(branch.info.repeated_experts for branch in branches)
+    tokens = sum(len(branch.token_ids) for branch in branches)
+    return {"router_replay/repeated": repeated / tokens} if repeated else {}
 
 
 def _penalties(groups: Sequence[RolloutGroup]) -> Row:

@@ -3,6 +3,9 @@
 Where trainer and engines round differently, scores that are close to one another lead to other experts, and log-probs
 of the same tokens differ by far more than rounding. Replayed (arXiv 2510.11370), only the choice is the engines': the
 weights of the chosen experts come from the trainer's own scores, so the gate keeps its gradient.
+
+Replayed experts of a token are used only if they differ from one another and the layer has all of them. With a repeat,
+the counts of tokens per expert would be too small: rows of other tokens would go to wrong experts.
 """
 
 from __future__ import annotations
@@ -39,8 +42,13 @@ class ReplayRouter(TokenChoiceTopKRouter):
         weights, own, scores = super().forward(x_BLD, expert_bias_E)
         if self.replayed is None:
             return weights, own, scores
-        unknown = (self.replayed == _unknown(self.replayed.dtype)).all(-1, keepdim=True)
-        chosen = torch.where(unknown, own, self.replayed.to(own.dtype))
+        replayed = self.replayed.to(own.dtype)
+        # The marker of unknown tokens is the number of an expert if there are 256, which matters for a top_k of 1.
+        there = (self.replayed != _unknown(self.replayed.dtype)) | (self.top_k > 1)
+        there &= (replayed >= 0) & (replayed < self.num_experts)
+        same = replayed.unsqueeze(-1) == replayed.unsqueeze(-2)
+        usable = there.all(-1) & (same.sum((-2, -1)) == self.top_k)
+        chosen = torch.where(usable.unsqueeze(-1), replayed, own)
         weights = scores.gather(-1, chosen)
         if self.route_norm:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -102,6 +102,8 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     """What is taken off the reward before advantages are made of it."""
     teacher_prompt: TeacherPrompt | None = None
     """None: the teacher is given what the policy was given."""
+    repeated_experts: Count = 0
+    """Tokens whose routed experts repeated, so that they are unknown."""
 
     @property
     def net_reward(self) -> float:

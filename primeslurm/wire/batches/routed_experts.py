@@ -3,7 +3,9 @@
 uint8, or uint16 for models of more than 256 experts. The layer axis has every layer of the model in its order; what it
 says of layers without experts means nothing. Where the engines do not say (the last token of an answer is never routed,
 because nothing follows it), all of a token's places hold the dtype's largest value: the trainer's own router chooses.
-That is unambiguous, because the experts of one token differ from one another.
+That is unambiguous, because the experts of one token differ from one another. Engines can break this rule: vLLM keeps
+choices in slots of zeros, so a token that it never recorded comes back as expert 0 in every place. `without_repeats`
+makes such tokens unknown. A trainer that sent a token to one expert twice would compute wrong outputs for other tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,8 @@ _HEADER = 1 << 10
 """Characters of base64 that a .npy file's header is in; numpy's has 128 bytes. A multiple of 4, as is _CHUNK."""
 _CHUNK = 1 << 20
 """Characters that are decoded at once: few enough that what comes of them is copied out of the processor's cache."""
+_CACHED = 1 << 18
+"""Bytes of experts that are compared at once, few enough for the processor's cache."""
 
 
 def from_npy(text: bytes | memoryview, tokens: int, unknown: int = 0) -> RoutedExperts:
@@ -81,6 +85,41 @@ def characters(text: memoryview) -> int:
         return 0
     size = found.end() + math.prod(map(int, found.groups()[2:])) * int(found[1][2:])
     return -(-size // 3) * 4
+
+
+def without_repeats(routed: RoutedExperts, layers: Sequence[int], count: int) -> tuple[RoutedExperts, int]:
+    """Make every token unknown whose experts repeat in a layer.
+
+    Args:
+        routed: [tokens, layers, top_k].
+        layers: indices of the layers that have experts; other layers mean nothing.
+        count: experts of a layer.
+
+    Returns:
+        The same array if no token changes, else a copy. The number of tokens that became unknown.
+
+    Raises:
+        DamagedError: a token that is known has an expert beyond `count`.
+    """
+    repeats, beyond = np.zeros(len(routed), np.bool_), np.zeros(len(routed), np.bool_)
+    # 75 layers of 8 experts have 28 pairs each to compare. By place, each comparison is one of contiguous bytes.
+    step = max(1, _CACHED // max(1, routed[:1].nbytes))
+    for start in range(0, len(routed), step):
+        places = np.ascontiguousarray(routed[start : start + step].transpose(2, 0, 1))
+        same = np.zeros(places.shape[1:], np.bool_)
+        for one, other in combinations(places, 2):
+            same |= one == other
+        repeats[start : start + step] = same[:, layers].any(axis=1)
+        beyond[start : start + step] = (places.max(axis=0)[:, layers] >= count).any(axis=1)
+    unknown = np.iinfo(routed.dtype).max
+    suspects = np.flatnonzero(repeats | beyond)
+    suspects = suspects[(routed[suspects] != unknown).any(axis=(1, 2))]
+    if not repeats[suspects].all():
+        raise DamagedError(f"routed experts beyond the {count} that there are")
+    if len(suspects):
+        routed = routed.copy()
+        routed[suspects] = unknown
+    return routed, len(suspects)
 
 
 def _decode_into(into: memoryview, first: bytes, rest: memoryview) -> None:

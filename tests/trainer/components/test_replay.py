@@ -12,10 +12,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from primeslurm.families import model_types
+from primeslurm.families.config import shape_of
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.models.layers.common import linear
 from tests.trainer.conftest import SEQ_LEN, make_choices, make_recipe
 from tests.trainer.families import CASES, Case, write
 
@@ -69,6 +71,33 @@ def test_own_choices_change_nothing_and_others_are_followed(case: Case, world: W
     wide = torch.where(others == 255, 65535, others.int()).to(torch.uint16)
     assert torch.equal(run(policy, wide)[0], changed)
     assert torch.equal(run(policy)[0], logits), "nothing is replayed that was not given"
+    assert shape_of(case.config().to_dict()).expert_layers == tuple(sorted(own)), "rollouts are checked in these layers"
+
+
+@pytest.mark.parametrize("wrong", [(0, 0), (3, 3), (9, 1), (255, 1), (1, 255)])
+def test_experts_of_no_possible_choice_are_not_replayed(wrong: tuple[int, int], moe_model: Path, world: World) -> None:
+    """Each token is a document of its own, so that no token reads another one."""
+    policy = policy_of(moe_model, world)
+    positions = torch.zeros_like(POSITIONS)
+    routed = torch.rand(1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :2]
+    routed = routed.to(torch.uint8)
+    unknown, repeated = routed.clone(), routed.clone()
+    unknown[:, 10], repeated[:, 10] = 255, torch.tensor(wrong)
+    with torch.no_grad():
+        replayed, expected, found = (policy.logits(TOKENS, positions, routed=r)[0] for r in (routed, unknown, repeated))
+    assert torch.equal(found, expected)
+    others = torch.arange(SEQ_LEN) != 10
+    assert torch.equal(found[:, others], replayed[:, others])
+
+
+def test_a_router_of_one_expert_replays_expert_0(world: World) -> None:
+    config = ReplayRouter.Config(num_experts=4, top_k=1, gate=linear(8, 4), layer=0)
+    router = ReplayRouter(config)
+    torch.nn.init.normal_(router.gate.weight)
+    rows = torch.randn(1, 3, 8)
+    _, own, _ = router(rows)
+    router.replayed = torch.tensor([[[0], [3], [255]]], dtype=torch.uint8)
+    assert router(rows)[1].flatten().tolist() == [0, 3, int(own[0, 2, 0])]
 
 
 def test_replayed_experts_give_the_outputs_and_gate_gradients_of_transformers(moe_model: Path, world: World) -> None:
@@ -96,7 +125,8 @@ def force(gate: Any, choices: torch.Tensor) -> None:
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.t()
         own = logits.topk(gate.top_k).indices
-        ids = torch.where((choices == 255).all(-1, keepdim=True), own, choices.long())
+        repeated = (choices[:, :1] == choices[:, 1:]).all(-1, keepdim=True)  # or unknown
+        ids = torch.where(repeated, own, choices.long())
         weights = logits.softmax(-1).gather(-1, ids)
         return logits, weights / weights.sum(-1, keepdim=True), ids
 

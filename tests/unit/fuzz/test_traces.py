@@ -115,8 +115,25 @@ def config(directory: Path, **more: Any) -> Plausible:
     return Plausible(str(directory))
 
 
+def test_tokens_whose_experts_repeat_are_unknown_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The first layer has no experts. A layer beyond the model's is that of a draft model."""
+    plausible = config(tmp_path, mlp_only_layers=[0])
+    routed = np.tile(np.array([0, 7], np.uint8), (6, 4, 1))
+    routed[:, 0] = routed[:, 3] = 0
+    assert plausible.checked(known := replace(rollout(), routed_experts=routed)) is known
+    zeros = routed.copy()
+    zeros[[1, 4], 2] = 0
+    for _ in range(2):
+        found = plausible.checked(replace(rollout(), routed_experts=zeros))
+        assert found.info.repeated_experts == 2 and found.routed_experts is not None
+        assert (found.routed_experts[[1, 4]] == 255).all()
+        assert np.array_equal(found.routed_experts[[0, 2, 3, 5]], routed[[0, 2, 3, 5]])
+        assert (zeros[1, 2] == 0).all(), "the engine's array is not changed"
+    assert caplog.text.count("repeated experts for 2 of 6 tokens") == 1
+
+
 def test_tokens_and_experts_that_the_model_has_not_cost_their_rollout(tmp_path: Path) -> None:
-    plausible, good = config(tmp_path), rollout()
+    plausible, good = config(tmp_path), replace(rollout(), routed_experts=None)
     unknown = np.full((6, 3, 2), 255, np.uint8)
     known = np.tile(np.array([0, 7], np.uint8), (6, 3, 1))
     assert plausible.checked(good) is good

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -63,6 +64,15 @@ def test_batch_metrics() -> None:
     assert row["reward/mean"] == 0.5 and row["groups/zero_signal"] == 0.5
     assert row["staleness/mean"] == row["staleness/max"] == 3.0
     assert row["rollouts/longer_than_seq_len"] == 0.25 and row["e/reward"] == 0.5
+    assert "router_replay/repeated" not in row
+
+
+def test_tokens_that_are_not_replayed_are_a_metric() -> None:
+    whole = group([3, 7], [1.0, 0.0])
+    first, second = whole.rollouts
+    info = msgspec.structs.replace(first[0].info, repeated_experts=2)
+    some = replace(whole, rollouts=((replace(first[0], info=info),), second))
+    assert batch_metrics([some], step=4, seq_len=64)["router_replay/repeated"] == 0.2
 
 
 def check(watch: Watch, suspect: str = "nobody") -> None:
