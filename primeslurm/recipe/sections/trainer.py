@@ -70,7 +70,8 @@ class Model(Section):
 class Optimizer(Section):
     """The optimizer, with linear warm-up and a constant, linear or cosine schedule.
 
-    Muon trains the matrices of layers and experts, and AdamW the rest: embedding, head, norms and routers.
+    Muon trains the matrices of layers and experts, adapters included. AdamW trains the rest: embedding, head, norms,
+    convolutions, routers and biases.
     """
 
     type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
@@ -87,7 +88,8 @@ class Optimizer(Section):
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Where linear and cosine schedules end, as a part of lr."""
+    """The learning rate that linear and cosine schedules fall to, as a part of lr. The step after the last one would
+    have it, so that a ratio of 0 wastes no step."""
 
 
 class Parallelism(Section):

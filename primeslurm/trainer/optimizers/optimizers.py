@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.models.common.moe import GroupedExperts, TokenChoiceTopKRouter
 
 from primeslurm.recipe.sections.trainer import Optimizer
 from primeslurm.trainer.optimizers.container import Named, Optimizers
@@ -17,8 +18,6 @@ from primeslurm.trainer.optimizers.host_states import HostStates, pieces
 from primeslurm.trainer.optimizers.muon import Muon, bunches
 
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
-# Routers choose, biases and convolutions are stored as matrices without being any.
-_NO_MATRIX = re.compile(r"\b(router|gate|conv1d)\.|bias")
 
 
 class SignSGD(torch.optim.Optimizer):
@@ -47,14 +46,16 @@ def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype, host_st
         host_states: whether its state is in host memory.
     """
     trained: list[Named] = [(canonical_fqn(name), p) for name, p in model.named_parameters() if p.requires_grad]
-    parts = _parts(config, trained, dtype)
+    parts = _parts(config, model, trained, dtype)
     if not host_states:
         return Optimizers([make(named) for make, named in parts])
     cut = [(make, piece) for make, named in parts for piece in (bunches if make.func is Muon else pieces)(named)]
     return HostStates([make(piece) for make, piece in cut], trained[0][1].device)
 
 
-def _parts(config: Optimizer, trained: list[Named], dtype: torch.dtype) -> list[tuple[partial[Any], list[Named]]]:
+def _parts(
+    config: Optimizer, model: torch.nn.Module, trained: list[Named], dtype: torch.dtype
+) -> list[tuple[partial[Any], list[Named]]]:
     """What makes an optimizer of parameters, and of which."""
     lr, decay = config.lr, config.weight_decay
     adamw = partial(torch.optim.AdamW, lr=lr, weight_decay=decay, betas=config.betas, eps=config.eps, fused=True)
@@ -65,22 +66,45 @@ def _parts(config: Optimizer, trained: list[Named], dtype: torch.dtype) -> list[
         return [(sgd, trained)]
     if config.type == "sign_sgd":
         return [(partial(SignSGD, lr=lr, weight_decay=decay), trained)]
-    matrices = [(name, p) for name, p in trained if is_matrix(name, p)]
-    rest = [(name, p) for name, p in trained if not is_matrix(name, p)]
+    multiplied = set(matrices(model))
     muon = partial(Muon, lr=lr, weight_decay=decay, momentum=config.momentum, dtype=dtype)
-    return [(muon, matrices), *([(adamw, rest)] if rest else [])]
+    ours = [(name, p) for name, p in trained if p in multiplied]
+    rest = [(name, p) for name, p in trained if p not in multiplied]
+    return [(make, named) for make, named in ((muon, ours), (adamw, rest)) if named]
 
 
-def is_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Whether Muon trains a parameter: the matrices of layers, and the stacked ones of experts.
+def matrices(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters that Muon trains: what layers multiply by, adapters included.
 
-    Embedding, head, norms, biases and routers are AdamW's.
+    These are weights of linear modules and stacks of them in modules of experts. Everything else is AdamW's: embedding,
+    head, norms, biases, convolutions, routers, and whatever has one row or one column.
     """
-    return parameter.ndim > 1 and bool(_IN_A_LAYER.search(name)) and not _NO_MATRIX.search(name)
+    modules = dict(model.named_modules())
+    routers = tuple(f"{name}." for name in modules if _is_router(modules, name))
+    for name, module in modules.items():
+        if not _IN_A_LAYER.search(name) or f"{name}.".startswith(routers):
+            continue
+        # transformers has a class of experts for each model, all of them under one name
+        experts = isinstance(module, GroupedExperts) or name.endswith(".experts")
+        dimensions = 3 if experts else 2 if isinstance(module, torch.nn.Linear) else 0
+        for parameter in module.parameters(recurse=False):
+            if parameter.ndim == dimensions and min(parameter.shape[-2:]) > 1:
+                yield parameter
+
+
+def _is_router(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
+    """Whether a module chooses experts. Attention has gates, too."""
+    parent, _, leaf = name.rpartition(".")
+    beside_experts = leaf in ("gate", "router") and hasattr(modules[parent], "experts")
+    return beside_experts or isinstance(modules[name], TokenChoiceTopKRouter)
 
 
 def schedule(config: Optimizer, max_steps: int, optimizers: Optimizers) -> Any:
-    """Build the learning rate's schedule: linear warm-up, then constant, or falling to its floor at the last step."""
+    """Build the learning rate's schedule: linear warm-up, then constant or falling.
+
+    A schedule that falls would reach its floor one step after the last, as torchtitan and transformers have it: with a
+    floor of 0, the last step would train nothing otherwise.
+    """
     constant = config.schedule == "constant"
     return LRSchedulersContainer.Config(
         warmup_steps=config.warmup_steps,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from primeslurm.recipe.sections.trainer import Optimizer
-from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.build import assemble
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.optimizers.muon import Muon, orthogonalize
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.families import BLIND_CASE, CASES, GENERIC_CASES, SEEING_CASES, Case
 from tests.trainer.optimizer_ranks import TYPES, resume, train
 
 STEPS = 3
@@ -82,27 +85,77 @@ def test_muon_equals_that_of_torch_but_for_its_rounding(shape: tuple[int, int], 
     assert (ours.full_tensor() - theirs).norm() < 0.03 * moved  # torch computes in bfloat16
 
 
-def test_muon_leaves_embedding_head_norms_and_routers_to_adamw(moe_model: Path, world: World) -> None:
-    model = build(make_recipe(moe_model), world).model
-    chosen = {name for name, parameter in model.named_parameters() if optimizers.is_matrix(name, parameter)}
-    left = {name for name, _ in model.named_parameters()} - chosen
-    assert {name.split(".", 2)[2] for name in chosen} == {
-        *(f"attention.qkv_linear.{w}.weight" for w in ("wq", "wk", "wv")),
-        "attention.wo.weight",
-        *(f"moe.routed_experts.inner_experts.{w}" for w in ("w1_EFD", "w2_EDF", "w3_EFD")),
-    }
-    assert {"tok_embeddings.weight", "lm_head.weight", "norm.weight", "layers.0.moe.router.gate.weight"} <= left
+OF_MUON = {
+    *(f"attention.{m}.weight" for m in ("wq", "wk", "wv", "wo", "wq_a", "wq_b", "wkv_a", "wkv_b", "gate")),
+    *(f"attention.qkv_linear.{m}.weight" for m in ("wq", "wk", "wv")),
+    *(f"delta_net.{m}.weight" for m in ("in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "out_proj")),
+    *(f"mamba.{m}.weight" for m in ("in_proj", "out_proj")),
+    *(f"feed_forward.{m}.weight" for m in ("w1", "w2", "w3", "w13")),
+    *(f"moe.shared_experts.{m}.weight" for m in ("w1", "w2", "w3")),
+    *(f"moe.routed_experts.{m}.weight" for m in ("down", "up")),
+    *(f"moe.routed_experts.inner_experts.{m}" for m in ("w1_EFD", "w2_EDF", "w3_EFD", "gate_up_EDG", "down_EFD")),
+    *(f"self_attn.{m}.weight" for m in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mlp.{m}.weight" for m in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")),
+    *(f"mlp.experts.{m}" for m in ("gate_up_proj", "down_proj")),
+}
+"""Parameters of layers that are matrices, in all families, named within their layer."""
+OF_ADAMW = {
+    "delta_net.conv_weight",
+    "mamba.conv_weight",
+    "mlp.gate.weight",
+    "moe.router.gate.weight",
+    "moe.shared_experts.gate.weight",
+    *(f"moe.routed_experts.inner_experts.{m}" for m in ("gate_up_bias_EG", "down_bias_ED")),
+}
+"""Parameters of layers that have several dimensions but are no matrices: convolutions, routers, biases, a vector."""
 
 
-def rates(schedule: str, floor: float) -> Iterator[float]:
-    """The learning rate of each of ten steps, two of them warm-up."""
+def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]:
+    """Names of the parameters of a family that Muon trains, and of the others."""
+    config, path = case.config(), Path("/nowhere")
+    sees = hasattr(config, "vision_config") and case is not BLIND_CASE
+    named = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": False} if sees else None}
+    policy = assemble(config, path, make_recipe(path, model=named, trainer=trainer), world)
+    built = optimizers.build(Optimizer(type="muon", lr=0.1), policy.model, torch.float32)
+    found: tuple[set[str], set[str]] = (set(), set())
+    for optimizer in built:
+        for group in optimizer.param_groups:
+            found[not isinstance(optimizer, Muon)].update(group["param_names"])
+    assert sum(map(len, found)) == sum(p.requires_grad for p in policy.model.parameters())
+    return found
+
+
+def test_muon_trains_the_matrices_of_every_familys_layers_and_nothing_else(world: World) -> None:
+    ours, others = set(), set()
+    for case in (*CASES, *GENERIC_CASES, *SEEING_CASES, BLIND_CASE):
+        for names, whole in zip((ours, others), muons(case, world), strict=True):
+            names |= {re.sub(r".*\blayers\.\d+\.", "layer ", name) for name in whole}
+    assert ours == {f"layer {name}" for name in OF_MUON}
+    assert {f"layer {name}" for name in OF_ADAMW} <= others
+
+
+def test_muon_trains_adapters(world: World) -> None:
+    case = next(case for case in CASES if case.name == "qwen3_moe")
+    ours, others = muons(case, world, lora={"rank": 8})
+    assert not others and all(name.endswith(("_lora_a", "_lora_b")) for name in ours)
+    assert {name.split(".")[2] for name in ours} == {"attention", "moe"}
+
+
+def rates(schedule: str, floor: float, steps: int = 10) -> Iterator[float]:
+    """The learning rates of ten steps, two of them warm-up; or of some steps more."""
     config = Optimizer(type="sgd", lr=2.0, schedule=schedule, warmup_steps=2, min_lr_ratio=floor)
     optimizer = optimizers.build(config, Pair(), torch.float32)
     scheduler = optimizers.schedule(config, 10, optimizer)
-    for _ in range(10):
+    for _ in range(steps):
         yield optimizer.lr
         optimizer.step()
         scheduler.step()
+
+
+def test_the_step_after_the_last_one_would_have_the_floor() -> None:
+    for schedule in ("linear", "cosine"):
+        found = list(rates(schedule, 0.25, steps=11))
+        assert found[9] > found[10] == pytest.approx(0.25 * 2.0)
 
 
 def test_schedules() -> None:
