@@ -191,6 +191,15 @@ def _lora_files(context: RuleContext) -> str:
     return "nothing is published to files" if lora and lora.save_adapter and transport == "nccl" else ""
 
 
+def _lora_quantised(context: RuleContext) -> str:
+    recipe = context.recipe
+    if recipe.task != "rl" or recipe.trainer.lora is None:
+        return ""
+    stored = "fp8" if context.shape and context.shape.quantization == "fp8" else None
+    rounded = recipe.inference.quantization or context.option("quantization") or stored
+    return f"the engines round weights and adapters together to {rounded}, the trainer does not" if rounded else ""
+
+
 def _lora_targets(context: RuleContext) -> str:
     lora = context.recipe.trainer.lora
     valid = lora_targets()
@@ -270,6 +279,9 @@ TRAINER_RULES = (
          "prime-rl 0.6.0 announcement"),
     Rule("lora-files", "error", "trainer.lora.save_adapter", "Adapters are saved beside published files", _lora_files,
          "save_adapter: false, or transport: filesystem", "engines get the merged policy, over any transport"),
+    Rule("lora-quantised", "error", "trainer.lora", "Adapters need engines that do not quantise", _lora_quantised,
+         "a checkpoint in bfloat16 without inference.quantization, or leave lora out",
+         "FP8 rounds by more than an adapter changes: engines would sample from another policy than is trained"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets exist", _lora_targets,
          f"valid: {', '.join(sorted(lora_targets(bundled())))}", "prime-rl 0.6.0 ignores unknown names silently"),
     Rule("lora-absorbed", "error", "trainer.lora.targets", "Sparse attention (DSA): no LoRA on kv_b_proj",

@@ -54,7 +54,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     files = TensorFiles.read(source)
     expected |= {name for name in files.places if name.startswith(beside)}
     stored = files.fp8_names() if recipe.task == "rl" else frozenset()
-    encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored)
+    dtype = getattr(torch, recipe.model.dtype)
+    encoding = Encoding(dtype, stored=stored, trained_in_fp8=recipe.trainer.fp8)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)

@@ -1,9 +1,10 @@
 """Training in block-scaled FP8: linear layers and experts whose forward pass and both gradients are FP8 products.
 
-Masters stay float32; the compute copies that FSDP gathers are quantised whenever they are used, as engines quantise
-what is published to them, so trainer and engines multiply the same numbers. Which layers these are says
-`tensor_names.in_fp8`. Kernels take multiples of 128 only; what is smaller is filled up with zeros, which changes no
-scale.
+Masters stay float32. The copies that FSDP gathers, in the compute dtype, are quantised whenever they are used. Policies
+are quantised from the compute dtype, too (`weights.export.Encoding`), so trainer and engines multiply by the same
+numbers. Until the first update, an engine that has loaded an FP8 checkpoint has the checkpoint's scales: they differ
+from the trainer's by the rounding of the compute dtype. `tensor_names.in_fp8` says which layers compute in FP8. Kernels
+take multiples of 128 only; smaller matrices are filled up with zeros, which changes no scale.
 """
 
 from __future__ import annotations

@@ -137,11 +137,14 @@ class Encoding:
         fp8: projections and experts leave in FP8.
         stored: what engines' own checkpoint stores in FP8: exactly these weights leave in FP8, whatever `fp8` says.
             They are quantised from float32, so that what did not change is what engines began with.
+        trained_in_fp8: the trainer's products quantise weights of `dtype`. `stored` ones are quantised from `dtype`,
+            too, so that engines multiply by the same numbers.
     """
 
     dtype: torch.dtype
     fp8: bool = False
     stored: frozenset[str] = frozenset()
+    trained_in_fp8: bool = False
 
     @property
     def dtype_name(self) -> str:
@@ -151,7 +154,7 @@ class Encoding:
     @property
     def gathered(self) -> torch.dtype:
         """What tensors have to be in before they are encoded."""
-        return torch.float32 if self.stored else self.dtype
+        return torch.float32 if self.stored and not self.trained_in_fp8 else self.dtype
 
     def encode(self, name: str, tensor: torch.Tensor, experts: Sequence[int] = ()) -> dict[str, torch.Tensor]:
         """Encode a tensor, or a stack of experts under a name with `{}` for their number, as it leaves the trainer."""
@@ -159,7 +162,7 @@ class Encoding:
         alone = (name.format(experts[0]), tensor[0]) if experts else (name, tensor)
         if not self._in_fp8(*alone):
             return {name: cast(name, tensor, self.dtype)}
-        quantised = quantise(tensor, BLOCKS)
+        quantised = quantise(tensor.to(self.gathered), BLOCKS)
         return {name: quantised.data, name + FP8_SCALE: quantised.scales}
 
     def quantization(self, names: set[str]) -> dict[str, Any] | None:
@@ -183,11 +186,15 @@ class Encoding:
 
 
 def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
-    """Say what becomes of the policies of a run whose model is stored in FP8 as far as `stored` says.
+    """Return the encoding of the policies of a run.
 
-    Engines get what they compute in; what SFT has made is not quantised.
+    Engines get what they compute in. Policies of SFT are not quantised.
+
+    Args:
+        recipe: of the run.
+        stored: names of the weights that the model's checkpoint stores in FP8.
     """
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.task == "sft":
         return Encoding(dtype)
-    return Encoding(dtype, recipe.inference.quantization == "fp8", stored)
+    return Encoding(dtype, recipe.inference.quantization == "fp8", stored, recipe.trainer.fp8)

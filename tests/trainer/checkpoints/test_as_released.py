@@ -15,11 +15,13 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints import export as checkpoint_export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components import fp8
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.kernels.fp8.blocks import BLOCKS, quantise
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.trainer.weights.export import Encoding, export
+from primeslurm.trainer.weights.export import Encoding, export, published
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
@@ -120,6 +122,68 @@ def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tm
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
     configs = [json.loads((directory / "config.json").read_text())["quantization_config"] for directory in (out, path)]
     assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_trainer_and_engines_multiply_by_the_same_numbers(
+    family: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, values are those of the checkpoint, and scales are as near as bfloat16 is."""
+    source = write(Case("wide", lambda: _wider(BY_NAME[family].config())), tmp_path / "source")
+    to_fp8(source)
+    model = {"path": str(source), "dtype": "bfloat16"}
+    recipe = make_recipe(
+        source, model=model, trainer={"fp8": True, "optimizer": {"lr": 1e-3}}, checkpoint={"interval": 1}
+    )
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    publisher = Publisher(policy, tmp_path, published(recipe, policy.stored_fp8), 2, world)
+
+    def of_engines(version: int) -> dict[str, torch.Tensor]:
+        return tensors(publisher.publish(version))
+
+    def of_trainer() -> set[bytes]:
+        """Values and scales of every weight that is multiplied in FP8."""
+        seen: set[bytes] = set()
+        for name in ("linear_product", "grouped_product"):
+            multiply = getattr(fp8, name)
+
+            def noting(rows: torch.Tensor, weight: torch.Tensor, *more: Any, multiply: Any = multiply) -> torch.Tensor:
+                for matrix in weight.detach().reshape(-1, *weight.shape[-2:]):
+                    quantised = quantise(matrix, BLOCKS)
+                    seen.add(_bytes(quantised.data, quantised.scales))
+                return multiply(rows, weight, *more)
+
+            monkeypatch.setattr(fp8, name, noting)
+        with torch.no_grad():
+            policy.logits(torch.arange(3, 67)[None], torch.arange(64)[None])
+        monkeypatch.undo()
+        return seen
+
+    released, first = tensors(source), of_engines(1)
+    assert set(first) == set(released)
+    for name, tensor in released.items():
+        if name.endswith("_scale_inv"):
+            torch.testing.assert_close(first[name], tensor, rtol=2**-8, atol=0, msg=name)
+        elif tensor.dtype == torch.float8_e4m3fn:
+            assert torch.equal(first[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    learner.train(make_batch(1), make_timer(tmp_path))
+    second = of_engines(2)
+    stored = {name for name in second if name + "_scale_inv" in second}
+    assert {_bytes(second[name], second[name + "_scale_inv"]) for name in stored} == of_trainer()
+    assert any(not torch.equal(second[name].view(torch.uint8), first[name].view(torch.uint8)) for name in stored)
+
+    timer = make_timer(tmp_path)
+    Checkpoints(tmp_path, 1, recipe.checkpoint, world, None).after(1, learner, timer)
+    checkpoint_export.export(recipe, checkpoints.step_dir(tmp_path, 1), tmp_path / "out")
+    exported_again = tensors(tmp_path / "out")
+    for name in stored:
+        for part in (name, name + "_scale_inv"):
+            assert torch.equal(exported_again[part].view(torch.uint8), second[part].view(torch.uint8)), part
+
+
+def _bytes(*tensors: torch.Tensor) -> bytes:
+    return b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
 @pytest.mark.parametrize("change", [{"weight_block_size": None}, {"quant_method": "mxfp4"}, {"fmt": "e5m2"}])

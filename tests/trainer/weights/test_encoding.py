@@ -107,6 +107,9 @@ def test_engines_get_what_they_compute_in_and_sft_publishes_the_compute_dtype() 
     asked = make_recipe(model, inference={"quantization": "fp8"})
     assert published(asked, none) == Encoding(torch.float32, fp8=True)
     assert published(make_recipe(model), stored) == Encoding(torch.float32, stored=stored)
+    assert published(make_recipe(model, trainer={"fp8": True}), stored).gathered == torch.float32
+    bfloat16 = make_recipe(model, model={"path": "model", "dtype": "bfloat16"}, trainer={"fp8": True})
+    assert published(bfloat16, stored).gathered == torch.bfloat16
     sft = make_recipe(model, task="sft", environments=[], sft={"data": {"path": "data.jsonl"}})
     assert published(sft, stored) == Encoding(torch.float32)
 

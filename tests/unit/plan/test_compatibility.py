@@ -215,6 +215,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(trainer(lora={"save_adapter": True}), weights={"transport": "nccl"}), MOE, GPU),
         (on(trainer(lora={}), weights={"transport": "nccl"}), MOE, GPU),
     ),
+    "lora-quantised": (
+        (on(trainer(lora={}, fp8=True), inference(quantization="fp8")), MOE, GPU),
+        (on(trainer(lora={}, fp8=True)), MOE, GPU),
+    ),
     "lora-absorbed": (
         (trainer(lora={"targets": ["q_a_proj", "kv_b_proj"]}), GLM, GPU),
         (trainer(lora={"targets": ["q_a_proj"]}), GLM, GPU),
@@ -305,6 +309,22 @@ def test_all_findings_come_at_once() -> None:
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:
     changes = on(inference(eplb=True), SFT)
     assert not broken(changes, MOE, GPU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "model"),
+    [
+        (inference(quantization="fp8"), MOE),
+        (inference(vllm_extra={"quantization": "fp8_per_block"}), MOE),
+        (inference(decode={"vllm_extra": {"quantization": "fp8"}}), MOE),
+        ({}, "FP8 blocks"),
+        (trainer(fp8=True), "FP8 blocks"),
+    ],
+)
+def test_adapters_are_refused_wherever_engines_quantise(changes: dict[str, Any], model: str) -> None:
+    assert "lora-quantised" in broken(on(changes, trainer(lora={})), model, GPU)
+    assert "lora-quantised" not in broken(changes, model, GPU)
+    assert "lora-quantised" not in broken(on(trainer(lora={}), SFT), model, GPU)
 
 
 def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
