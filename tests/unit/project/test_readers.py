@@ -97,6 +97,8 @@ FUZZED = {
 OWN = {
     "the model's or the data's files, which the user chose; what is wrong in them is an error that names the file": (
         "api/exporting.py",
+        "chat/messages.py",
+        "chat/template.py",
         "node/preflight/checks.py",
         "orchestrator/batching/filters.py",
         "orchestrator/environments/math_problems.py",
