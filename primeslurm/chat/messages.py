@@ -62,8 +62,8 @@ class MessageForm:
     """Content of an answer that only calls tools."""
     thoughts: str = THOUGHTS[0]
     """The name under which it reads the thoughts of an answer."""
-    roles: frozenset[str] = frozenset(ROLES)
-    """The roles that it may know."""
+    roles: frozenset[str] | None = frozenset()
+    """Roles beside `ROLES` that it may know; None: any."""
     system_only: bool = True
     """It does not know the role `developer`, which is then rendered as `system`."""
 
@@ -93,6 +93,38 @@ def normalised(messages: Any, form: MessageForm | None = None, *, lenient: bool 
                 raise ConversationError(error.why, error.fix, place, error.shown) from None
             found.append(_with_text(message))
     return found
+
+
+def without_images(messages: Any) -> tuple[Any, list[str]]:
+    """Put {"type": "image"} where an image is, which is all that chat templates look for.
+
+    Returns:
+        The messages, and where the images come from, in order: paths and data URIs.
+
+    Raises:
+        ConversationError: an image says neither.
+    """
+    sources: list[str] = []
+    if not isinstance(messages, list):
+        return messages, sources
+    found = []
+    for place, message in enumerate(messages, start=1):
+        parts = message.get("content") if isinstance(message, dict) else None
+        if isinstance(parts, list):
+            message = {**message, "content": [_without_image(part, sources, place) for part in parts]}
+        found.append(message)
+    return found, sources
+
+
+def _without_image(part: Any, sources: list[str], place: int) -> Any:
+    if not isinstance(part, dict) or part.get("type") not in IMAGES:
+        return part
+    source = part.get(part["type"])
+    source = source.get("url") if isinstance(source, dict) else source
+    if not isinstance(source, str):
+        raise ConversationError("an image has neither a path nor a data URI", f"as `{part['type']}`", place)
+    sources.append(source)
+    return {"type": "image"}
 
 
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
@@ -140,8 +172,9 @@ def _message(message: Any, form: MessageForm) -> ChatMessage:
 def _role(message: ChatMessage, form: MessageForm) -> str:
     role = message.get("role")
     if not isinstance(role, str):
-        raise ConversationError("a message has no role", "`role: user`, `assistant`, `system` or `tool`")
-    if role in ROLES or (role in form.roles and _OTHER_NAMES.get(role) != "assistant"):
+        raise ConversationError("it has no role", "`role: user`, `assistant`, `system` or `tool`")
+    known = form.roles is None or role in form.roles
+    if role in ROLES or (known and _OTHER_NAMES.get(role) not in ("user", "assistant")):
         return role
     fix = f"`role: {_OTHER_NAMES[role]}`" if role in _OTHER_NAMES else f"one of {', '.join(ROLES)}"
     raise ConversationError(f"the role {role!r} is not known", fix)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.messages import ROLES, THOUGHTS, ConversationError, MessageForm
+from primeslurm.chat.messages import THOUGHTS, ConversationError, MessageForm
 
 ASKED, SAID, VALUE = "A question qx3?", "An answer qx5.", "qx7 é"
 """Texts of the conversations by which templates are tried. No template has them."""
@@ -54,7 +54,7 @@ class ChatTemplate:
             arguments=arguments,  # type: ignore[arg-type]
             no_content=self._no_content(arguments) if arguments != "not shown" else "",
             thoughts=quoted[0] if quoted else THOUGHTS[0],
-            roles=frozenset(ROLES) | _quoted(self.source),
+            roles=_quoted(self.source),
             system_only="developer" not in _quoted(self.source),
         )
 

@@ -5,17 +5,64 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.messages import ConversationError, normalised, tools_of
+from primeslurm.chat.messages import ConversationError, MessageForm, normalised, tools_of
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds, no_end
 
 Part = tuple[str, bool]
 """Text, and whether it is trained."""
+_KEYS = 5
+"""Keys of a line that are shown."""
 _THINKING: Sequence[dict[str, Any]] = ({"enable_thinking": True}, {"enable_thinking": False}, {"thinking": True})
 """Arguments of chat templates beside the default: an answer may have been given with thoughts, or without."""
+
+
+class Conversation(NamedTuple):
+    """A line with messages."""
+
+    messages: list[ChatMessage]
+    """In the form that the chat template takes."""
+    tools: list[dict[str, Any]] | None
+
+
+class Completion(NamedTuple):
+    """A line with text alone."""
+
+    prompt: str
+    completion: str
+
+
+def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Conversation | Completion:
+    """Read a line of a data set, without rendering it.
+
+    Args:
+        record: what its JSON says. Images are marks, see `without_images`.
+        every: every answer of the assistant is trained, not only the last.
+        form: of the chat template. Default: what most take.
+
+    Raises:
+        ConversationError: no model could be trained on it.
+    """
+    if not isinstance(record, dict):
+        raise ConversationError("no JSON object", "one JSON object a line")
+    if "messages" in record:
+        messages, tools = normalised(record["messages"], form), tools_of(record.get("tools"))
+        if not any(message["role"] == "assistant" for message in messages):
+            raise ConversationError("no message is the assistant's: there is nothing to learn", "`role: assistant`")
+        if not every and messages[-1]["role"] != "assistant":
+            why = f"its last message, which is trained, is of role {messages[-1]['role']}"
+            raise ConversationError(why, "`train: all`, or end conversations with the assistant's answer")
+        return Conversation(messages, tools)
+    if not {"prompt", "completion"} <= record.keys():
+        keys = ", ".join(list(record)[:_KEYS]) or "nothing"
+        fix = "call them `messages`, each with `role` and `content`" if "conversations" in record else ""
+        raise ConversationError(f"has {keys}, but neither `messages` nor `prompt` and `completion`", fix)
+    if not (isinstance(record["prompt"], str) and isinstance(record["completion"], str)):
+        raise ConversationError("prompt and completion must be text", "`messages` for conversations")
+    return Completion(record["prompt"], record["completion"])
 
 
 class TrainingText:
@@ -35,21 +82,16 @@ class TrainingText:
         """The tokens that end turns."""
         return TurnEnds(self.template)
 
-    def parts(self, record: dict[str, Any]) -> list[Part]:
+    def parts(self, record: Any) -> list[Part]:
         """Return the text of a line in order, up to the end of the last turn that is trained.
 
         Raises:
             ConversationError: the line cannot be trained on.
         """
-        if "messages" in record:
-            messages = normalised(record["messages"], self.template.form)
-            return self._of_messages(messages, tools_of(record.get("tools")))
-        if not {"prompt", "completion"} <= record.keys():
-            raise ConversationError("has neither `messages` nor `prompt` and `completion`")
-        texts = record["prompt"], record["completion"]
-        if not all(isinstance(text, str) for text in texts):
-            raise ConversationError("prompt and completion must be text", "`messages` for conversations")
-        return [(texts[0], False), *self._completion(texts[1])]
+        line = read_line(record, self.every, self.template.form)
+        if isinstance(line, Conversation):
+            return self._of_messages(line.messages, line.tools)
+        return [(line.prompt, False), *self._completion(line.completion)]
 
     def _completion(self, text: str) -> list[Part]:
         """A completion ends as an answer in a conversation does, unless it says its end itself."""
@@ -66,11 +108,6 @@ class TrainingText:
 
     def _of_messages(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None) -> list[Part]:
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        if not answers:
-            raise ConversationError("no message is the assistant's: there is nothing to learn", "`role: assistant`")
-        if not self.every and answers[-1] != len(messages) - 1:
-            why = f"the last message, which is trained, is of role {messages[-1]['role']}"
-            raise ConversationError(why, "`train: all`, or end conversations with the assistant's answer")
         text = self.template.render(messages, tools)
         self._insist_on(messages, tools, text)
         parts: list[Part] = []

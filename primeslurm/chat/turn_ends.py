@@ -164,5 +164,6 @@ def no_end(template: ChatTemplate) -> ConversationError:
     if SAID not in text:
         return ConversationError("the chat template does not show an answer as it is", fix)
     tail = _behind(text, SAID)
-    why = f"the chat template ends an answer with {tail!r}, and no token is there that a model could learn to stop at"
+    what = f"{tail!r}" if tail else "nothing"
+    why = f"the chat template writes {what} behind an answer, where no token is that the model could learn to stop at"
     return ConversationError(why, fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -13,14 +12,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from primeslurm.chat.messages import IMAGES
+from primeslurm.chat.lines import line_number, record_of
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
 
 log = logging.getLogger(__name__)
-_BLOCK = 1 << 20
-"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +81,11 @@ class Conversations:
             if not line.strip():
                 continue
             try:
-                example = _tokenize(json.loads(line), self.text, self.path.parent, self.reader)
+                example = _tokenize(line, self.text, self.path.parent, self.reader)
             except (OSError, ValueError) as error:
-                raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error}") from error
+                raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error}") from error
             except Exception as error:  # tokenizers and image processors raise what they like
-                raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error!r}") from error
+                raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error!r}") from error
             yield _fitting(example, self.seq_len)
 
     def judge(self, kept: int, too_long: int) -> None:
@@ -135,20 +132,8 @@ def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
             yield start, line
 
 
-def _line_number(path: Path, start: int) -> int:
-    with path.open("rb") as file:
-        blocks = (file.read(min(_BLOCK, start - done)) for done in range(0, start, _BLOCK))
-        return 1 + sum(block.count(b"\n") for block in blocks)
-
-
-def _tokenize(record: Any, text: TrainingText, directory: Path, reader: ImageReader | None) -> Example:
-    sources: list[str] = []
-    if not isinstance(record, dict):
-        raise ValueError("no JSON object")
-    if isinstance(messages := record.get("messages"), list):
-        record = {**record, "messages": [_plain(message, sources) for message in messages]}
-    if reader is None and sources:
-        raise ValueError("it has images, but `model.vlm` is not set")
+def _tokenize(line: bytes, text: TrainingText, directory: Path, reader: ImageReader | None) -> Example:
+    record, sources = record_of(line, sees=reader is not None)
     parts = text.parts(record)
     tokenizer = text.template.tokenizer
     encoded = tokenizer([part for part, _ in parts], add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -165,24 +150,6 @@ def _fitting(example: Example, seq_len: int) -> Example | None:
         return example if len(example.token_ids) <= seq_len else None
     shorter = example.cut(seq_len)
     return shorter if shorter.mask[1:].any() else None
-
-
-def _plain(message: Any, sources: list[str]) -> Any:
-    """A message with nothing but {"type": "image"} where an image is; the images go to `sources`."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    return message | {"content": [_plain_part(part, sources) for part in message["content"]]}
-
-
-def _plain_part(part: Any, sources: list[str]) -> Any:
-    if not isinstance(part, dict) or part.get("type") not in IMAGES:
-        return part
-    source = part.get(part["type"])
-    source = source.get("url") if isinstance(source, dict) else source
-    if not isinstance(source, str):
-        raise ValueError(f"an image without a path or a data URI: `{part['type']}`")
-    sources.append(source)
-    return {"type": "image"}
 
 
 def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:

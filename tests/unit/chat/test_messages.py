@@ -110,8 +110,8 @@ def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
     ("message", "why"),
     [
         ("hello", "no list of objects"),
-        ({"content": "x"}, "has no role"),
-        ({"from": "human", "value": "x"}, "has no role"),
+        ({"content": "x"}, "it has no role"),
+        ({"from": "human", "value": "x"}, "it has no role"),
         ({"role": "gpt", "content": "x"}, r"role 'gpt' is not known \(`role: assistant`\)"),
         ({"role": "critic", "content": "x"}, "role 'critic' is not known"),
         ({"role": "user"}, "it is of role user and has no content"),

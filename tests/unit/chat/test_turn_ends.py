@@ -206,9 +206,7 @@ def test_what_engines_do_not_stop_at_is_told(tmp_path: Path) -> None:
 def test_a_template_that_ends_turns_with_no_token_is_refused(eos: str | None, tmp_path: Path) -> None:
     text = training_text(tmp_path, UNENDING, eos)
     assert text.ends.answer is None
-    with pytest.raises(
-        ConversationError, match=r"ends an answer with '\\n\\n', and no token is there .*\(have the templ"
-    ):
+    with pytest.raises(ConversationError, match=r"writes '\\n\\n' behind an answer, where no .*\(have the template"):
         text.parts({"messages": TALK})
 
 
