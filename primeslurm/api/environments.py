@@ -1,4 +1,4 @@
-"""Trying a recipe's environments before it is submitted."""
+"""Trying a recipe's environments, or rendering its data, before it is submitted."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from ipaddress import ip_address
 
 from primeslurm.errors import Violation
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
+from primeslurm.plan.checks.sft_files import render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
@@ -27,22 +28,57 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
     """
     if not recipe.samples:
         return [], []
-    interpreter = Interpreter(site.python or "python3", _variables(site) | ({} if local else _kept_back(recipe, site)))
-    if recipe.slurm.over(site.slurm).container is not None and not local:
-        return [], [_untried("they are in the image that jobs run in")]
-    if not interpreter.here:
-        return [], [_untried(f"{interpreter.python} is not on this host")]
+    interpreter = _interpreter(recipe, site, local)
+    if isinstance(interpreter, str):
+        return [], [_untried(interpreter)]
     tried = try_all(places(recipe.trained_environments, recipe.evaluation_environments), recipe.model, interpreter)
-    if tried.unprepared and (site.modules or site.prologue) and not local:
-        return [], [_untried(f"{interpreter.python} has no {tried.unprepared} without the site's modules and prologue")]
     if tried.unprepared:
-        why = f"this Python has no {tried.unprepared}, and jobs run it"
-        fix = "install primeslurm with its environments there, or name another one in the site file"
-        return [Violation("python", interpreter.python, why, fix)], []
+        lacks = _unprepared(interpreter, tried.unprepared, site, local)
+        return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
     notes = [_note(each) for each in tried.notes]
     if local or _is_this_machine(site):
         return [*tried.violations, *tried.missing], notes
     return list(tried.violations), [*(_elsewhere(each) for each in tried.missing), *notes]
+
+
+def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
+    """Render data of SFT with the Python that jobs will use, where that is here.
+
+    Args:
+        recipe: the recipe, with absolute paths of its model and data.
+        site: names the Python; where it is to run.
+        local: without Slurm.
+
+    Returns:
+        Why the run would fail; and what could not be looked at here, and which token ends a turn.
+    """
+    if recipe.task != "sft":
+        return [], []
+    interpreter = _interpreter(recipe, site, local)
+    if isinstance(interpreter, str):
+        return [], [_unrendered(interpreter)]
+    found = render_data(recipe, interpreter)
+    if found.unprepared:
+        lacks = _unprepared(interpreter, found.unprepared, site, local)
+        return ([lacks], []) if isinstance(lacks, Violation) else ([], [_unrendered(lacks)])
+    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in found.warnings]
+    return list(found.violations), [*warnings, *map(_note, found.notes)]
+
+
+def _interpreter(recipe: Recipe, site: Site, local: bool) -> Interpreter | str:
+    """The Python of jobs, or why it cannot be used here."""
+    found = Interpreter(site.python or "python3", _variables(site) | ({} if local else _kept_back(recipe, site)))
+    if recipe.slurm.over(site.slurm).container is not None and not local:
+        return "jobs run in an image"
+    return found if found.here else f"{found.python} is not on this host"
+
+
+def _unprepared(interpreter: Interpreter, lacks: str, site: Site, local: bool) -> Violation | str:
+    """What it means that a Python lacks a package: jobs do, too, unless they load modules first."""
+    if (site.modules or site.prologue) and not local:
+        return f"{interpreter.python} has no {lacks} without the site's modules and prologue"
+    fix = "install primeslurm with its environments there, or name another one in the site file"
+    return Violation("python", interpreter.python, f"this Python has no {lacks}, and jobs run it", fix)
 
 
 def _variables(site: Site) -> dict[str, str]:
@@ -73,6 +109,11 @@ def _untried(why: str) -> Finding:
     return Finding(level="note", field=_FIELD, text=f"not tried here: {why}; the nodes try them before anything loads")
 
 
+def _unrendered(why: str) -> Finding:
+    text = f"not rendered here: {why}; the trainer names lines that it cannot render"
+    return Finding(level="note", field="sft.data", text=text)
+
+
 def _elsewhere(violation: Violation) -> Finding:
     """Nodes may have what this host lacks."""
     text = f"{violation.value}: {violation.why}; the nodes are looked at when the job starts"
@@ -80,4 +121,5 @@ def _elsewhere(violation: Violation) -> Finding:
 
 
 def _note(violation: Violation) -> Finding:
-    return Finding(level="note", field=violation.field, text=f"{violation.value}: {violation.why}", fix=violation.fix)
+    value = f"{violation.value}: " if violation.value else ""
+    return Finding(level="note", field=violation.field, text=f"{value}{violation.why}", fix=violation.fix)

@@ -31,15 +31,19 @@ def plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> P
 
 
 def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Planned:
-    """Work out the plan of what is to run, and try its environments.
+    """Work out the plan of what is to run, try its environments, and render its data.
 
     Raises:
         UsageError: the recipe cannot be placed, or its files or environments cannot be used; every reason at once.
     """
-    from primeslurm.api.environments import environment_problems  # not above: whoever renders tries none
+    problems, untried = list(files.problems), [_BLOCKED]
+    if not files.blocked:
+        from primeslurm.api import environments  # not above: whoever renders tries none
 
-    tried = environment_problems(files.located, site, local=local) if not files.blocked else ([], [_BLOCKED])
-    problems, untried = [*files.problems, *tried[0]], tried[1]
+        wrong, untried = environments.environment_problems(files.located, site, local=local)
+        unrendered, noted = environments.data_rendering_problems(files.located, site, local=local)
+        problems += [each for each in (*wrong, *unrendered) if each not in problems]
+        untried = [*untried, *noted]
     try:
         planned = plan_of(recipe, site, files, local=local)
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""What `check` and nodes ask of `orchestrator.environments.probe`, and its answers: a line of JSON each way.
+"""What `check` and nodes ask of `orchestrator.environments.probe` and `trainer.data.probe`: a line of JSON each way.
 
 Both ends are of one release, and of one process tree.
 """
@@ -61,6 +61,28 @@ class ProbeResults(msgspec.Struct, frozen=True):
     environments: list[ProbeResult[EnvironmentAnswer]]
     """In the order of the request."""
     model: ProbeResult[ModelAnswer]
+
+
+class DataRequest(msgspec.Struct, frozen=True):
+    """Which data of SFT to render, as the trainer does."""
+
+    path: str
+    """JSONL."""
+    model: str
+    """Directory of the tokenizer."""
+    every: bool
+    """Every answer of the assistant is trained, not only the last."""
+    sees: bool
+    """Images are trained on, too."""
+
+
+class DataAnswer(msgspec.Struct, frozen=True):
+    """What rendering data of SFT showed."""
+
+    violations: list[Violation] = []
+    """What would end the run, the first line of each kind."""
+    warnings: list[Violation] = []
+    notes: list[Violation] = []
 
 
 def encoded(message: msgspec.Struct) -> str:

@@ -12,7 +12,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
-from primeslurm.orchestrator.rendering import ChatMessage
+from primeslurm.chat import ChatMessage
 from primeslurm.wire.transport.http import client_within_run
 
 __all__ = ["ChatHarness"]

@@ -22,8 +22,8 @@ import verifiers.v1 as vf
 from pydantic import Field
 from verifiers.v1.runtimes import Runtime
 
+from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.environments.shell import NAME, TOOL, ShellHarness
-from primeslurm.orchestrator.rendering import ChatMessage
 
 __all__ = ["ShellHarness", "ToolUseTaskset"]
 

@@ -124,11 +124,11 @@ def named(name: str, options: dict[str, Any]) -> RendererConfig:
     try:
         if is_import_path(name):
             return CustomRendererConfig(import_path=name.replace(":", "."), **options)
-        own = type(config_from_name(name))(**options)
+        type(config_from_name(name))(**options)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
         raise RenderingError(f"model.renderer_options of {name}: {problems}") from None
-    return own if name == DEFAULT else extending(name, options)
+    return extending(name, options)
 
 
 def model_type_of(model: str) -> str | None:

@@ -24,7 +24,7 @@ from renderers.base import (
 from renderers.configs import BaseRendererConfig
 from renderers.deepseek_v3 import DeepSeekV3Renderer
 
-from primeslurm.orchestrator.rendering import ChatMessage
+from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.rendering.extending import Extending, without_first
 
 CALLS, CALLS_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"

@@ -15,9 +15,12 @@ from renderers import RenderedTokens, config_from_name
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 from renderers.configs import BaseRendererConfig, CustomRendererConfig
 
+from primeslurm.chat import ChatMessage
+from primeslurm.chat.messages import normalised
 from primeslurm.families.family import RendererTraits
-from primeslurm.families.renderers import renderer_traits
-from primeslurm.orchestrator.rendering import ChatMessage, harmony
+from primeslurm.families.renderers import DEFAULT, renderer_traits
+from primeslurm.orchestrator.rendering import harmony
+from primeslurm.orchestrator.rendering.by_template import ByTemplate
 
 THOUGHTS = ("<think>", "</think>")
 """Tokens around thoughts. What a model without them thinks is left to its renderer."""
@@ -58,6 +61,8 @@ def extending(renderer: str, options: dict[str, Any], system: str | None = None)
 
 @cache
 def _extending(renderer: str) -> type:
+    if renderer == DEFAULT:
+        return ByTemplate
     _populate_registry()
     return type("Extending", (Extending, RENDERER_REGISTRY[renderer]), {"traits": renderer_traits(renderer)})
 
@@ -71,8 +76,8 @@ class Extending:
     system: str | None = None
 
     def render(self, messages: list[ChatMessage], **kwargs: Any) -> Any:
-        """Render a conversation. An answer that only calls tools has no words, rather than the word None."""
-        said = [{**message, "content": message.get("content") or ""} for message in messages]
+        """Render a conversation."""
+        said = normalised(messages, lenient=True)
         system = self._default_system(kwargs.get("tools"))
         if system is None or (said and said[0].get("role") == "system"):
             return self._apart(super().render(said, **kwargs))  # type: ignore[misc]
@@ -100,13 +105,16 @@ class Extending:
         kept = is_suffix or self.effective_thinking_retention == "all"
         super()._render_assistant_body(*args, is_suffix=kept, **kwargs)  # type: ignore[misc]
 
-    def bridge_to_next_turn(self, prompt: list[int], completion: list[int], *args: Any, **kwargs: Any) -> Any:
+    def bridge_to_next_turn(
+        self, prompt: list[int], completion: list[int], new_messages: list[ChatMessage], **kwargs: Any
+    ) -> Any:
         """Render what follows on a completion; None where a thought has to be dropped."""
-        found = self._bridge(prompt, completion, *args, **kwargs)
+        said = normalised(new_messages, lenient=True) if new_messages else []
+        found = self._bridge(prompt, completion, said, **kwargs)
         if found is None and not self._has_thoughts(prompt, completion):
             own, self.effective_thinking_retention = self.effective_thinking_retention, "all"
             try:
-                found = self._bridge(prompt, completion, *args, **kwargs)
+                found = self._bridge(prompt, completion, said, **kwargs)
             finally:
                 self.effective_thinking_retention = own
         return found

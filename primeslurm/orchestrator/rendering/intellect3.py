@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from renderers.configs import BaseRendererConfig
 from renderers.prime_qwen3 import PrimeQwen3Renderer
 
-from primeslurm.orchestrator.rendering import ChatMessage
+from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.rendering.extending import Extending
 
 SYSTEM = (

@@ -15,7 +15,7 @@ from renderers import RenderedTokens
 from renderers.configs import BaseRendererConfig
 from renderers.kimi_k25 import KimiK25Renderer
 
-from primeslurm.orchestrator.rendering import ChatMessage
+from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.rendering.extending import Extending
 
 SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."

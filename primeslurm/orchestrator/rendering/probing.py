@@ -15,8 +15,8 @@ from typing import Any
 
 from renderers import RendererConfig, create_renderer
 
+from primeslurm.chat import ChatMessage
 from primeslurm.families.renderers import renderer_traits
-from primeslurm.orchestrator.rendering import ChatMessage
 
 SYSTEM = "Be brief."
 THOUGHT = "It has to be looked up."

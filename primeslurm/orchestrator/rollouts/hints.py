@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 from verifiers.v1.clients.train import ElasticRendererPool, TrainClient, tool_to_wire
 from verifiers.v1.dialects.chat import message_to_wire
 
-from primeslurm.orchestrator.rendering import ChatMessage
+from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt

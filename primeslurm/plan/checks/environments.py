@@ -41,7 +41,7 @@ _RENDERED = {"path", "renderer", "renderer_options", "vlm"}
 """Fields that say how a model's messages are rendered."""
 _IMPORT_S = 180.0
 """For Python and verifiers to be imported, from however slow a file system, on top of what an environment may take."""
-_UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers)\b")
+_UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers|transformers)\b")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
@@ -101,7 +101,7 @@ def try_all(
         model=model.model_dump(mode="json", include=_RENDERED),
     )
     limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
-    code, out, err = _run(interpreter, encoded(asked), limit_s, tmp)
+    code, out, err = run_module(interpreter, PROBE, encoded(asked), limit_s, tmp)
     if code != 0:
         return _nothing(interpreter, code, err)
     try:
@@ -122,14 +122,26 @@ def _is_sure(environment: AnyEnvironment) -> bool:
     return environment.id in _SURE and not (environment.args or environment.harness or environment.runtime)
 
 
-def _run(interpreter: Interpreter, asked: str, limit_s: float, tmp: Path | None) -> tuple[int | None, str, str]:
-    """Exit code (None: it had to be killed) and outputs. It runs where no module of the user's own lies about.
+def run_module(
+    interpreter: Interpreter, module: str, asked: str, limit_s: float, tmp: Path | None = None
+) -> tuple[int | None, str, str]:
+    """Run a module with the Python of jobs, in an empty directory, where no module of the user's own lies about.
 
     Its temporary files are there, too: environments' processes are ended before they could remove theirs.
+
+    Args:
+        interpreter: is here.
+        module: by its import path.
+        asked: its standard input.
+        limit_s: seconds after which it is killed.
+        tmp: directory for what it leaves, which is removed. Default: the temporary one.
+
+    Returns:
+        Exit code (None: it had to be killed), standard output and standard error.
     """
     with tempfile.TemporaryDirectory(prefix="primeslurm-", dir=tmp, ignore_cleanup_errors=True) as directory:
         process = subprocess.Popen(
-            [interpreter.python, "-m", PROBE],
+            [interpreter.python, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -152,11 +164,18 @@ def _run(interpreter: Interpreter, asked: str, limit_s: float, tmp: Path | None)
 
 def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
     """Nothing could be tried: the interpreter lacks a package, or is broken."""
-    last = (err.strip().splitlines() or ["without a word"])[-1]
-    if lacks := _UNPREPARED.match(last):
-        return Tried(unprepared=lacks[1])
-    how = "gives no answer" if code is None else f"ends with exit code {code}: {last[:300]}"
+    lacks, how = why_no_answer(code, err)
+    if lacks:
+        return Tried(unprepared=lacks)
     return Tried((Violation("environments", "", f"they cannot be tried: {interpreter.python} {how}"),))
+
+
+def why_no_answer(code: int | None, err: str) -> tuple[str, str]:
+    """Say which package the Python of jobs lacks, "" if it lacks none, and in words how its process ended."""
+    last = (err.strip().splitlines() or ["without a word"])[-1]
+    lacks = _UNPREPARED.match(last)
+    how = "gives no answer" if code is None else f"ends with exit code {code}: {last[:300]}"
+    return (lacks[1] if lacks else ""), how
 
 
 def _judged(place: str, environment: AnyEnvironment, result: ProbeResult[EnvironmentAnswer], no_tools: str) -> Tried:

@@ -1,27 +1,42 @@
-"""Whether the data of SFT is what the trainer reads, by its beginning: no nodes are allocated to find that out."""
+"""Whether the trainer can train on the data of SFT: no nodes are allocated to find that out.
+
+The beginning of the file is read here. The Python of jobs, which has the tokenizer's library, renders lines of it.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
+from primeslurm.chat.lines import LineErrors, record_of
+from primeslurm.chat.messages import ConversationError, MessageForm
+from primeslurm.chat.training_text import read_line
 from primeslurm.errors import Violation
 from primeslurm.paths import is_file
+from primeslurm.plan.checks.environments import Interpreter, run_module, why_no_answer
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import JsonlData
+from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.environment_probe import DataAnswer, DataRequest, decoded, encoded
 
-LOOKED_AT = 1 << 20
-"""Bytes of the file. The trainer reads all of it, and names any other line."""
-_IMAGES = ("image", "image_url")
-_KEYS = 5
-"""Keys of a line that are shown."""
+LOOKED_AT = 1 << 24
+"""Bytes of the file that are read here."""
+PROBE = "primeslurm.trainer.data.probe"
+_LIMIT_S = 180.0
+"""For the tokenizer's library to be imported, from however slow a file system, and half a minute of rendering."""
+_ANY = MessageForm(roles=None)
+"""Which roles the chat template knows, rendering tells."""
 
 
-class _Mistake(NamedTuple):
-    why: str
-    fix: str = ""
+@dataclass(frozen=True)
+class Rendered:
+    """What rendering the data showed."""
+
+    violations: tuple[Violation, ...] = ()
+    warnings: tuple[Violation, ...] = ()
+    notes: tuple[Violation, ...] = ()
+    unprepared: str = ""
+    """The package that the interpreter lacks, so that nothing could be rendered."""
 
 
 def data_problems(recipe: Recipe) -> list[Violation]:
@@ -38,55 +53,47 @@ def data_problems(recipe: Recipe) -> list[Violation]:
         return [Violation("sft.data.path", str(path), f"cannot be read: {error.strerror}")]
     if not lines and size < LOOKED_AT:
         return [Violation("sft.data.path", str(path), "holds no conversation", "one JSON object a line")]
-    found: dict[_Mistake, int] = {}
-    for number, line in lines:
-        if (mistake := _mistake(line, recipe.sft.data, sees=recipe.model.vlm is not None)) is not None:
-            found.setdefault(mistake, number)
-    return [Violation("sft.data.path", str(path), f"line {at}: {each.why}", each.fix) for each, at in found.items()]
+    errors = LineErrors(path)
+    for start, line in lines:
+        try:
+            record, _ = record_of(line, sees=recipe.model.vlm is not None)
+            read_line(record, recipe.sft.data.train == "all", _ANY)
+        except ConversationError as error:
+            errors.add(error, start)
+    return errors.violations()
+
+
+def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
+    """Render lines of the data with the Python of jobs, as the trainer does.
+
+    Args:
+        recipe: with absolute paths of model and data, which are here.
+        interpreter: is here.
+    """
+    assert recipe.sft is not None
+    data = recipe.sft.data
+    asked = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)
+    code, out, err = run_module(interpreter, PROBE, encoded(asked), _LIMIT_S)
+    try:
+        answer = decoded(out, DataAnswer) if code == 0 else None
+    except DamagedError:
+        answer = None
+    if answer is not None:
+        return Rendered(tuple(answer.violations), tuple(answer.warnings), tuple(answer.notes))
+    lacks, how = why_no_answer(code or None, err)
+    if lacks:
+        return Rendered(unprepared=lacks)
+    return Rendered((Violation("sft.data.path", data.path, f"cannot be rendered: {interpreter.python} {how}"),))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines at the beginning of a file that are whole and not empty, and their numbers."""
+    """The lines at the beginning of a file that are whole and not empty, and the bytes where they begin."""
     with path.open("rb") as file:
         lines = file.read(LOOKED_AT).split(b"\n")
         if file.read(1):
             lines.pop()
-    yield from ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-
-
-def _mistake(line: bytes, data: JsonlData, *, sees: bool) -> _Mistake | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return _Mistake("no JSON", "one JSON object a line")
-    if not isinstance(record, dict):
-        return _Mistake("no JSON object", "one JSON object a line")
-    if "messages" in record:
-        return _of_messages(record["messages"], data, sees=sees)
-    if {"prompt", "completion"} <= record.keys():
-        texts = isinstance(record["prompt"], str) and isinstance(record["completion"], str)
-        return None if texts else _Mistake("prompt and completion must be text", "`messages` for conversations")
-    keys = ", ".join(list(record)[:_KEYS]) or "nothing"
-    fix = "call them `messages`, each with `role` and `content`" if "conversations" in record else ""
-    return _Mistake(f"has {keys}, but neither `messages` nor `prompt` and `completion`", fix)
-
-
-def _of_messages(messages: Any, data: JsonlData, *, sees: bool) -> _Mistake | None:
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        return _Mistake("messages is no list of objects", "each with `role` and `content`")
-    roles = [each.get("role") for each in messages]
-    if not all(isinstance(role, str) for role in roles):
-        return _Mistake("a message has no role", "`role: user`, `assistant`, `system` or `tool`")
-    if "assistant" not in roles:
-        return _Mistake("no message is the assistant's: there is nothing to learn", "`role: assistant`")
-    if data.train == "last" and roles[-1] != "assistant":
-        why = f"its last message, which is trained, is of role {roles[-1]}"
-        return _Mistake(why, "`train: all`, or end conversations with the assistant's answer")
-    kinds = {part.get("type") for each in messages for part in _parts(each.get("content"))}
-    if not sees and kinds.intersection(_IMAGES):
-        return _Mistake("it has images, but `model.vlm` is not set", "`model: {vlm: {freeze_vision_encoder: true}}`")
-    return None
-
-
-def _parts(content: Any) -> list[dict[str, Any]]:
-    return [part for part in content if isinstance(part, dict)] if isinstance(content, list) else []
+    start = 0
+    for line in lines:
+        if line.strip():
+            yield start, line
+        start += len(line) + 1

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from primeslurm.chat.lines import line_number, record_of
+from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
 
 log = logging.getLogger(__name__)
-_BLOCK = 1 << 20
-"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Conversations:
     """A JSONL file, and how its lines become examples.
 
     A line is {"messages": [...]} (the last message is trained) or {"prompt", "completion"}. Beside `messages`, `tools`
-    may list what the conversation can call, as in OpenAI's chat completions.
+    may list what the conversation can call, as in OpenAI's chat completions. The token that ends a turn is trained.
     """
 
     path: Path
@@ -61,6 +61,11 @@ class Conversations:
     every: bool = False
     """Every message of the assistant is trained, not only the last."""
 
+    @cached_property
+    def text(self) -> TrainingText:
+        """Makes text to train on of a line."""
+        return TrainingText(self.tokenizer, self.every)
+
     def read(self, part: int = 0, parts: int = 1) -> Iterator[Example | None]:
         """Yield the examples of the lines that begin in a part of the file; None for each that is too long.
 
@@ -70,17 +75,17 @@ class Conversations:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: a line is neither form, or has an image that cannot be read.
+            ValueError: a line cannot be trained on. The error names the file and the line.
         """
         for start, line in _lines(self.path, part, parts):
             if not line.strip():
                 continue
             try:
-                example = _tokenize(json.loads(line), self.tokenizer, self.path.parent, self.reader, self.every)
-            except OSError as error:
-                raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error}") from error
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.path}, line {_line_number(self.path, start)}: {error!r}") from error
+                example = _tokenize(line, self.text, self.path.parent, self.reader)
+            except (OSError, ValueError) as error:
+                raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error}") from error
+            except Exception as error:  # tokenizers and image processors raise what they like
+                raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error!r}") from error
             yield _fitting(example, self.seq_len)
 
     def judge(self, kept: int, too_long: int) -> None:
@@ -127,53 +132,16 @@ def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
             yield start, line
 
 
-def _line_number(path: Path, start: int) -> int:
-    with path.open("rb") as file:
-        blocks = (file.read(min(_BLOCK, start - done)) for done in range(0, start, _BLOCK))
-        return 1 + sum(block.count(b"\n") for block in blocks)
-
-
-def _tokenize(
-    record: dict[str, Any], tokenizer: Any, directory: Path, reader: ImageReader | None, every: bool
-) -> Example:
-    sources: list[str] = []
-    if "messages" in record:
-        messages = [_plain(message, sources) for message in record["messages"]]
-        parts = _parts(messages, record.get("tools"), tokenizer, every)
-    else:
-        parts = [(record["prompt"], False), (record["completion"] + tokenizer.eos_token, True)]
-    encoded = tokenizer([text for text, _ in parts], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+def _tokenize(line: bytes, text: TrainingText, directory: Path, reader: ImageReader | None) -> Example:
+    record, sources = record_of(line, sees=reader is not None)
+    parts = text.parts(record)
+    tokenizer = text.template.tokenizer
+    encoded = tokenizer([part for part, _ in parts], add_special_tokens=False, return_attention_mask=False)["input_ids"]
     token_ids = np.asarray([token for ids in encoded for token in ids], np.int32)
     mask = np.repeat([trained for _, trained in parts], [len(ids) for ids in encoded])
     if reader is None:
-        if sources:
-            raise ValueError("it has images, but `model.vlm` is not set")
         return Example(token_ids, mask)
     return Example(*expand(token_ids, mask, sources, directory, reader))
-
-
-def _parts(messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Any, every: bool) -> list[tuple[str, bool]]:
-    """The text of a conversation in order, and which of it is trained."""
-
-    def rendered(count: int, **options: Any) -> str:
-        text: str = tokenizer.apply_chat_template(messages[:count], tools=tools, tokenize=False, **options)
-        return text
-
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    text = rendered(len(messages))
-    parts = []
-    done = 0
-    for i in answers if every else [len(messages) - 1]:
-        prompt = rendered(i, add_generation_prompt=True)
-        with_answer = rendered(i + 1) if i + 1 < len(messages) else text
-        if not (with_answer.startswith(prompt) and text.startswith(with_answer)):
-            raise ValueError("the chat template does not render the prompt as the beginning of the conversation")
-        # An engine stops at the end-of-sequence token, so nothing after it is ever sampled.
-        stop = with_answer.rfind(tokenizer.eos_token, len(prompt))
-        end = len(with_answer) if stop < 0 else stop + len(tokenizer.eos_token)
-        parts += [(text[done : len(prompt)], False), (text[len(prompt) : end], True)]
-        done = end
-    return parts
 
 
 def _fitting(example: Example, seq_len: int) -> Example | None:
@@ -182,23 +150,6 @@ def _fitting(example: Example, seq_len: int) -> Example | None:
         return example if len(example.token_ids) <= seq_len else None
     shorter = example.cut(seq_len)
     return shorter if shorter.mask[1:].any() else None
-
-
-def _plain(message: dict[str, Any], sources: list[str]) -> dict[str, Any]:
-    """A message with nothing but {"type": "image"} where an image is; the images go to `sources`."""
-    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
-        return message
-    parts: list[dict[str, Any]] = []
-    for part in message["content"]:
-        if part["type"] in ("image", "image_url"):
-            source = part[part["type"]]
-            sources.append(source if isinstance(source, str) else source["url"])
-            parts.append({"type": "image"})
-        elif part["type"] == "text":
-            parts.append(part)
-        else:
-            raise ValueError(f"content of type {part['type']!r}: only text, image and image_url are known")
-    return message | {"content": parts}
 
 
 def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:

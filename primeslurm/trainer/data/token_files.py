@@ -33,6 +33,8 @@ _TOKEN = np.dtype("<i4")
 _END = np.dtype("<i8")
 _BYTE = np.dtype("u1")
 _KINDS = ("tokens", "images", "ends")
+_MASKS = 2
+"""Counts how often it has changed which tokens are trained: a run that resumes does not use older masks."""
 _DOING = "tokenizing the data"
 _TOKENIZER = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
 """Files of a model's directory that say how it tokenizes, among others."""
@@ -161,7 +163,7 @@ def _made_of(conversations: Conversations, source: Path) -> str:
     """A digest of all that decides what the files hold."""
     about = conversations.path.stat()
     found = hashlib.sha256(f"{conversations.path} {about.st_size} {about.st_mtime_ns}".encode())
-    found.update(f"{conversations.seq_len} {conversations.every} {conversations.reader is not None}".encode())
+    found.update(f"{conversations.seq_len} {conversations.every} {conversations.reader is not None} {_MASKS}".encode())
     for path in sorted({path for pattern in _TOKENIZER for path in source.glob(pattern)}):
         found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

@@ -129,7 +129,7 @@ def test_what_cannot_be_tried_here_is_said(place: Path) -> None:
     assert result.code == 0, result.err
     assert "note: environments: not tried here: /elsewhere/bin/python is not on this host" in result.err
     (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "slurm": {"container": {"type": "pyxis", "image": "i"}}}))
-    assert "not tried here: they are in the image that jobs run in" in run(place, "check", [{"id": "not-here"}]).err
+    assert "not tried here: jobs run in an image" in run(place, "check", [{"id": "not-here"}]).err
 
 
 def test_a_python_without_verifiers_is_refused(place: Path) -> None:

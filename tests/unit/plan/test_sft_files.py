@@ -16,6 +16,7 @@ ASKED = {"role": "user", "content": "2+2?"}
 ANSWERED = {"role": "assistant", "content": "4"}
 SEEN = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "Which?"}]}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "sh", "arguments": {}}}]}
+BROKEN = {"role": "assistant", "tool_calls": [{"function": {"name": "sh", "arguments": "{"}}]}
 RIGHT = ({"messages": [ASKED, CALLED, {"role": "tool", "content": "4"}, ANSWERED]}, {"prompt": "a", "completion": "b"})
 
 
@@ -41,7 +42,14 @@ def write(path: Path, *lines: Any) -> Path:
         ({"conversations": [ASKED]}, "has conversations, but neither .* (call them `messages`, each with `role` and"),
         ({"prompt": [ASKED], "completion": "x"}, "prompt and completion must be text (`messages` for conversations)"),
         ({"messages": "hello"}, "messages is no list of objects"),
-        ({"messages": [{"from": "human"}]}, "a message has no role"),
+        ({"messages": [ASKED, {"from": "human"}]}, "message 2: it has no role"),
+        (
+            {"messages": [{**ASKED, "role": "human"}, ANSWERED]},
+            "message 1: the role 'human' is not known",
+        ),
+        ({"messages": [ASKED, {"role": "assistant"}]}, "message 2: it is of role assistant and has no content"),
+        ({"messages": [ASKED, BROKEN]}, "message 2: the arguments of a call are no JSON"),
+        ({"messages": [ASKED, ANSWERED], "tools": [7]}, "tools is no list of objects"),
         ({"messages": [ASKED]}, "no message is the assistant's: there is nothing to learn"),
         ({"messages": [ANSWERED, ASKED]}, "its last message, which is trained, is of role user (`train: all`, or end"),
         ({"messages": [SEEN, ANSWERED]}, "it has images, but `model.vlm` is not set"),
@@ -55,7 +63,7 @@ def test_the_first_line_of_each_kind_is_named(line: Any, why: str, tmp_path: Pat
 
 
 def test_all_kinds_are_named_at_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "data.jsonl", "{", *RIGHT, {}, "{", {"messages": [ASKED]})
+    path = write(tmp_path / "data.jsonl", "{", *RIGHT, {}, "{", {"messages": [ASKED]}, {"messages": [ASKED, ASKED]})
     assert [each.partition(":")[0] for each in said(path)] == ["line 1", "line 4", "line 6"]
 
 

@@ -97,6 +97,9 @@ FUZZED = {
 OWN = {
     "the model's or the data's files, which the user chose; what is wrong in them is an error that names the file": (
         "api/exporting.py",
+        "chat/lines.py",
+        "chat/messages.py",
+        "chat/template.py",
         "node/preflight/checks.py",
         "orchestrator/batching/filters.py",
         "orchestrator/environments/math_problems.py",
@@ -104,9 +107,7 @@ OWN = {
         "orchestrator/rendering/harmony.py",
         "orchestrator/rollouts/plausible.py",
         "plan/checks/files.py",
-        "plan/checks/sft_files.py",
         "plan/checks/teacher.py",
-        "trainer/data/sft_data.py",
         "trainer/weights/huggingface.py",
         "wire/stored/task_images.py",
     ),

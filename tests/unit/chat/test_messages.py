@@ -1,0 +1,194 @@
+"""Whichever of OpenAI's forms messages are in, a chat template gets the one that it takes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.chat.messages import ConversationError, MessageForm, normalised, tools_of
+from primeslurm.chat.template import ChatTemplate
+from primeslurm.chat.training_text import TrainingText
+from tests.support.chat_templates import BUNDLED
+from tests.support.turn_templates import CHATML, GEMMA, LLAMA_3, MISTRAL, tokenizer
+
+ASKED = {"role": "user", "content": "Weather?"}
+OBJECT, TEXT = {"city": "Rome", "é": [1, 2.5, None]}, '{"city": "Rome", "é": [1, 2.5, null]}'
+NAMES = sorted(path.stem for path in BUNDLED.glob("*.jinja"))
+TEMPLATES = {name: (BUNDLED / f"{name}.jinja").read_text() for name in NAMES}
+PRINTED = "{%- for m in messages %}{{ m.content }}{% for c in m.tool_calls %}CALL{% endfor %}{% endfor %}"
+
+
+def calling(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
+    call = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [ASKED, {"role": "assistant", "content": None, "tool_calls": [call], **fields}]
+
+
+def only(message: Any) -> Any:
+    """The last message of a conversation, as it is normalised."""
+    return normalised([ASKED, message])[-1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_are_rendered_alike_from_text_and_object_and_without_a_none(name: str) -> None:
+    template = ChatTemplate(tokenizer(TEMPLATES[name], "<|im_end|>"))
+    found = {template.render(normalised(calling(given), template.form)) for given in (OBJECT, TEXT)}
+    assert len(found) == 1
+    (text,) = found
+    assert "Rome" in text and "None" not in text and "'city'" not in text and '\\"' not in text
+    empty = template.render(normalised(calling(OBJECT, content=""), template.form))
+    absent = calling(OBJECT)
+    del absent[1]["content"]
+    assert text == empty == template.render(normalised(absent, template.form))
+
+
+def test_arguments_are_an_object_or_text_as_the_template_takes_them() -> None:
+    forms = {
+        name: ChatTemplate(tokenizer(template, "<|im_end|>")).form.arguments for name, template in TEMPLATES.items()
+    }
+    assert forms == {**dict.fromkeys(NAMES, "object"), "DeepSeek-R1": "text"}
+    assert ChatTemplate(tokenizer(LLAMA_3)).form.arguments == "object", "JSON within JSON if they are text"
+    printing = PRINTED.replace("CALL", "{{ c.function.arguments }}")
+    assert ChatTemplate(tokenizer(printing)).form.arguments == "text", "an object would be printed as Python has it"
+    assert ChatTemplate(tokenizer(CHATML)).form.arguments == "not shown"
+
+
+def test_text_that_a_template_wants_stays_as_it_was_written() -> None:
+    form = MessageForm(arguments="text")
+    found = [normalised(calling(given), form)[1]["tool_calls"][0] for given in ('{"a":1}', {"a": "é"}, None)]
+    assert [call["function"]["arguments"] for call in found] == ['{"a":1}', '{"a": "é"}', "{}"]
+
+
+def test_an_answer_without_words_is_none_only_where_the_template_makes_less_of_it() -> None:
+    header = "{% if m.content is not none %}>>>all\n{{ m.content }}{% endif %}"
+    shows = PRINTED.replace("{{ m.content }}", header).replace("CALL", "{{ c.function.arguments | tojson }}")
+    assert ChatTemplate(tokenizer(shows)).form.no_content is None
+    plain = PRINTED.replace("CALL", "{{ c.function.arguments | tojson }}")
+    assert ChatTemplate(tokenizer(plain)).form.no_content == ""
+
+
+def test_nulls_are_left_out() -> None:
+    nulls = dict.fromkeys(("tool_calls", "function_call", "name", "refusal", "audio", "reasoning_content"))
+    assert only({"role": "assistant", "content": "Hi.", **nulls}) == {"role": "assistant", "content": "Hi."}
+    assert only({"role": "assistant", "content": "Hi.", "tool_calls": []}) == {"role": "assistant", "content": "Hi."}
+    assert only({"role": "tool", "tool_call_id": "1", "content": None})["content"] == ""
+
+
+def test_texts_are_joined_and_images_stay() -> None:
+    texts = [{"type": "text", "text": "a"}, "b", {"type": "output_text", "text": "c"}]
+    assert only({"role": "user", "content": texts})["content"] == "abc"
+    image = {"type": "image"}
+    found = only({"role": "user", "content": ["a", image]})["content"]
+    assert found == [{"type": "text", "text": "a"}, image]
+
+
+def test_calls_without_an_envelope_get_one() -> None:
+    found = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]})
+    assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+
+
+def test_a_developer_speaks_as_the_system_unless_the_template_knows_the_role() -> None:
+    said = [{"role": "developer", "content": "Be brief."}, ASKED]
+    assert normalised(said)[0]["role"] == "system"
+    knows = ChatTemplate(tokenizer(CHATML + "{% if messages[0].role == 'developer' %}{% endif %}"))
+    assert normalised(said, knows.form)[0]["role"] == "developer"
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
+    said = [ASKED, {"role": "assistant", "content": "Hi.", given: "Hm."}]
+    for read in ("reasoning_content", "thinking"):
+        template = ChatTemplate(tokenizer("{% for m in messages %}{{ m." + read + " }}{{ m.content }}{% endfor %}"))
+        assert template.render(normalised(said, template.form)).endswith("Hm.Hi.")
+        assert template.shows_thoughts
+    assert not ChatTemplate(tokenizer(CHATML)).shows_thoughts
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ("hello", "no list of objects"),
+        ({"content": "x"}, "it has no role"),
+        ({"from": "human", "value": "x"}, "it has no role"),
+        ({"role": "gpt", "content": "x"}, r"role 'gpt' is not known \(`role: assistant`\)"),
+        ({"role": "critic", "content": "x"}, "role 'critic' is not known"),
+        ({"role": "user"}, "it is of role user and has no content"),
+        ({"role": "assistant", "content": None}, "it is of role assistant and has no content"),
+        ({"role": "user", "content": {"text": "x"}}, "content is an object"),
+        ({"role": "user", "content": [{"type": "video", "video": "a"}]}, "content of type 'video'"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content of type 'text'"),
+        ({"role": "user", "content": [7]}, "content of type 'a number'"),
+        ({"role": "assistant", "tool_calls": {"name": "f"}}, "tool_calls is no list"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "no function with a name"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "are no JSON"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "are no object"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": 7}]}, "are no object"),
+        ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "a message of role user calls tools"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "no longer has"),
+        ({"role": "assistant", "content": "x", "reasoning_content": ["a"]}, "thoughts are no text"),
+        ({"role": "assistant", "content": "x", "weight": 0}, "weights of messages are not supported"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered_is_named_with_its_message(message: Any, why: str) -> None:
+    with pytest.raises(ConversationError, match=f"^message 2: .*{why}"):
+        normalised([ASKED, message])
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", ""])
+def test_a_sampled_answer_is_kept_whatever_it_says(arguments: str) -> None:
+    sampled = calling(arguments)
+    before = copy.deepcopy(sampled)
+    found = normalised(sampled, lenient=True)[1]
+    assert sampled == before
+    assert found["content"] == "" and found["tool_calls"][0]["function"]["arguments"] == (arguments or {})
+
+
+def test_tools_are_wrapped_and_read_from_text() -> None:
+    function = {"name": "f", "parameters": {}}
+    wrapped = [{"type": "function", "function": function}]
+    assert tools_of([function]) == tools_of(wrapped) == tools_of('[{"name": "f", "parameters": {}}]') == wrapped
+    assert tools_of(None) is tools_of([]) is tools_of("") is None
+    for wrong in ("{", [1], [{"function": {}}], {"name": "f"}):
+        with pytest.raises(ConversationError):
+            tools_of(wrong)
+
+
+def refused(template: str, *messages: dict[str, Any], tools: Any = None) -> str:
+    text = TrainingText(tokenizer(template, "<|im_end|>"), every=True)
+    with pytest.raises(ConversationError) as found:
+        text.parts({"messages": list(messages), "tools": tools})
+    return str(found.value)
+
+
+ANSWERED = {"role": "assistant", "content": "Sunny."}
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def test_what_a_template_refuses_or_leaves_out_is_told() -> None:
+    late = refused(TEMPLATES["Qwen3.5-0.8B"], ASKED, SYSTEM, ANSWERED)
+    assert late.startswith("the chat template fails: TemplateError: System message must be at the beginning.")
+    assert "TemplateError: Conversation roles must alternate" in refused(GEMMA, ASKED, ASKED, ANSWERED)
+    assert "Tool call IDs should be" in refused(MISTRAL, *calling({})[:1], {**calling({})[1], "tool_calls": [
+        {"id": "1", "function": {"name": "f"}}]})  # fmt: skip
+    silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'tool'")
+    result = {"role": "tool", "content": "sunny"}
+    assert refused(silent, ASKED, result, ANSWERED) == (
+        "message 2: the chat template leaves out this message of role tool (say it in another message)"
+    )
+    assert "does not show calls of tools" in refused(CHATML, *calling({}))
+    assert "does not show the model its `tools`" in refused(CHATML, ASKED, ANSWERED, tools=[{"name": "f"}])
+    words = {**calling({})[1], "content": "I look it up."}
+    assert "message 2: the chat template leaves out this message" in refused(LLAMA_3, ASKED, words)
+
+
+def test_a_message_that_a_template_shows_in_json_or_trimmed_is_not_left_out() -> None:
+    text = TrainingText(tokenizer(LLAMA_3, "<|eot_id|>"))
+    result = {"role": "tool", "tool_call_id": "call00001", "content": 'It is "sunny"\nin é.'}
+    parts = text.parts({"messages": [{**ASKED, "content": "  Weather?\n"}, calling({})[1], result, ANSWERED]})
+    assert parts[-1] == ("Sunny.<|eot_id|>", True)
+
+
+def test_a_model_without_a_chat_template_is_told_of(tmp_path: Path) -> None:
+    assert refused("", ASKED, ANSWERED).startswith("the model has no chat template (add one")

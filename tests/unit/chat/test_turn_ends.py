@@ -1,0 +1,225 @@
+"""The token that ends a turn is trained, whichever way a chat template ends turns; the rest of the context is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from renderers.base import load_tokenizer
+
+from primeslurm.chat.messages import ConversationError, normalised
+from primeslurm.chat.training_text import TrainingText
+from primeslurm.chat.turn_ends import TurnEnd
+from tests.support.chat_templates import BUNDLED
+from tests.support.turn_templates import (
+    CHATML,
+    GEMMA,
+    HARMONY,
+    LLAMA_3,
+    MISTRAL,
+    NEXT_ROLE,
+    PHI_3,
+    UNENDING,
+    write_model,
+)
+
+Message = dict[str, Any]
+GLM_STOPS = ["<|endoftext|>", "<|user|>", "<|observation|>"]
+LLAMA_STOPS = ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]
+DEEPSEEK_END = "<\uff5cend▁of▁sentence\uff5c>"
+ASKED: Message = {"role": "user", "content": "Weather in Rome?"}
+CALL = {"id": "call00001", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+CALLED: Message = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "weather", "content": "sunny"}
+SUNNY: Message = {"role": "assistant", "content": "Sunny.", "tool_calls": None}
+MORE: Message = {"role": "user", "content": "And in Oslo?"}
+RAIN: Message = {"role": "assistant", "content": "Rain."}
+TOOL_TALK = [ASKED, CALLED, RESULT, SUNNY]
+TALK = [ASKED, SUNNY, MORE, RAIN]
+
+
+def bundled(name: str) -> str:
+    return (BUNDLED / f"{name}.jinja").read_text()
+
+
+def training_text(
+    path: Path, template: str, eos: str | None, stops: list[str] | str | None = None, *, every: bool = False
+) -> TrainingText:
+    return TrainingText(load_tokenizer(str(write_model(path, template, eos, stops))), every)
+
+
+def trained(text: TrainingText, messages: list[Message]) -> list[str]:
+    """What is trained. All parts together are the rendered conversation, to the end of its last turn."""
+    parts = text.parts({"messages": messages})
+    whole = text.template.render(normalised(messages, text.template.form))
+    joined = "".join(part for part, _ in parts)
+    assert parts[-1][1] and (whole.startswith(joined) or joined.startswith(whole))
+    return [part for part, is_trained in parts if is_trained]
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "eos", "stops", "expected"),
+    [
+        ("chatml", CHATML, "<|im_end|>", "<|im_end|>", ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
+        ("chatml of a base model", CHATML, "<|endoftext|>", None, ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
+        ("llama", LLAMA_3, "<|eot_id|>", LLAMA_STOPS, ["Sunny.<|eot_id|>", "Rain.<|eot_id|>"]),
+        ("llama, unlisted", LLAMA_3, "<|end_of_text|>", None, ["Sunny.<|eot_id|>", "Rain.<|eot_id|>"]),
+        ("mistral", MISTRAL, "</s>", "</s>", [" Sunny.</s>", " Rain.</s>"]),
+        ("gemma", GEMMA, "<eos>", ["<eos>", "<end_of_turn>"], ["Sunny.<end_of_turn>", "Rain.<end_of_turn>"]),
+        ("gemma, unlisted", GEMMA, "<eos>", None, ["Sunny.<end_of_turn>", "Rain.<end_of_turn>"]),
+        ("phi", PHI_3, "<|endoftext|>", ["<|endoftext|>", "<|end|>"], ["Sunny.<|end|>", "Rain.<|end|>"]),
+        ("next role", NEXT_ROLE, "<|end|>", ["<|end|>", "<|user|>"], ["Sunny.\n<|user|>", "Rain.\n<|user|>"]),
+        ("next role, unlisted", NEXT_ROLE, "<|end|>", None, ["Sunny.\n<|user|>", "Rain.\n<|user|>"]),
+        ("GLM-4.6", bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS,
+            ["\n<think></think>\nSunny.<|user|>", "\n<think></think>\nRain.<|user|>"]),
+        ("GLM-4.7", bundled("GLM-4.7-Flash"), "<|endoftext|>", GLM_STOPS, ["Sunny.<|user|>", "Rain.<|user|>"]),
+        ("GLM-4.7, unlisted", bundled("GLM-4.7-Flash"), "<|endoftext|>", None, ["Sunny.<|user|>", "Rain.<|user|>"]),
+        ("Qwen3-2507", bundled("Qwen3-30B-A3B-Instruct-2507"), "<|im_end|>", ["<|im_end|>", "<|endoftext|>"],
+            ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 30 else "",
+)  # fmt: skip
+def test_each_answer_is_trained_with_what_ends_its_turn(
+    name: str, template: str, eos: str, stops: Any, expected: list[str], tmp_path: Path
+) -> None:
+    text = training_text(tmp_path, template, eos, stops, every=True)
+    assert trained(text, TALK) == expected
+    text.every = False
+    assert trained(text, TALK) == expected[1:]
+    assert trained(text, TALK[:2]) == expected[:1]
+
+
+@pytest.mark.parametrize(
+    ("name", "eos", "stops", "expected"),
+    [
+        ("GLM-4.6", "<|endoftext|>", GLM_STOPS, [
+            "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+            "</tool_call><|observation|>", "\n<think></think>\nSunny.<|user|>"]),
+        ("GLM-4.6", "<|endoftext|>", None, [
+            "\n<think></think>\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n"
+            "</tool_call><|observation|>", "\n<think></think>\nSunny.<|user|>"]),
+        ("GLM-4.7-Flash", "<|endoftext|>", GLM_STOPS, [
+            "<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call><|observation|>",
+            "Sunny.<|user|>"]),
+        ("Qwen3-30B-A3B-Instruct-2507", "<|im_end|>", ["<|im_end|>", "<|endoftext|>"], [
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>',
+            "Sunny.<|im_end|>"]),
+        ("Qwen3.5-0.8B", "<|im_end|>", ["<|im_end|>"], [
+            "<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n</tool_call>"
+            "<|im_end|>", "Sunny.<|im_end|>"]),
+    ],
+)  # fmt: skip
+def test_calls_and_answers_of_a_conversation_with_tools_end_as_the_model_ends_them(
+    name: str, eos: str, stops: list[str] | None, expected: list[str], tmp_path: Path
+) -> None:
+    text = training_text(tmp_path, bundled(name), eos, stops, every=True)
+    assert trained(text, TOOL_TALK) == expected
+    assert trained(text, TOOL_TALK[:2]) == expected[:1], "nothing follows on the call"
+    text.every = False
+    assert trained(text, TOOL_TALK) == expected[1:]
+
+
+@pytest.mark.parametrize("stops", [["<|return|>", "<|endoftext|>", "<|call|>"], None])
+def test_gpt_oss_ends_answers_and_calls_with_different_tokens(stops: list[str] | None, tmp_path: Path) -> None:
+    text = training_text(tmp_path, HARMONY, "<|return|>", stops)
+    assert trained(text, TOOL_TALK) == ["<|channel|>final<|message|>Sunny.<|return|>"]
+    (called,) = trained(text, TOOL_TALK[:2])
+    assert called == ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
+    text.every = True
+    with pytest.raises(ConversationError, match="message 2: the chat template renders this answer in another way"):
+        text.parts({"messages": TALK})
+
+
+def test_llama_ends_code_that_is_to_be_run_with_another_token(tmp_path: Path) -> None:
+    text = training_text(tmp_path, LLAMA_3, "<|eot_id|>", LLAMA_STOPS, every=True)
+    code = {"role": "assistant", "tool_calls": [{"function": {"name": "python", "arguments": {"code": "1"}}}]}
+    assert trained(text, [ASKED, code, RESULT, SUNNY]) == ["<|python_tag|>1<|eom_id|>", "Sunny.<|eot_id|>"]
+    assert trained(text, TOOL_TALK)[0] == '{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>'
+
+
+def test_deepseek_r1_is_trained_where_its_template_shows_an_answer_as_it_is_sampled(tmp_path: Path) -> None:
+    text = training_text(tmp_path, bundled("DeepSeek-R1"), DEEPSEEK_END, DEEPSEEK_END)
+    assert trained(text, TOOL_TALK) == [f"Sunny.{DEEPSEEK_END}"], "no thoughts are begun after the result of a tool"
+    with pytest.raises(ConversationError, match=r"message 2: .*prompt as the beginning.*write such lines as `prompt`"):
+        text.parts({"messages": TALK[:2]})
+    assert text.parts({"prompt": "a", "completion": "b"}) == [("a", False), (f"b{DEEPSEEK_END}", True)]
+
+
+def test_thoughts_and_empty_thoughts_follow_on_the_prompt_that_asks_for_them(tmp_path: Path) -> None:
+    thinking = {**SUNNY, "reasoning_content": "Hm."}
+    glm = training_text(tmp_path / "glm", bundled("GLM-4.7-Flash"), "<|endoftext|>", GLM_STOPS)
+    assert trained(glm, [ASKED, thinking]) == ["Hm.</think>Sunny.<|user|>"]
+    assert trained(glm, [ASKED, SUNNY]) == ["Sunny.<|user|>"]
+    qwen = training_text(tmp_path / "qwen", bundled("Qwen3.5-0.8B"), "<|im_end|>", "<|im_end|>")
+    assert trained(qwen, [ASKED, thinking]) == ["Hm.\n</think>\n\nSunny.<|im_end|>"]
+    assert trained(qwen, [ASKED, SUNNY]) == ["Sunny.<|im_end|>"]
+
+
+def test_thoughts_that_the_template_drops_from_earlier_answers_are_told_of(tmp_path: Path) -> None:
+    text = training_text(tmp_path, bundled("Qwen3-0.6B"), "<|im_end|>", "<|im_end|>", every=True)
+    with pytest.raises(ConversationError, match=r"message 2: .* once messages follow on it: .*`train: last`"):
+        text.parts({"messages": TOOL_TALK})
+    text.every = False
+    assert trained(text, TOOL_TALK) == ["<think>\n\n</think>\n\nSunny.<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "stops", "completion", "expected"),
+    [
+        (CHATML, "<|im_end|>", "<|im_end|>", "b", "b<|im_end|>"),
+        (CHATML, "<|im_end|>", "<|im_end|>", "b<|im_end|>\n", "b<|im_end|>"),
+        (CHATML, "<|endoftext|>", None, "b", "b<|im_end|>"),
+        (GEMMA, "<eos>", None, "b", "b<end_of_turn>"),
+        (NEXT_ROLE, "<|end|>", ["<|end|>", "<|user|>"], "b", "b\n<|user|>"),
+        (NEXT_ROLE, "<|end|>", ["<|end|>", "<|user|>"], "b<|end|>", "b<|end|>"),
+        (bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS, "b", "b<|user|>"),
+        (bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS, "<tool_call>b\n</tool_call>",
+            "<tool_call>b\n</tool_call><|observation|>"),
+        ("", "<|end|>", None, "b", "b<|end|>"),
+        (UNENDING, "<|end|>", None, "b", "b<|end|>"),
+    ],
+)  # fmt: skip
+def test_a_completion_is_trained_with_one_end(
+    template: str, eos: str, stops: Any, completion: str, expected: str, tmp_path: Path
+) -> None:
+    text = training_text(tmp_path, template, eos, stops)
+    parts = text.parts({"prompt": "a", "completion": completion})
+    assert parts[0] == ("a", False) and [part for part, is_trained in parts if is_trained] == [expected]
+
+
+@pytest.mark.parametrize("listed", ["int", "list"])
+def test_generation_config_names_one_token_or_a_list(listed: str, tmp_path: Path) -> None:
+    stops = "<|user|>" if listed == "int" else ["<|user|>"]
+    ends = training_text(tmp_path, NEXT_ROLE, "<|end|>", stops).ends
+    assert ends.stops == {"<|user|>", "<|end|>"}
+    assert ends.answer == TurnEnd("<|user|>", written=False, before="\n") and ends.unlisted() == []
+
+
+def test_what_engines_do_not_stop_at_is_told(tmp_path: Path) -> None:
+    assert training_text(tmp_path / "a", GEMMA, "<eos>").ends.unlisted() == ["<end_of_turn>"]
+    glm = training_text(tmp_path / "b", bundled("GLM-4.6"), "<|endoftext|>").ends
+    assert glm.unlisted() == ["<|observation|>", "<|user|>"]
+
+
+@pytest.mark.parametrize("eos", ["<|end|>", None])
+def test_a_template_that_ends_turns_with_no_token_is_refused(eos: str | None, tmp_path: Path) -> None:
+    text = training_text(tmp_path, UNENDING, eos)
+    assert text.ends.answer is None
+    with pytest.raises(ConversationError, match=r"writes '\\n\\n' behind an answer, where no .*\(have the template"):
+        text.parts({"messages": TALK})
+
+
+@pytest.mark.parametrize("role", ["assistant", "system"])
+def test_a_message_that_ends_no_turn_is_refused_between_two_turns(role: str, tmp_path: Path) -> None:
+    text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS, every=True)
+    with pytest.raises(ConversationError, match=f"message 2: nothing that ends a turn follows .* role {role}"):
+        text.parts({"messages": [ASKED, SUNNY, {"role": role, "content": "Go on."}, MORE, RAIN]})
+
+
+def test_an_answer_that_speaks_of_an_end_is_trained_whole(tmp_path: Path) -> None:
+    """GLM's end of a text is among its stops, and an answer may name it."""
+    text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS)
+    said = "It is <|endoftext|> there."
+    (found,) = trained(text, [ASKED, {"role": "assistant", "content": said}])
+    assert found == f"\n<think></think>\n{said}<|user|>"
