@@ -41,6 +41,8 @@ def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float =
 
 def _not_finite(rows: Sequence[Row]) -> str:
     for row in rows:
+        if row.get("trainer/skipped"):
+            continue  # the step left the weights as they were
         for name in _MUST_BE_FINITE:
             value = row.get(name)
             if isinstance(value, float) and not math.isfinite(value):
