@@ -87,6 +87,7 @@ class Sampling(Section):
     temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
     top_p: float = Field(1.0, gt=0, le=1)
     """Only 1: training draws from the whole distribution, or importance ratios are wrong. Evaluation has its own."""
+    # Recipes that runs of earlier versions have recorded may say less.
     top_k: int = -1
     """Only -1 or 0: as top_p."""
     max_tokens: PositiveInt | None = None
