@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from primeslurm.errors import Violation
 from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
-from primeslurm.recipe import advantage_rules, environment_rules, sandbox_rules
+from primeslurm.recipe import advantage_rules, environment_rules, sampling_rules, sandbox_rules
 from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
@@ -46,7 +46,7 @@ def _rl(recipe: Recipe) -> list[Violation]:
     for label in sorted({name for name in labels if labels.count(name) > 1}):
         found.append(Violation("environments", label, "names must be unique", "give each a `name`"))
     found += environment_rules.violations(recipe) + advantage_rules.violations(recipe)
-    found += sandbox_rules.violations(recipe.environments)
+    found += sandbox_rules.violations(recipe.environments) + sampling_rules.violations(recipe)
     found += _algorithm(orchestrator)
     max_tokens = orchestrator.sampling.max_tokens
     if max_tokens is not None and max_tokens >= recipe.seq_len:

@@ -59,7 +59,8 @@ def run(
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         journal.write(TrainerStopped(reason=str(error)))
-        return exits.FAILED
+        # Another attempt would load the weights that have no finite gradient, or reach them again.
+        return exits.FUTILE if isinstance(error, FloatingPointError) else exits.FAILED
     world.close()
     return code
 

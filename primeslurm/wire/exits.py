@@ -10,7 +10,7 @@ CHECKPOINTED = 75
 STALLED = 76
 """The orchestrator saw no progress for too long; its journal names the suspect. Restarting it would not help."""
 FUTILE = 77
-"""The orchestrator has seen that the run cannot work: another attempt would end in the same way."""
+"""The orchestrator or the trainer has seen that the run cannot work: another attempt would end in the same way."""
 NOT_HERE = 126
 """What a shell was to be attached to does not run on this node."""
 NO_COMMAND = 127

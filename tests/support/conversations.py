@@ -264,17 +264,30 @@ async def converse(
 
 @asynccontextmanager
 async def rollout(
-    model: Path, rendering: Rendering, engine: ScriptedEngine | RealEngine, **sampling: Any
+    model: Path,
+    rendering: Rendering,
+    engine: ScriptedEngine | RealEngine,
+    trained: dict[str, Any] | None = None,
+    trainable: bool = True,
+    **sampling: Any,
 ) -> AsyncIterator[tuple[str, str, Callable[[list[Message]], Conversation]]]:
     """A rollout whose program talks with an engine.
+
+    Args:
+        model: directory of the tokenizer.
+        rendering: how messages are rendered.
+        engine: that serves.
+        trained: sampling parameters of the recipe; None: the rollout is not trained.
+        trainable: whether its agent is.
+        sampling: parameters of the rollout.
 
     Returns:
         Its endpoint, its secret, and what makes the conversation of it when it has ended.
     """
-    where, options = lambda: engine.url, {"routed": engine.routed, "rendering": rendering}
+    where, options = lambda: engine.url, {"routed": engine.routed, "rendering": rendering, "trained": trained}
     client = TokenClient("router", where, str(model), 1 << 20, 60, **options)
     task = TraceTask(type="Task", data=vf.TaskData(prompt="Look it up."))
-    trace = vf.Trace(task=task, agent=AgentInfo(config=AgentConfig()))
+    trace = vf.Trace(task=task, agent=AgentInfo(config=AgentConfig(), trainable=trainable))
     async with InterceptionServer() as server:
         remember(server, OF_ROLLOUTS)
         server.clients[client.key] = client

@@ -145,7 +145,7 @@ class ProcessManager:
             self.vitals.ended(name)
             self._killed_at.pop(name, None)
             supervision = self.supervised[name]
-            if code in (exits.FAILED, exits.BAD_WORDS) and not ending and not supervision.reason:
+            if code in (exits.FAILED, exits.BAD_WORDS, exits.FUTILE) and not ending and not supervision.reason:
                 supervision.reason = last_words(self.attempt.path / supervision.process.log, time.time())
             supervision.exited(now, code, ending=ending)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))

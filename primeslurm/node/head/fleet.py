@@ -424,7 +424,8 @@ class Fleet:
                 reason = self.last_words or f"{process.name} saw no progress: see its events"
                 return Ending(Outcome.FAILED, reason, process.name)
             if report.exit_code == exits.FUTILE:
-                return Ending(Outcome.FAILED, self.last_words or f"{reason}: see its events", process.name, final=True)
+                words = self.last_words or (reason if report.reason else f"{reason}: see its events")
+                return Ending(Outcome.FAILED, words, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
             if ending := self._give_up([process.name], reason, process.name):

@@ -11,7 +11,7 @@ from primeslurm.orchestrator.algorithms.grpo import centred
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
 from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import Float32, Rollout
+from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, Float32, Rollout
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,12 @@ class Opd(Algorithm):
 
 
 def _gap(sequence: Rollout) -> Float32:
-    """How much likelier the teacher finds each sampled token than the engine did; 0 elsewhere."""
+    """How much likelier the teacher finds each sampled token than the engine did; 0 elsewhere.
+
+    Log-probabilities count as LEAST_LOGPROB at least: vLLM says -9999 where a probability is 0, and one such token
+    would have the pull of thousands.
+    """
     if sequence.ref_logprobs is None:
         raise ValueError(f"rollout {sequence.info.id}: no teacher was asked about it")
-    return np.where(sequence.mask, sequence.ref_logprobs - sequence.logprobs, np.float32(0))
+    teacher, engine = (np.maximum(one, np.float32(LEAST_LOGPROB)) for one in (sequence.ref_logprobs, sequence.logprobs))
+    return np.where(sequence.mask, teacher - engine, np.float32(0))

@@ -35,6 +35,7 @@ from primeslurm.orchestrator.rendering.choosing import Rendering, choose
 from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS, TrainedDialect
 from primeslurm.orchestrator.rendering.remembering import remember
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
+from primeslurm.recipe import sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 MULTIPLEX = 1_000_000
@@ -130,6 +131,8 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         routed: answers must say which experts each token was routed to.
         images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
         rendering: how messages are rendered. Default: as `choosing.choose` has it of the model.
+        trained: sampling parameters that the recipe says, which requests of trained agents must not change. None:
+            nothing is trained.
     """
 
     def __init__(
@@ -143,6 +146,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         routed: bool = False,
         images: bool = False,
         rendering: Rendering | None = None,
+        trained: Mapping[str, object] | None = None,
     ) -> None:
         rendering = rendering or choose(model, images=images)
         config = TrainClientConfig(
@@ -159,6 +163,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         if routed:
             take_arrays()
         self._no_tools = rendering.no_tools
+        self._trained = trained
 
     async def get_response(
         self,
@@ -172,8 +177,10 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         """Sample the next message of a conversation.
 
         Raises:
-            ProviderError: tools are offered, and cannot be rendered; or whatever else the engine refuses.
+            ProviderError: tools are offered, and cannot be rendered; the environment samples otherwise than the recipe
+                says; or whatever else the engine refuses.
         """
+        self._refuse_other_sampling(sampling, turn)
         if self._no_tools and turn is not None and turn.tools:
             raise ProviderError(self._no_tools, status_code=400)
         rows: list[TurnRows] = []
@@ -188,6 +195,18 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         if rows and response.tokens is not None:
             response.tokens.routed_experts = rows[-1]
         return response
+
+    def _refuse_other_sampling(self, sampling: SamplingConfig, turn: PendingTurn | None) -> None:
+        """Raise ProviderError if the code of an environment changed the distribution of an agent that is trained."""
+        agent = turn.trace.agent if turn is not None else None
+        if self._trained is None or (agent is not None and not agent.trainable):
+            return
+        asked = sampling.model_dump(exclude_none=True)
+        if names := sampling_rules.changes(asked, self._trained):
+            given = ", ".join(f"{name} = {asked.get(name)}" for name in names)
+            why = "the trainer computes log-probabilities as the recipe samples, so importance ratios would be wrong"
+            fix = "set environments.sampling.temperature, leave all else out of the environment"
+            raise ProviderError(f"the environment samples with {given}: {why} ({fix})", status_code=400)
 
 
 def bound_questions() -> None:

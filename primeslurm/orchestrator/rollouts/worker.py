@@ -123,6 +123,7 @@ class Worker:
                 routed=recipe.trainer.router_replay and not self._evaluates,
                 images=recipe.model.vlm is not None,
                 rendering=self._rendering,
+                trained=None if self._evaluates else self._sampling,
             )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]

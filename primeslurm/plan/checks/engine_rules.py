@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.commands.engine import LOGPROBS_MODE
 from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
 from primeslurm.plan.memory.gpus import GIB
 
@@ -24,9 +25,18 @@ PLANNED = frozenset(
         "weight_transfer_config",
         "middleware",
         "kv_transfer_config",
+        "config",
     }
 )
 """vLLM options that other processes rely on."""
+SAMPLED = frozenset(
+    {"logprobs_mode", "logits_processors", "return_sampling_mask", "watermark_config", "diffusion_config"}
+)
+"""vLLM options that decide what tokens are drawn from, or which log-probabilities are returned."""
+SPECULATIVE = frozenset({"speculative_config"})
+"""Speculative decoding draws from the model's own distribution, unless it accepts draft tokens at a made-up rate."""
+OTHER_OPTIONS = frozenset({"watermark"})
+"""vLLM options whose names are the beginning of another one's."""
 
 
 def _ep_dense(context: RuleContext) -> str:
@@ -173,11 +183,32 @@ def _tp_latent(context: RuleContext) -> str:
     return f"all {tp} GPUs hold the same compressed KV" if context.shape and context.shape.mla and tp > 1 else ""
 
 
+def _extra(context: RuleContext, names: frozenset[str]) -> list[tuple[str, str]]:
+    """Find vLLM options among `names` that any role is given: each with its name in the recipe and its value.
+
+    vLLM takes names with dashes, and any unambiguous beginning of a name.
+    """
+    inference, found = context.recipe.inference, set[tuple[str, str]]()
+    for settings in (inference, inference.prefill, inference.decode):
+        for name, value in settings.vllm_extra.items():
+            plain = name.replace("-", "_")
+            if plain not in OTHER_OPTIONS and any(each.startswith(plain) for each in names):
+                found.add((name, str(value)))
+    return sorted(found)
+
+
 def _planned_options(context: RuleContext) -> str:
-    inference = context.recipe.inference
-    given = {name for s in (inference, inference.prefill, inference.decode) for name in s.vllm_extra}
-    taken = sorted(given & PLANNED)
+    taken = dict.fromkeys(name for name, _ in _extra(context, PLANNED))
     return f"{', '.join(taken)}: decided by the plan, and other processes rely on it" if taken else ""
+
+
+def _sampled_distribution(context: RuleContext) -> str:
+    if context.recipe.task != "rl":
+        return ""
+    given = [f"{name} = {value}" for name, value in _extra(context, SAMPLED) if value != LOGPROBS_MODE]
+    given += [f"{name} = {value}" for name, value in _extra(context, SPECULATIVE) if "synthetic" in value]
+    words = ", ".join(given)
+    return f"{words}: engines would draw from, or report, another distribution than is trained" if given else ""
 
 
 _EP = "inference.expert_parallel"
@@ -226,6 +257,8 @@ ENGINE_RULES = (
          "a divisor of the number of heads", "vLLM 0.32"),
     Rule("tp-latent", "warning", "inference.parallel.tp", "MLA: KV is not cut by TP", _tp_latent,
          "tp: 1 and expert_parallel: true hold tp times as many tokens", "vLLM 0.32, MLA backends"),
+    Rule("sampled-distribution", "error", "inference.vllm_extra", "Engines draw from the distribution that is trained",
+         _sampled_distribution, "leave them out", "vLLM 0.32: v1/sample, config/speculative.py"),
     Rule("planned-options", "error", "inference.vllm_extra", "Addresses and ranks are the plan's", _planned_options,
          "leave them out", "plan"),
 )  # fmt: skip

@@ -122,10 +122,8 @@ def _hybrid_offload(context: RuleContext) -> str:
 
 def _teacher_temperature(context: RuleContext) -> str:
     recipe = context.recipe
-    used = [recipe.sampling(environment) for environment in recipe.environments]
-    plain = all(each.temperature == 1 and each.top_p == 1 and each.top_k < 1 for each in used)
-    asked = context.recipe.teacher is not None
-    return "the policy's are those of what it samples from" if asked and not plain else ""
+    plain = all(recipe.sampling(environment).temperature == 1 for environment in recipe.environments)
+    return "the policy's are those of what it samples from" if recipe.teacher is not None and not plain else ""
 
 
 def _teacher_images(context: RuleContext) -> str:
@@ -172,7 +170,7 @@ JOINT_RULES = (
     Rule("hybrid-offload", "warning", _OFFLOAD, "Mamba hybrids: KV offload is unproven", _hybrid_offload,
          "leave it out, to be safe", "not tried"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher answers at temperature 1",
-         _teacher_temperature, "temperature: 1, and neither top_p nor top_k", "vLLM 0.32: prompt_logprobs"),
+         _teacher_temperature, "temperature: 1", "vLLM 0.32: prompt_logprobs"),
     Rule("teacher-room", "warning", "model.max_len", "A hint has room in the engines", _teacher_room,
          "make it longer than seq_len, by as much as a hint has", "orchestrator.teacher"),
     Rule("teacher-images", "error", "teacher", "A teacher sees no images", _teacher_images,

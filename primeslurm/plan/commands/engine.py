@@ -22,6 +22,9 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 CPU_ALL2ALL = "allgather_reducescatter"
 """The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
+LOGPROBS_MODE = "processed_logprobs"
+"""Log-probabilities of the distribution that a token was drawn from, after the temperature. `raw_logprobs` are those
+before it; the trainer divides by it."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
 CORE_GATE = "primeslurm.inference.core_gate.CoreGate"
@@ -114,7 +117,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
         "tensor_parallel_size": recipe.inference.parallel.tp,
         "enable_prefix_caching": True,
         "enable_scale_out": True,  # serves /inference/v1/generate
-        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature, top-k, top-p
+        "logprobs_mode": LOGPROBS_MODE,
         "disable_uvicorn_access_log": True,
     }
     if recipe.samples:

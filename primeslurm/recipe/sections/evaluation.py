@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.sections.orchestrator import AnyEnvironment
+from primeslurm.recipe.sections.orchestrator import HOTTEST, AnyEnvironment
 
 REWARD_MEAN = "reward_mean"
 
@@ -13,7 +13,7 @@ REWARD_MEAN = "reward_mean"
 class EvaluationSampling(Section):
     """Sampling parameters of evaluation rollouts."""
 
-    temperature: NonNegativeFloat = 1.0
+    temperature: float = Field(1.0, ge=0, le=HOTTEST)
     """0: greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = -1

@@ -29,10 +29,20 @@ class PolicyGradient(Section):
     """Factor of d**2, which holds the trainer to the sampling policy on every token, masked or not."""
     ref_kl: PositiveFloat | None = None
     """Factor of an estimate of KL(trainer || teacher), which holds the trainer to a `teacher`. With u the teacher's
-    log-probability minus the trainer's: `ref_kl * r * (exp(u) - 1 - u)`, masked as if u were the advantage."""
+    log-probability minus the trainer's, at most 15 either way: `ref_kl * r * (exp(u) - 1 - u)`, masked as if u were
+    the advantage."""
 
 
-class DppoLoss(PolicyGradient):
+class CappedPolicyGradient(PolicyGradient):
+    """A policy gradient whose importance weight has an upper bound beside its trust region."""
+
+    ratio_cap: float | None = Field(10.0, gt=1)
+    """Largest importance weight. A token (for `gspo`, a sequence) with a larger r is trained with this weight, without
+    gradient through it (truncated importance sampling). It bounds the pull of tokens that the engine thought much less
+    likely than the trainer does. null: unbounded, as in prime-rl."""
+
+
+class DppoLoss(CappedPolicyGradient):
     """Importance-weighted policy gradient, masked where it would move a probability on that moved far already.
 
     With r = exp(d), dp = p_trainer - p_engine and A the advantage: `-adv_tau * A * r * keep + kl_tau * d**2`; keep is
@@ -44,14 +54,14 @@ class DppoLoss(PolicyGradient):
     mask_high: PositiveFloat = 0.2
 
 
-class IpoLoss(PolicyGradient):
+class IpoLoss(CappedPolicyGradient):
     """The same, masked on either side whatever the advantage: keep is false if abs(dp) > threshold."""
 
     type: Literal["ipo"] = "ipo"
     threshold: PositiveFloat = 0.1
 
 
-class GrpoClipLoss(PolicyGradient):
+class GrpoClipLoss(CappedPolicyGradient):
     """The clipped ratio of PPO and GRPO: a token whose ratio moved far already is pulled no further.
 
     With r = exp(d): `-adv_tau * min(r * A, clip(r, 1 - clip_low, 1 + clip_high) * A) + kl_tau * d**2`. A higher upper
@@ -65,10 +75,10 @@ class GrpoClipLoss(PolicyGradient):
     clip_high: PositiveFloat = 0.28
     dual_clip: float | None = Field(None, gt=1)
     """A negative advantage is multiplied by no more than this (dual-clip PPO, arXiv 1912.09729; 3 is usual), which
-    bounds the pull on tokens that grew much likelier. Default: unbounded."""
+    bounds the pull on tokens that grew much likelier. Default: only `ratio_cap` bounds it."""
 
 
-class GspoLoss(PolicyGradient):
+class GspoLoss(CappedPolicyGradient):
     """The clipped ratio of whole sequences: all tokens of a sequence are trained with one ratio, or not at all.
 
     With s = exp(mean of d over the trained tokens of the sequence): `-adv_tau * min(s * A, clip(s, 1 - clip_low,

@@ -16,6 +16,8 @@ from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 from primeslurm.recipe.sections.staleness import Staleness
 
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
+COLDEST, HOTTEST = 0.01, 2.0
+"""Temperatures that vLLM samples at. It takes lower ones for 0.01, while the trainer divides by what is written."""
 RAE_DECAY = 0.95
 """As in SPIRAL."""
 
@@ -23,9 +25,11 @@ RAE_DECAY = 0.95
 class SamplingChanges(Section):
     """What one environment samples otherwise than `orchestrator.sampling` says. Default: as that says."""
 
-    temperature: PositiveFloat | None = None
+    temperature: float | None = Field(None, ge=COLDEST, le=HOTTEST)
     top_p: float | None = Field(None, gt=0, le=1)
+    """Only 1: training draws from the whole distribution."""
     top_k: int | None = None
+    """Only -1 or 0: as top_p."""
     max_tokens: PositiveInt | None = None
 
 
@@ -80,9 +84,12 @@ class Environment(AnyEnvironment):
 class Sampling(Section):
     """Sampling parameters of training rollouts."""
 
-    temperature: PositiveFloat = 1.0
+    temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
     top_p: float = Field(1.0, gt=0, le=1)
+    """Only 1: training draws from the whole distribution, or importance ratios are wrong. Evaluation has its own."""
+    # Recipes that runs of earlier versions have recorded may say less.
     top_k: int = -1
+    """Only -1 or 0: as top_p."""
     max_tokens: PositiveInt | None = None
     """New tokens per turn. Default: what seq_len leaves."""
 

@@ -25,6 +25,14 @@ class StepTrained(Event, frozen=True, tag="step"):
     off_policy_kl: float | None = None
 
 
+class StepSkipped(Event, frozen=True, tag="step_skipped"):
+    """The gradient of a step was not finite, so the step left the weights as they were."""
+
+    step: int
+    grad_norm: str = ""
+    """nan or inf: JSON has no number for either."""
+
+
 class WeightsPublished(Event, frozen=True, tag="published"):
     """A rank has handed on its part of a policy."""
 
@@ -126,6 +134,7 @@ TrainingEvent = (
     TrainerStarted
     | CheckpointLoaded
     | StepTrained
+    | StepSkipped
     | WeightsPublished
     | CheckpointCommitted
     | TrainerStopped

@@ -164,7 +164,7 @@ _SIGNALS: dict[int, Cause] = {
 }
 _CODES = {
     exits.STALLED: Cause("the orchestrator saw no progress", "look at the suspect that it names"),
-    exits.FUTILE: Cause("the run cannot work as it is", "correct what the orchestrator names"),
+    exits.FUTILE: Cause("the run cannot work as it is", "correct what its last words name"),
     exits.CHECKPOINTED: Cause("it was asked to checkpoint and stop, and did so", "nothing: the run resumes"),
     127: Cause("the program does not exist on the node", "check `python` and modules of the site file"),
 }

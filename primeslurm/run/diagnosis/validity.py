@@ -15,6 +15,8 @@ MAX_KL = 0.1
 """KL between trainer and engines on tokens of the same policy. Numerics alone give 1e-6 (float32) to 1e-2 (FP8)."""
 MAX_STALE = 0.9
 """Share of rollouts dropped as too old."""
+MAX_IMPOSSIBLE = 0.01
+"""Share of sampled tokens whose log-probability by the engine is impossible. A sound engine gives none."""
 _MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "reward/mean")
 
 
@@ -33,6 +35,13 @@ def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float =
         _everywhere(recent, "trainer/tokens", lambda tokens: tokens <= 1, "no token was trained on in"),
         _everywhere(recent, "rollouts/sampled_mean", lambda tokens: tokens == 0, "engines sampled no token in"),
         _everywhere(recent, "groups/zero_signal", lambda share: share == 1, "all rewards of each group were equal in"),
+        _everywhere(
+            recent,
+            "trainer/impossible_fraction",
+            lambda share: share > MAX_IMPOSSIBLE,
+            "engines gave sampled tokens impossible log-probabilities in",
+        ),
+        _skipped(recent),
         _mismatch(recent, max_kl),
         _stale(recent, dropped, batch_size),
     ]
@@ -41,11 +50,18 @@ def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float =
 
 def _not_finite(rows: Sequence[Row]) -> str:
     for row in rows:
+        if row.get("trainer/skipped"):
+            continue  # the step left the weights as they were
         for name in _MUST_BE_FINITE:
             value = row.get(name)
             if isinstance(value, float) and not math.isfinite(value):
                 return f"{name} is {value} in step {row.get('step')}"
     return ""
+
+
+def _skipped(rows: Sequence[Row]) -> str:
+    count = sum(row.get("trainer/skipped", 0) > 0 for row in rows)
+    return f"the gradient was not finite in {count} of the last {len(rows)} steps" if count >= MIN_STEPS else ""
 
 
 def _everywhere(rows: Sequence[Row], name: str, wrong: Callable[[float], bool], text: str) -> str:

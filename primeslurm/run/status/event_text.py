@@ -92,6 +92,9 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
             return _of_training(event)
+        case training.StepSkipped(step=step, grad_norm=norm):
+            text = f"step {step} left the weights as they were: its gradient norm is {norm}"
+            return _tell(event, event.process, text, "warning")
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
             return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")

@@ -19,11 +19,17 @@ from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.policy_gradients import (
     Importance,
     PolicyGradientLoss,
+    at_most,
     importance,
     kept,
     outside,
     surrogate,
 )
+from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, MOST_LOGPROB
+
+MOST_TOWARDS = 15.0
+"""Bound of the teacher's log-probability minus the trainer's, either way. Above about 16, float32 has no digit left of
+exp(u) - 1 - u for its gradient."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +76,28 @@ def from_recipe(config: Loss) -> LossFunction:
     Both add up, each over its own tokens. Metrics that every loss of sampled tokens has are added; echo_loss is the
     part of the cross-entropy.
 
+    A token whose log-probability by the engine is impossible (NaN, infinite, below LEAST_LOGPROB or above MOST_LOGPROB)
+    is not trained: the function gets the trainer's own log-probability in its place, an advantage of 0, and no
+    gradient flows back. impossible_fraction counts these tokens.
+
     Raises:
         ValueError: there is no such custom function.
     """
     function = _function(config)
 
     def sampled_loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
+        possible = (targets.logprobs >= LEAST_LOGPROB) & (targets.logprobs <= MOST_LOGPROB)  # false for NaN
+        own = logprobs.detach()
+        logprobs = torch.where(possible, logprobs, own)
+        targets = replace(
+            targets,
+            logprobs=torch.where(possible, targets.logprobs, own),
+            ref_logprobs=torch.where(possible, targets.ref_logprobs, own),
+            advantages=torch.where(possible, targets.advantages, 0.0),
+        )
         sums = function(logprobs, entropy, targets)
-        metrics = {"entropy": entropy.sum(), **_mismatch(logprobs.detach(), targets)}
-        return Sums(sums.loss, metrics | sums.metrics)
+        metrics = {"entropy": entropy.sum(), "impossible_fraction": (~possible).float().sum()}
+        return Sums(sums.loss, metrics | _mismatch(own, targets) | sums.metrics)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
         weights = targets.echo_weights
@@ -133,7 +152,8 @@ def _policy_gradient(
     outside keeps the gradient of kl_tau * d**2 alone. Those of probabilities (dp bounds the total variation) judge
     likely and unlikely tokens alike; a ratio lets likely tokens move far and stops unlikely ones at once.
     Metrics: the fractions outside, in all (masked), because the probability rose (high), and because it fell (low); for
-    `cispo`, which drops none, those whose weight is clipped. And those of `_reference_kl`, with ref_kl.
+    `cispo`, which drops none, those whose weight is clipped. capped_fraction, not for `cispo`: those whose weight
+    `ratio_cap` bounds. And those of `_reference_kl`, with ref_kl.
     """
     difference = logprobs - targets.logprobs
     weights = importance(config, logprobs, targets.logprobs, targets.documents)
@@ -145,6 +165,8 @@ def _policy_gradient(
         "masked_high_fraction": too_high.float().sum(),
         "masked_low_fraction": too_low.float().sum(),
     }
+    if weights.capped is not None:
+        metrics["capped_fraction"] = weights.capped.float().sum()
     if config.ref_kl is None:
         return Sums(loss, metrics)
     reference = _reference_kl(config, logprobs, weights, targets)
@@ -159,10 +181,10 @@ def _reference_kl(config: PolicyGradientLoss, logprobs: torch.Tensor, weights: I
     that of KL(teacher || trainer); weighted by r, which is not detached, value and gradient are unbiased for samples of
     the engine (DeepSeek-V3.2, arXiv 2512.02556). The gradient is -r * u * grad(log p): a policy gradient with the
     advantage u (as the ref_kl loss of prime-rl has it), so the trust region drops the same terms as for one, and a loss
-    with another weight than r weighs the KL by it, too.
+    with another weight than r weighs the KL by it, too. u is bounded by MOST_TOWARDS either way.
     Metric: ref_kl, the estimate with all terms.
     """
-    towards = targets.ref_logprobs - logprobs
+    towards = -at_most(-at_most(targets.ref_logprobs - logprobs, MOST_TOWARDS), MOST_TOWARDS)
     kl = weights.weight * (torch.expm1(towards) - towards)
     keep = kept(config, weights.moved, towards.detach())
     return Sums((kl * keep).sum(), {"ref_kl": kl.detach().sum()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ class Importance:
     """Its gradient is itself times that of the log-probability: times an advantage, it is a policy gradient."""
     moved: torch.Tensor
     """What a trust region bounds: p_trainer - p_engine for those of probabilities, else a ratio. No gradient."""
+    capped: torch.Tensor | None = None
+    """Whether `ratio_cap` bounds the token's weight. None: the loss has no `ratio_cap`."""
 
 
 def importance(
@@ -29,7 +32,8 @@ def importance(
 
     The ratio r; for `gspo` that of the token's sequence, s (the gradient of a mean over a sequence's tokens of s *
     A is that of s's own definition, so nothing but a number has to be known of other ranks' tokens: GSPO-token, eq. 13
-    of arXiv 2507.18071); for `cispo` r clipped.
+    of arXiv 2507.18071); for `cispo` r clipped. A larger ratio than `ratio_cap` becomes that weight, without gradient
+    through it.
 
     Args:
         config: the loss.
@@ -37,17 +41,24 @@ def importance(
         engine: log-probabilities of the same tokens by the engine, [trained tokens].
         documents: that they are in.
     """
-    ratio = (logprobs - engine).exp()
-    fixed = ratio.detach()
-    if isinstance(config, DppoLoss | IpoLoss):
-        return Importance(ratio, logprobs.detach().exp() - engine.exp())
-    if isinstance(config, GrpoClipLoss):
-        return Importance(ratio, fixed)
+    difference = logprobs - engine
+    fixed = difference.detach().exp()
     unit = (logprobs - logprobs.detach()).exp()
+    if isinstance(config, CispoLoss):
+        return Importance(fixed.clamp(config.min_ratio, config.max_ratio) * unit, fixed)
+    cap = config.ratio_cap or math.inf
     if isinstance(config, GspoLoss):
-        of_sequence = documents.mean(logprobs.detach() - engine).exp()
-        return Importance(of_sequence * unit, of_sequence)
-    return Importance(fixed.clamp(config.min_ratio, config.max_ratio) * unit, fixed)
+        of_sequence = documents.mean(difference.detach()).exp()
+        return Importance(of_sequence.clamp(max=cap) * unit, of_sequence, of_sequence > cap)
+    moved = fixed if isinstance(config, GrpoClipLoss) else logprobs.detach().exp() - engine.exp()
+    # Bound the exponent, not the exponential: exp overflows above 88, and 0 * inf in its gradient is NaN even where
+    # `surrogate` drops the token.
+    return Importance(at_most(difference, math.log(cap)).exp(), moved, fixed > cap)
+
+
+def at_most(values: torch.Tensor, bound: float) -> torch.Tensor:
+    """Replace values above `bound` by it and keep their gradient. Others stay the same, bit for bit."""
+    return values - (values.detach() - bound).clamp(min=0)
 
 
 def outside(

@@ -9,7 +9,13 @@ from typing import Protocol
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.records.beats import pulse
-from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
+from primeslurm.records.events.training import (
+    CheckpointLoaded,
+    StepSkipped,
+    StepTrained,
+    TrainerStopped,
+    WeightsPublished,
+)
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
@@ -167,6 +173,8 @@ class RlTask:
         metrics |= self._timer.take()
         if self._world.is_main:
             self._link.step_done(step, metrics)
+            if metrics["skipped"]:
+                self._journal.write(StepSkipped(step, str(metrics["grad_norm"])))
             self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if self._recipe.commits(step):

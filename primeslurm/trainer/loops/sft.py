@@ -7,7 +7,7 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
+from primeslurm.records.events.training import CheckpointLoaded, StepSkipped, TrainerStopped, WeightsPublished
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -63,6 +63,8 @@ class SftTask:
             values = self._learner.train(self._batch(step), self._timer) | self._timer.take()
             if metrics is not None:
                 metrics.write(step, values)
+                if values["skipped"]:
+                    self._journal.write(StepSkipped(step, str(values["grad_norm"])))
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             self._saver.after(step, self._learner, self._timer)
             if self._timer.steps_done == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,11 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.models.layers.vision import VisionInput
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.wire.batches.rollouts import Batch, Row, stack
+
+MOST_SKIPPED = 3
+"""Steps in a row without a finite gradient, after which training ends. One may be a bad batch; more are the weights."""
+
+log = logging.getLogger(__name__)
 
 
 class Learner:
@@ -50,6 +56,7 @@ class Learner:
         self._compilations = Compilations(policy.compiled, world)
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
+        self._skipped_in_a_row = 0
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
@@ -58,11 +65,14 @@ class Learner:
             batch: this rank's pieces of rows, or whole ones.
             timer: of its phases.
 
+        If the gradient is not finite, the weights stay as they are: the step counts, its batch is used up, and the
+        metric `skipped` is 1 instead of 0. All ranks agree on this.
+
         Returns:
             Metrics over the whole batch, the same on every rank.
 
         Raises:
-            FloatingPointError: the gradient is not finite; the weights are unchanged.
+            FloatingPointError: the gradient was not finite MOST_SKIPPED times in a row; the weights are unchanged.
             RankError: an image cannot be read, on any rank.
             ValueError: there are images, but nothing that reads them; or rows are cut for other ranks.
         """
@@ -72,7 +82,7 @@ class Learner:
             totals = self._accumulate(batch, tokens)
         with timer.phase("optimizer"):
             lr = self.optimizer.lr
-            grad_norm = self._update()
+            grad_norm, skipped = self._update(batch.info.step)
         seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
         if share := metrics.get("on_policy_fraction", 0.0):
@@ -81,6 +91,7 @@ class Learner:
             metrics.pop("mismatch_kl", None)
         return metrics | {
             "grad_norm": grad_norm,
+            "skipped": float(skipped),
             "lr": lr,
             "tokens": float(tokens),
             "tokens_per_s": tokens / seconds,
@@ -141,19 +152,32 @@ class Learner:
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
         return self._loss(*self.policy.score(tokens, whole, mask, targets, routed, images))
 
-    def _update(self) -> float:
+    def _update(self, step: int) -> tuple[float, bool]:
+        """Update the weights, unless the gradient is not finite. Return the gradient's norm and whether it was not."""
         norm = dist_utils.clip_grad_norm_(
             list(self.policy.model.parameters()),
             self._config.max_norm or math.inf,
             foreach=True,
             ep_enabled=self.policy.dims.ep_enabled,
-        ).item()
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"the gradient norm is {norm}")
-        self.optimizer.step()
+        ).to(self._world.device)
+        # The norm is that of all ranks, but a rank that decided for itself would leave the others in a collective.
+        bad_ranks = self._world.sum((~norm.isfinite()).float())
+        skipped = bool(bad_ranks.item())
+        if skipped:
+            self._skip(step, norm.item())
+        else:
+            self._skipped_in_a_row = 0
+            self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-        return float(norm)
+        return norm.item(), skipped
+
+    def _skip(self, step: int, norm: float) -> None:
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= MOST_SKIPPED:
+            why = f"no gradient of {MOST_SKIPPED} steps in a row was finite"
+            raise FloatingPointError(f"the gradient norm is {norm} in step {step}: {why}")
+        log.warning("step %d leaves the weights as they are: its gradient norm, %s, is not finite", step, norm)
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,12 @@ Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """What advantages are made of has to fit into the type that they have."""
+LEAST_LOGPROB = -40.0
+"""Least log-probability that an engine can give a token it sampled. With a vocabulary of 200,000 (e^12.2) tokens, a
+token below it comes up less than once in 10^12 tokens, so a lower value is an error. vLLM sends -9999 for NaN and -inf.
+"""
+MOST_LOGPROB = 0.01
+"""Largest log-probability that an engine can give a token; above 0 because engines round."""
 MOST_METRICS = 1000
 """Of a rollout. Each makes a column of the run's metrics."""
 

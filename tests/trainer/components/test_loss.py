@@ -53,7 +53,9 @@ def reference(
     logits: torch.Tensor, targets: Targets, mask: torch.Tensor, config: DppoLoss | IpoLoss
 ) -> tuple[dict[str, float], torch.Tensor]:
     """The sums, token by token in float64, and the gradient of the loss with respect to the logits."""
-    sums = dict.fromkeys(("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low", "ref_kl"), 0.0)
+    sums = dict.fromkeys(
+        ("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low", "ref_kl", "capped"), 0.0
+    )
     exact = logits.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for row, column in np.argwhere(mask.numpy()):
@@ -66,9 +68,14 @@ def reference(
         moved = (p - q).item()
         high, low = outside(config, advantage, moved)
         keep = 0.0 if high or low else 1.0
-        total = total - config.adv_tau * advantage * (p / q) * keep + config.kl_tau * d**2
+        weight = p / q
+        if config.ratio_cap is not None and weight > config.ratio_cap:
+            weight = config.ratio_cap * p / p.detach()  # the gradient of cap * log p
+            sums["capped"] += 1
+        total = total - config.adv_tau * advantage * weight * keep + config.kl_tau * d**2
         towards = targets.ref_logprobs[row, column].double() - p.log()
-        ref_kl = (p / q) * (towards.exp() - 1 - towards)
+        towards = towards - (towards - towards.clamp(-15, 15)).detach()
+        ref_kl = weight * (towards.exp() - 1 - towards)
         sums["ref_kl"] += ref_kl.item()
         if config.ref_kl and not any(outside(config, towards.item(), moved)):
             total = total + config.ref_kl * ref_kl
@@ -100,8 +107,10 @@ def outside(config: DppoLoss | IpoLoss, advantage: float, moved: float) -> tuple
         IpoLoss(threshold=0.05, adv_tau=0.5, kl_tau=0.01),
         DppoLoss(ref_kl=0.3),
         IpoLoss(ref_kl=2.0),
+        DppoLoss(ratio_cap=None, ref_kl=0.3),
+        IpoLoss(ratio_cap=2.0, ref_kl=0.3),
     ],
-    ids=lambda config: f"{config.type}-{config.kl_tau}-{config.ref_kl}",
+    ids=lambda config: f"{config.type}-{config.kl_tau}-{config.ref_kl}-{config.ratio_cap}",
 )
 def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
     logits, targets, mask = make_targets()
@@ -118,6 +127,8 @@ def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
     assert sums.metrics["masked_high_fraction"].item() == expected["high"]
     assert sums.metrics["masked_low_fraction"].item() == expected["low"]
     assert sums.metrics["masked_fraction"].item() == expected["high"] + expected["low"]
+    assert sums.metrics["capped_fraction"].item() == expected["capped"]
+    assert expected["capped"] > 0 or config.ratio_cap != 2
     if config.ref_kl:
         assert sums.metrics["ref_kl"].item() == pytest.approx(expected["ref_kl"], rel=1e-5)
 
@@ -139,7 +150,7 @@ def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
         ref_logprobs=teacher.log_softmax(0)[None],
         documents=Documents.of(torch.zeros(shape)),
     )
-    function = from_recipe(DppoLoss(kl_tau=0.0, ref_kl=1.0, mask_low=9.0, mask_high=9.0))
+    function = from_recipe(DppoLoss(kl_tau=0.0, ref_kl=1.0, mask_low=9.0, mask_high=9.0, ratio_cap=None))
 
     def of_token(token: int) -> torch.Tensor:
         one = targets.apply(lambda tensor: tensor[every == token])

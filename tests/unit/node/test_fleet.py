@@ -615,17 +615,18 @@ def test_environments_that_load_on_other_nodes_are_their_nodes_fault() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "words", "reason", "final"),
+    ("code", "words", "own", "reason", "final"),
     [
-        (exits.FUTILE, "environment x fails every time: E", "environment x fails every time: E", True),
-        (exits.FUTILE, "", "p ended with exit code 77: see its events", True),
-        (exits.STALLED, "no finished rollout for 100 s", "no finished rollout for 100 s", False),
+        (exits.FUTILE, "environment x fails every time: E", "E", "environment x fails every time: E", True),
+        (exits.FUTILE, "", "", "p ended with exit code 77: see its events", True),
+        (exits.FUTILE, "", "FloatingPointError: nan", "p ended with exit code 77 (FloatingPointError: nan)", True),
+        (exits.STALLED, "no finished rollout for 100 s", "", "no finished rollout for 100 s", False),
     ],
 )
-def test_the_orchestrators_last_words_are_the_reason(code: int, words: str, reason: str, final: bool) -> None:
+def test_last_words_are_the_reason(code: int, words: str, own: str, reason: str, final: bool) -> None:
     agents = Agents((process(restart="attempt"),))
     fleet = agents.assigned()
-    agents.states["p"] = ProcessReport(state="failed", exit_code=code)
+    agents.states["p"] = ProcessReport(state="failed", exit_code=code, reason=own)
     fleet.last_words = words
     ending = agents.decide(1.0)
     assert ending is not None and (ending.reason, ending.final) == (reason, final)

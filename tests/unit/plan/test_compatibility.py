@@ -141,6 +141,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "tp-heads": ((inference(parallel={"tp": 8}), "odd heads", GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
     "tp-latent": ((inference(parallel={"tp": 8}), GLM, GPU), (inference(parallel={"tp": 8}), MOE, GPU)),
+    "sampled-distribution": (
+        (inference(vllm_extra={"logprobs_mode": "raw_logprobs"}), MOE, GPU),
+        (inference(vllm_extra={"logprobs_mode": "processed_logprobs"}), MOE, GPU),
+    ),
     "planned-options": (
         (inference(decode={"vllm_extra": {"port": 1}}), MOE, GPU),
         (inference(decode={"vllm_extra": {"block_size": 64}}), MOE, GPU),
@@ -331,3 +335,37 @@ def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
     serve = on(inference(quantization="fp8"), task="serve", environments=[])
     assert "quantised-twice" in broken(serve, OSS, GPU)
     assert "quantised-twice" not in broken(serve, MOE, GPU)
+
+
+@pytest.mark.parametrize(
+    ("part", "extra", "what"),
+    [
+        ("inference", {"logprobs-mode": "raw_logprobs"}, "logprobs-mode = raw_logprobs"),
+        ("inference", {"logprobs_m": "raw_logits"}, "logprobs_m = raw_logits"),
+        ("prefill", {"logprobs_mode": "raw_logprobs"}, "logprobs_mode = raw_logprobs"),
+        ("decode", {"logits_processors": ["a:B"]}, "logits_processors = ['a:B']"),
+        ("inference", {"watermark_config": {"key": 1}}, "watermark_config = {'key': 1}"),
+        (
+            "inference",
+            {"speculative_config": '{"rejection_sample_method": "synthetic"}'},
+            'speculative_config = {"rejection_sample_method": "synthetic"}',
+        ),
+        ("inference", {"speculative_config": {"method": "mtp"}, "watermark": 0.1, "max_logprobs": 0}, ""),
+    ],
+)
+def test_options_that_change_what_is_drawn_are_found_however_they_are_written(
+    part: str, extra: dict[str, Any], what: str
+) -> None:
+    given: dict[str, Any] = {"vllm_extra": extra}
+    if part != "inference":  # one role's own option is not hidden by that of all
+        given = {part: given, "vllm_extra": {"logprobs_mode": "processed_logprobs"}}
+    where = context(on(PD, {"inference": given}), MOE, GPU)
+    found = RULES["sampled-distribution"].finds(where)
+    assert found.partition(": engines would")[0] == what
+    assert not RULES["planned-options"].finds(where)
+
+
+@pytest.mark.parametrize("name", ["config", "conf", "served-model-name", "served_model"])
+def test_planned_options_are_found_however_they_are_written(name: str) -> None:
+    where = context(inference(vllm_extra={name: "x"}), MOE, GPU)
+    assert RULES["planned-options"].finds(where).startswith(f"{name}: decided by the plan")

@@ -31,7 +31,7 @@ NEW_KINDS = frozenset(
     {
         *("continued", "engine_silent", "environment_fails", "file_system_fault", "hangs", "loop_stood_still"),
         *("moved", "nothing_kept"),
-        *("port_taken", "ranks_wait", "router_complete", "router_incomplete", "router_restarted"),
+        *("port_taken", "ranks_wait", "router_complete", "router_incomplete", "router_restarted", "step_skipped"),
         *EVALUATION,
     }
 )

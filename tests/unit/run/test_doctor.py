@@ -344,11 +344,25 @@ GOOD = {
         ({"trainer/mismatch_kl": 0.5}, "trainer and engines disagree about the same policy: KL 0.5"),
         ({"rollouts/dropped_stale": 200.0}, "1000 rollouts were dropped as too old, 40 were trained on"),
         ({"trainer/loss": float("nan")}, "trainer/loss is nan in step 0"),
+        ({"trainer/impossible_fraction": 0.0, "trainer/skipped": 0.0}, None),
+        (
+            {"trainer/impossible_fraction": 0.2},
+            "engines gave sampled tokens impossible log-probabilities in the last 5 steps",
+        ),
+        (
+            {"trainer/loss": float("nan"), "trainer/skipped": 1.0},
+            "the gradient was not finite in 5 of the last 5 steps",
+        ),
     ],
 )
 def test_a_run_is_invalid_because(change: dict[str, float], problem: str | None) -> None:
     found = problems([{"step": i, **GOOD, **change} for i in range(5)], 0, batch_size=8)
     assert [text[: len(problem)] for text in found] == [problem] if problem else found == []
+
+
+def test_a_few_skipped_steps_are_no_invalid_run() -> None:
+    skipped = {"trainer/loss": float("nan"), "trainer/grad_norm": float("inf"), "trainer/skipped": 1.0}
+    assert problems([{"step": i, **GOOD, **(skipped if i in (1, 3) else {})} for i in range(5)], 0, 8) == []
 
 
 def test_validity_needs_evidence_and_sees_what_never_made_a_batch() -> None:

@@ -48,6 +48,10 @@ CHECKS = [
             {"kind": "exited", "name": "trainer-rank-0", "code": 1, "state": "failed"},
             ("trainer-rank-0", "ended with exit code 1", "error"),
         ),
+        (
+            {"kind": "step_skipped", "process": "trainer-rank-0", "step": 7, "grad_norm": "nan"},
+            ("trainer-rank-0", "step 7 left the weights as they were: its gradient norm is nan", "warning"),
+        ),
         ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "started again (restart 2)", "info")),
         (
             {"kind": "router_incomplete", "process": "router-0", "serves": 0, "planned": 2, "missing": ["http://a:1"]},

@@ -1,0 +1,114 @@
+"""A gradient that is not finite: the weights stay as they are, the run goes on, and three in a row end it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from primeslurm.recipe.sections.losses import DppoLoss
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.loss import LossFunction, cross_entropy, from_recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.wire import exits
+from primeslurm.wire.batches.rollouts import Batch, Frame
+from primeslurm.wire.stored import checkpoints
+from primeslurm.wire.transport import link
+from tests.trainer.conftest import finish, make_batch, make_recipe, make_timer
+from tests.trainer.loops.test_rl import FakeOrchestrator, Run
+
+LOSSES = [pytest.param(from_recipe(DppoLoss()), id="rl"), pytest.param(cross_entropy, id="sft")]
+
+
+def poisoned(batch: Batch) -> Batch:
+    """The same with one advantage that makes the gradient infinite."""
+    row = batch.rows[0]
+    token = np.flatnonzero(row.mask & (row.positions > 0))[0]
+    row.advantages[token] = np.inf
+    return batch
+
+
+def learner(model: Path, world: World, loss: LossFunction) -> Learner:
+    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3, "schedule": "linear"}})
+    return Learner(build(recipe, world), recipe.trainer.optimizer, 8, loss, world)
+
+
+def weights(made: Learner) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in made.policy.model.state_dict().items()}
+
+
+def same(before: dict[str, torch.Tensor], made: Learner) -> bool:
+    return all(torch.equal(before[name], value) for name, value in made.policy.model.state_dict().items())
+
+
+def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
+    moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    made, timer = learner(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
+    before = weights(made)
+    skipped = made.train(poisoned(make_batch(1)), timer)
+    assert skipped["skipped"] == 1 and not math.isfinite(skipped["grad_norm"])
+    assert same(before, made)
+    metrics = made.train(make_batch(2), timer)
+    assert metrics["skipped"] == 0 and math.isfinite(metrics["grad_norm"])
+    assert not same(before, made)
+
+    other = learner(moe_model, world, from_recipe(DppoLoss()))
+    other.scheduler.step()
+    expected = other.train(make_batch(2), timer)
+    assert metrics["lr"] == expected["lr"] < skipped["lr"], "a skipped step counts as a step"
+    assert same(weights(other), made), "nothing of the poisoned batch is left in gradients or states"
+
+
+def test_only_so_many_in_a_row_end_training(moe_model: Path, world: World, tmp_path: Path) -> None:
+    made, timer = learner(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
+    for step in (1, 2, 4, 5):
+        assert made.train(poisoned(make_batch(step)), timer)["skipped"] == 1
+        if step == 2:
+            assert made.train(make_batch(3), timer)["skipped"] == 0
+    before = weights(made)
+    with pytest.raises(FloatingPointError, match=r"the gradient norm is (nan|inf) in step 6: .* 3 steps in a row"):
+        made.train(poisoned(make_batch(6)), timer)
+    assert same(before, made)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_weights_that_are_no_numbers_end_training(
+    loss: LossFunction, moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    made, timer = learner(moe_model, world, loss), make_timer(tmp_path)
+    with torch.no_grad():
+        next(iter(made.policy.model.parameters())).fill_(math.nan)
+    for step in (1, 2):
+        assert made.train(make_batch(step), timer)["skipped"] == 1
+    with pytest.raises(FloatingPointError, match="the gradient norm is nan in step 3"):
+        made.train(make_batch(3), timer)
+
+
+def test_all_ranks_skip_the_step_that_one_of_them_cannot_make(
+    moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second rank's part of steps 2, and 4 to 6, has no finite gradient."""
+
+    def encode(batch: Batch) -> list[Frame]:
+        bad = batch.info.step in (2, 4, 5, 6) and batch.info.dp_rank == 1
+        return original(poisoned(batch) if bad else batch)
+
+    original = Batch.encode
+    monkeypatch.setattr(Batch, "encode", encode)
+    orchestrator = FakeOrchestrator()
+    run = Run(tmp_path, make_recipe(moe_model, max_steps=9, checkpoint={"interval": 5, "keep": 2}), orchestrator)
+    try:
+        printed = finish(run.start(size=2), code=exits.FUTILE)
+    finally:
+        orchestrator.close()
+    assert all("FloatingPointError: the gradient norm is" in text for text in printed)
+    done = {request.step: request.metrics for request in orchestrator.of(link.StepDone)}
+    assert {step: metrics["skipped"] for step, metrics in done.items()} == {1: 0, 2: 1, 3: 0, 4: 1, 5: 1}
+    kinds = run.events(1)
+    assert kinds.count("step_skipped") == 3 and kinds[-1] == "stop"
+    assert checkpoints.committed(tmp_path) == [5], "the batches of skipped steps are used up"

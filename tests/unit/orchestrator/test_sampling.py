@@ -1,0 +1,97 @@
+"""Rollouts that are trained sample as the recipe says, whatever programs and environments ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from renderers import create_renderer
+from renderers.base import load_tokenizer
+
+from primeslurm.orchestrator.rendering.choosing import Rendering
+from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.token_client import serving
+from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.recipe import Recipe
+from primeslurm.wire.transport.addresses import AddressBook
+from tests.support import fake_engine
+from tests.support.conversations import START, ScriptedEngine, answering, rollout, sampled, write_tokenizer
+from tests.support.fake_engine import FakeEngine
+
+PLAIN = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
+CUT = {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.3, "logit_bias": {"5": 9}, "temperature": 0.1}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("qwen3"), extending("qwen3", {}))
+
+
+async def asked(model: Path, body: dict[str, Any], **options: Any) -> tuple[httpx.Response, list[dict[str, Any]]]:
+    """A program's request: what it is answered, and what the engine was asked."""
+    config = extending("qwen3", {})
+    engine = ScriptedEngine([sampled(create_renderer(load_tokenizer(str(model)), config), answering(0))])
+    async with engine.serving(), rollout(model, Rendering(config), engine, **options) as (base, secret, _):
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with httpx.AsyncClient(timeout=60, headers=headers, trust_env=False) as program:
+            reply = await program.post(f"{base}/v1/chat/completions", json={"model": "m", "messages": START, **body})
+    return reply, [request["sampling_params"] for request in engine.requests]
+
+
+async def test_what_a_program_asks_for_does_not_reach_the_engine(qwen3: Path) -> None:
+    """Programs set sampling parameters of their own; a response format would be structured output."""
+    body = {**CUT, "response_format": {"type": "json_object"}, "bad_words": ["no"], "presence_penalty": 1}
+    reply, requests = await asked(qwen3, body, trained=PLAIN, **PLAIN)
+    assert reply.is_success, reply.text
+    (parameters,) = requests
+    assert {name: parameters[name] for name in PLAIN} == PLAIN
+    assert parameters.keys() - PLAIN.keys() == {"logprobs", "max_tokens", "skip_special_tokens", "stop_token_ids"}
+
+
+@pytest.mark.parametrize(("name", "value"), CUT.items())
+async def test_an_environment_that_samples_otherwise_is_refused(qwen3: Path, name: str, value: Any) -> None:
+    reply, requests = await asked(qwen3, {}, trained=PLAIN, **{**PLAIN, name: value})
+    assert reply.status_code == 400 and requests == []
+    assert f"the environment samples with {name} = {value}: the trainer computes log-probabilities" in reply.text
+
+
+@pytest.mark.parametrize("options", [{"trained": None}, {"trained": PLAIN, "trainable": False}])
+async def test_who_is_not_trained_samples_as_it_likes(qwen3: Path, options: dict[str, Any]) -> None:
+    reply, (parameters,) = await asked(qwen3, {}, **options, **CUT)
+    assert reply.is_success
+    assert {name: parameters[name] for name in CUT} == CUT
+
+
+async def test_a_rollout_says_what_its_environment_changed(tmp_path: Path) -> None:
+    """Through a worker: training is refused with the reason, and evaluation is not."""
+    tokenizer = fake_engine.write_tokenizer(tmp_path / "tokenizer")
+    environment = {"id": "reverse-text", "args": {"env": {"agent": {"sampling": {"temperature": 0.3, "min_p": 0.1}}}}}
+    made = Recipe.model_validate(
+        {
+            "name": "test",
+            "max_steps": 5,
+            "seq_len": 64,
+            "model": {"path": str(tokenizer)},
+            "environments": [environment],
+            "evaluation": {"environments": [{**environment, "name": "eval"}]},
+        }
+    )
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 0
+        addresses = AddressBook(tmp_path)
+        addresses.url = lambda process: engine.url  # type: ignore[method-assign]
+        for which in (*made.environments, *made.evaluation_environments):
+            worker = Worker(made, which, 0, "inproc://nobody", addresses, tmp_path)
+            job = Job("j", "g", which.label, 0, 0, "router-0", "run.1:0")
+            async with serving(worker._env) as worker._by_config:
+                if which.label == "eval":
+                    assert await worker._rollout(job)
+                    continue
+                with pytest.raises(RolloutError, match=r"samples with temperature = 0\.3, min_p = 0\.1: the trainer"):
+                    await worker._rollout(job)
+                assert engine.requests == []
+    (request,) = engine.requests
+    assert (request["sampling_params"]["temperature"], request["sampling_params"]["min_p"]) == (0.3, 0.1)

@@ -1,0 +1,137 @@
+"""What training may sample with: whatever leaves the distribution that the trainer computes, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.rules import violations
+from primeslurm.recipe.sampling_rules import changes
+
+WHY = "the trainer scores tokens over the whole vocabulary, so importance ratios would be wrong"
+
+
+def made(**changes: Any) -> Recipe:
+    fields: dict[str, Any] = {"name": "x", "max_steps": 1, "seq_len": 64, "model": {"path": "m"}}
+    return Recipe.model_validate({**fields, "environments": [{"id": "e"}], **changes})
+
+
+def agent(**sampling: Any) -> dict[str, Any]:
+    return {"id": "e", "name": "agent", "args": {"env": {"agent": {"sampling": sampling}}}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "expected"),
+    [
+        (made(orchestrator={"sampling": {"top_p": 0.99}}), ["orchestrator.sampling.top_p = 0.99"]),
+        (
+            made(orchestrator={"sampling": {"top_p": 0.9, "top_k": 20}}),
+            ["orchestrator.sampling.top_p = 0.9", "orchestrator.sampling.top_k = 20"],
+        ),
+        (
+            made(
+                orchestrator={"sampling": {"top_p": 0.9}},
+                environments=[{"id": "a", "sampling": {"top_p": 0.5}}, {"id": "b", "sampling": {"top_k": 1}}],
+            ),
+            [
+                "orchestrator.sampling.top_p = 0.9",
+                "environments.0.sampling.top_p = 0.5",
+                "environments.1.sampling.top_k = 1",
+            ],
+        ),
+        (made(environments=[agent(min_p=0.1)]), ["environments.0.args.env.agent.sampling.min_p = 0.1"]),
+        (
+            made(environments=[agent(extra_body={"logit_bias": {"5": -100}, "bad_words": ["no"]})]),
+            [
+                "environments.0.args.env.agent.sampling.logit_bias = {'5': -100}",
+                "environments.0.args.env.agent.sampling.bad_words = ['no']",
+            ],
+        ),
+        (
+            made(environments=[agent(temperature=0.5)]),
+            [
+                "environments.0.args.env.agent.sampling.temperature = 0.5: the trainer divides logits by 1, the"
+                " environment's own (set environments.0.sampling.temperature)"
+            ],
+        ),
+    ],
+)
+def test_what_changes_the_distribution_is_refused(recipe: Recipe, expected: list[str]) -> None:
+    found = [f"{each.field} = {each.value}: {each.why} ({each.fix})" for each in violations(recipe)]
+    whole = [
+        text if ": the trainer" in text else f"{text}: {WHY} (leave it out; evaluation may use it)" for text in expected
+    ]
+    assert found == whole
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        made(orchestrator={"sampling": {"top_p": 1.0, "top_k": -1, "temperature": 0.6, "max_tokens": 9}}),
+        made(orchestrator={"sampling": {"top_k": 0}}),
+        made(orchestrator={"sampling": {"top_p": 0.9}}, environments=[{"id": "e", "sampling": {"top_p": 1}}]),
+        made(environments=[{**agent(temperature=0.5, top_p=1, stop=["x"], seed=1), "sampling": {"temperature": 0.5}}]),
+        made(environments=[{"id": "e", "args": {"env": {"agent": "x"}}}, {"id": "f", "args": {"env": ["agent"]}}]),
+        made(environments=[{"id": "e", "args": {"env": {"user": {"sampling": {"temperature": 0}}}}}]),
+        made(
+            evaluation={
+                "environments": [
+                    {"id": "f", "sampling": {"temperature": 0, "top_p": 0.95, "top_k": 20}},
+                    {**agent(min_p=0.1, temperature=0.3)},
+                ]
+            }
+        ),
+        made(
+            task="eval",
+            environments=[],
+            evaluation={"environments": [{"id": "f", "sampling": {"top_p": 0.95}}]},
+        ),
+    ],
+)
+def test_all_else_and_evaluation_are_free(recipe: Recipe) -> None:
+    assert violations(recipe) == []
+
+
+@pytest.mark.parametrize("temperature", [0, 0.009, 2.01, -1])
+def test_temperatures_that_vllm_changes_or_refuses_are_refused(temperature: float) -> None:
+    """It samples at 0.01 where less is asked for; the trainer would divide by what is written."""
+    for section in ({"orchestrator": {"sampling": {"temperature": temperature}}},):
+        with pytest.raises(ValidationError):
+            made(**section)
+    with pytest.raises(ValidationError):
+        made(environments=[{"id": "e", "sampling": {"temperature": temperature}}])
+
+
+TRAINED = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        (TRAINED, []),
+        ({**TRAINED, "max_tokens": 5, "cache_salt": "s", "stop": ["a"], "reasoning_effort": "low"}, []),
+        ({"temperature": 0.7, "top_p": 1, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1, "logit_bias": {}}, []),
+        ({}, ["temperature"]),  # vLLM takes 1
+        ({"temperature": None}, ["temperature"]),
+        ({"temperature": 0}, ["temperature"]),
+        ({**TRAINED, "top_p": 0.5, "top_k": 5}, ["top_p", "top_k"]),
+        ({**TRAINED, "top_p": 0, "repetition_penalty": 0}, ["top_p", "repetition_penalty"]),
+        ({**TRAINED, "presence_penalty": -0.1, "frequency_penalty": 1}, ["presence_penalty", "frequency_penalty"]),
+        ({**TRAINED, "min_tokens": 4, "thinking_token_budget": 9}, ["min_tokens", "thinking_token_budget"]),
+        (
+            {**TRAINED, "structured_outputs": {"json": {}}, "allowed_token_ids": [4]},
+            ["structured_outputs", "allowed_token_ids"],
+        ),
+        ({**TRAINED, "of_a_later_vllm": 3}, ["of_a_later_vllm"]),
+    ],
+)
+def test_requests_are_compared_with_the_recipe(asked: dict[str, object], expected: list[str]) -> None:
+    assert changes(asked, TRAINED) == expected
+
+
+def test_a_run_that_was_begun_with_a_cut_goes_on_with_it() -> None:
+    assert changes({**TRAINED, "top_p": 0.95}, {**TRAINED, "top_p": 0.95}) == []
+    assert changes({**TRAINED, "top_p": 0.9}, {**TRAINED, "top_p": 0.95}) == ["top_p"]
