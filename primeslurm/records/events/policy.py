@@ -76,8 +76,19 @@ class EngineLost(Event, frozen=True, tag="engine_lost"):
     error: str = ""
 
 
+class EngineAnswersDamaged(Event, frozen=True, tag="engine_answers_damaged"):
+    """An engine gives answers that cannot be used, and has to be restarted."""
+
+    engine: str
+    damaged: int = 0
+    answers: int = 0
+    """Its last answers, of which so many were damaged."""
+    error: str = ""
+    """What was wrong with the last one."""
+
+
 class EngineRestarted(Event, frozen=True, tag="engine_restart"):
-    """An engine that failed an update was told to end; its agent starts it again."""
+    """An engine that failed an update, or gave damaged answers, was told to end; its agent starts it again."""
 
     engine: str
 
@@ -97,6 +108,7 @@ PolicyEvent = (
     | EngineUpdated
     | EngineUpdateFailed
     | EngineLost
+    | EngineAnswersDamaged
     | EngineRestarted
     | EngineGivenUp
 )
