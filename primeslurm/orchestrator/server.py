@@ -30,7 +30,7 @@ from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Failure, Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
@@ -498,14 +498,14 @@ class OrchestratorServer:
 
     # rollouts
 
-    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | Failure) -> None:
+    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         if self._evaluator.runs(job):
             self._evaluator.result(job, outcome)
             self._wake.set()
         if not self._dispatch.runs(job):
             return
         self._wake.set()
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, JobFailure):
             log.warning("job %s failed: %s", job, outcome.error)
             group = self._dispatch.group_of(job)
             self._watch.rollout_failed(job, outcome)

@@ -15,7 +15,7 @@ from primeslurm.orchestrator.evaluation.archive import Archive, Begun
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
-from primeslurm.orchestrator.rollouts.job_protocol import Failure, Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.sandboxes import Limits
@@ -111,10 +111,10 @@ class Evaluator:
         """Tell whether a job is one of evaluation, and in flight."""
         return self._run is not None and self._run.runs(job)
 
-    def result(self, job: str, outcome: tuple[Rollout, ...] | Failure) -> None:
+    def result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         """Take what a job in flight made, or why it failed."""
         assert self._run is not None
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, JobFailure):
             log.warning("job %s failed: %s", job, outcome.error)
             self._journal.write(EvaluationSampleFailed(job, outcome.error[:1000]))
             self._ended(self._run.failed(job, outcome.error, outcome.cause))

@@ -12,7 +12,7 @@ import msgspec
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.rollouts.job_protocol import Failure, Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry import worker_deaths
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
@@ -143,11 +143,11 @@ class EvaluationServer:
             if not self._evaluator.routers:
                 raise PrimeslurmError("every inference replica was given up")
 
-    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | Failure) -> None:
+    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         if not self._evaluator.runs(job):
             return
         self._evaluator.result(job, outcome)
-        if isinstance(outcome, Failure):
+        if isinstance(outcome, JobFailure):
             self._failures.failed(job, outcome.error, self._clock(), outcome.cause)
         else:
             self._failures.finished(job, outcome[0].info.environment, self._clock())

@@ -80,7 +80,7 @@ class EngineError(RolloutError):
 
 
 @dataclass(frozen=True)
-class Failure:
+class JobFailure:
     """Why a job has no rollout."""
 
     error: str

@@ -27,8 +27,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Claims,
     Describe,
     Ended,
-    Failure,
     Job,
+    JobFailure,
     Result,
     Send,
     Status,
@@ -145,7 +145,7 @@ class WorkerPool:
     def __init__(
         self,
         bind: str,
-        on_result: Callable[[str, tuple[Rollout, ...] | Failure], None],
+        on_result: Callable[[str, tuple[Rollout, ...] | JobFailure], None],
         on_lost: Callable[[str], None],
         on_unusable: Callable[[str, int, str], None],
         *,
@@ -519,11 +519,11 @@ def _is_lost(sent: _Sent, seen: int, now: float) -> bool:
     return sent.job.number <= seen or now - sent.at > UNSEEN_S
 
 
-def _outcome(result: Result, frames: Sequence[Frame]) -> tuple[Rollout, ...] | Failure:
+def _outcome(result: Result, frames: Sequence[Frame]) -> tuple[Rollout, ...] | JobFailure:
     """The sequences, or why there are none: a damaged result is a failed rollout."""
     if result.error is not None:
-        return Failure(shortened(result.error) or "it failed without a word", result.cause)
+        return JobFailure(shortened(result.error) or "it failed without a word", result.cause)
     try:
         return decode_sequences(result, frames)
     except DamagedError as error:
-        return Failure(f"damaged result: {error}")
+        return JobFailure(f"damaged result: {error}")

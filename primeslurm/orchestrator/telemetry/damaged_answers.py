@@ -19,8 +19,8 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import Answers
 WINDOW_S = 120.0
 """Answers count for this long."""
 FEW = 8
-"""Damaged answers that are enough, if they are to `FEW_TASKS` tasks."""
-FEW_TASKS = 3
+"""Damaged answers that are enough, if they are to `SEVERAL_TASKS` tasks."""
+SEVERAL_TASKS = 3
 MANY = 24
 """Damaged answers that are enough without a usable one, whatever they are to, if other engines give usable ones."""
 BAD_SHARE = 0.5
@@ -104,7 +104,7 @@ class DamagedAnswers:
         good, damaged = engine.good, engine.damaged
         if damaged < FEW or damaged < BAD_SHARE * (good + damaged):
             return False
-        if len(engine.tasks) >= FEW_TASKS:
+        if len(engine.tasks) >= SEVERAL_TASKS:
             return True
         others = any(other.good for each, other in self._engines.items() if each != name)
         return damaged >= MANY and not good and others

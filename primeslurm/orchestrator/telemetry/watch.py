@@ -11,7 +11,7 @@ import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
-from primeslurm.orchestrator.rollouts.job_protocol import Failure, Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
 from primeslurm.orchestrator.telemetry.scrape import LastSamples, Sample, scrape
@@ -125,7 +125,7 @@ class Watch:
         """Note that a rollout was given to a worker."""
         self._failures.started(job, self._clock())
 
-    def rollout_failed(self, job: str, failure: Failure) -> None:
+    def rollout_failed(self, job: str, failure: JobFailure) -> None:
         """Note that a rollout failed. That is no progress."""
         environment = self._failures.failed(job, failure.error, self._clock(), failure.cause)
         self._journal.write(RolloutFailed(job, headline(failure.error), environment))

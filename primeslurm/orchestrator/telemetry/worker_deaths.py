@@ -16,6 +16,7 @@ import msgspec
 
 from primeslurm.files import write_atomic
 from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.wire.decoding import Count, DamagedError, json_value
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +30,10 @@ DEATHS_ALONE = 2
 class Suspect(msgspec.Struct):
     """A task whose rollouts were in flight in workers that died."""
 
-    deaths: int = 0
-    alone: int = 0
+    deaths: Count = 0
+    alone: Count = 0
     """Deaths of workers that ran this task only."""
-    together: int = 1
+    together: Count = 1
     """Most tasks, with this one, that may share its next worker."""
     worker: int = -1
     """Number of the worker that died last. Another one runs the task next, because a worker may die of its node."""
@@ -47,7 +48,7 @@ class WorkerDeaths(msgspec.Struct):
     """Suspects and guilty tasks by their key (`Job.task_key`)."""
 
     suspects: dict[str, Suspect] = {}
-    guilty: dict[str, int] = {}
+    guilty: dict[str, Count] = {}
     """How many workers died with each guilty task."""
 
     def died(self, jobs: Iterable[Job], worker: int = 0) -> list[Job]:
@@ -86,7 +87,7 @@ class WorkerDeaths(msgspec.Struct):
     def together(self, job: Job) -> int | None:
         """Return how many tasks, with the job's own, may share its worker. None: as many as usual."""
         suspect = self.suspects.get(job.task_key)
-        return suspect.together if suspect else None
+        return max(1, suspect.together) if suspect else None
 
     def last_worker(self, job: Job) -> int:
         """Return the number of the worker that died last while it ran a suspect; -1 if the job's task is none."""
@@ -97,8 +98,11 @@ class WorkerDeaths(msgspec.Struct):
 def load(run_dir: Path) -> WorkerDeaths:
     """Return what earlier orchestrators of a run have found out."""
     try:
-        return msgspec.json.decode((run_dir / PATH).read_bytes(), type=WorkerDeaths)
-    except (OSError, ValueError):
+        return json_value((run_dir / PATH).read_bytes(), WorkerDeaths)
+    except FileNotFoundError:
+        return WorkerDeaths()
+    except (OSError, DamagedError) as error:
+        log.warning("what earlier orchestrators found out about tasks that kill workers is lost: %s", error)
         return WorkerDeaths()
 
 

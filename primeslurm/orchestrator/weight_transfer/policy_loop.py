@@ -98,6 +98,8 @@ class PolicyLoop:
         self._lost: set[str] = set()
         self._missed_updates: Counter[str] = Counter()
         self._damaged = DamagedAnswers()
+        self._bad_because: dict[str, str] = {}
+        """Why engines are restarted whose answers are damaged."""
         self.useless = ""
         """Why engines cannot be used, if that is so whichever is restarted."""
         self._pace = Pace()
@@ -214,6 +216,7 @@ class PolicyLoop:
                 self.useless = f"engines give no usable answers, also after a restart: {bad.engine}: {bad}"
             elif bad.engine in self._engines:
                 self.pool.failed(bad.engine, str(bad), serves=True)
+                self._bad_because[bad.engine] = "it gave damaged answers"
                 self._wake[bad.engine].set()
 
     def _stood_still(self, seconds: float) -> None:
@@ -278,7 +281,7 @@ class PolicyLoop:
             await self._engines[name].shutdown()
         except EngineDownError:
             return  # it is already gone, or so broken that only its agent can end it: `report` says so
-        self._journal.write(EngineRestarted(name))
+        self._journal.write(EngineRestarted(name, self._bad_because.pop(name, "")))
         self._missed_updates[name] = 0
         self.pool.ended(name)
         await self._announce()

@@ -91,6 +91,8 @@ class EngineRestarted(Event, frozen=True, tag="engine_restart"):
     """An engine that failed an update, or gave damaged answers, was told to end; its agent starts it again."""
 
     engine: str
+    reason: str = ""
+    """Empty: it failed an update."""
 
 
 class EngineGivenUp(Event, frozen=True, tag="engine_given_up"):

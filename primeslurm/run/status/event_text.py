@@ -119,8 +119,8 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, event.process, text, "warning")
         case policy.EngineAnswersDamaged(engine=engine):
             return _tell(event, engine, damaged_words(event), "error")
-        case policy.EngineRestarted(engine=engine):
-            return _tell(event, engine, "is restarted: it failed an update, or gave damaged answers", "warning")
+        case policy.EngineRestarted(engine=engine, reason=reason):
+            return _tell(event, engine, f"is restarted: {reason or 'it failed an update'}", "warning")
         case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():
             return _of_attempt(event)
         case _:

@@ -14,7 +14,7 @@ from primeslurm.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
-from primeslurm.orchestrator.rollouts.job_protocol import Cause, Failure, Job
+from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
     Hopeless,
@@ -242,7 +242,7 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
             assert job is not None
             server._failures.started(job, now)
             now += 1
-            server._on_result(job.id, Failure(ERROR))
+            server._on_result(job.id, JobFailure(ERROR))
         now += 60
         server._check()
 

@@ -13,7 +13,7 @@ import pytest
 
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Failure, Job, Result, Status, ToOrchestrator
+from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, JobFailure, Result, Status, ToOrchestrator
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry import worker_deaths
 from primeslurm.orchestrator.telemetry.worker_deaths import PATH, WorkerDeaths
@@ -91,7 +91,7 @@ class Simulation:
     def close(self) -> None:
         self.pool._socket.close()
 
-    def _result(self, name: str, outcome: tuple[Rollout, ...] | Failure) -> None:
+    def _result(self, name: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         if not self.dispatch.runs(name):
             return
         group: RolloutGroup | None = self.dispatch.finished(name, rollout(self._jobs[name]))
