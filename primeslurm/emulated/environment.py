@@ -19,7 +19,12 @@ import numpy as np
 
 from primeslurm.emulated.rollouts import Script, reward, script
 from primeslurm.orchestrator.algorithms import from_recipe
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
+from primeslurm.orchestrator.rollouts.generate_endpoint import (
+    SESSION_HEADER,
+    AnswerTally,
+    Completion,
+    GenerateEndpoint,
+)
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
@@ -81,6 +86,7 @@ class EmulatedEnvironment:
         self._needs_observed = from_recipe(recipe).needs_observed
         self._addresses = addresses
         self._endpoints: dict[str, GenerateEndpoint] = {}
+        self.tally = AnswerTally()
 
     async def rollout(self, job: Job) -> tuple[Rollout, ...]:
         """One conversation.
@@ -126,11 +132,15 @@ class EmulatedEnvironment:
         if job.router not in self._endpoints:
             timeout_s = self._recipe.orchestrator.request_timeout_s
             where = functools.partial(self._addresses.url, job.router)
-            self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s)
+            self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s, tally=self.tally)
         environment = self._recipe.environment(job.environment)
         sampling = self._recipe.sampling(environment).model_dump(exclude_none=True)
         body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
-        return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})
+        self.tally.begin(job.id, job.task_key)
+        try:
+            return await self._endpoints[job.router].generate(body, {SESSION_HEADER: job.id})
+        finally:
+            self.tally.end(job.id)
 
 
 async def _serve(options: argparse.Namespace) -> None:
@@ -138,7 +148,7 @@ async def _serve(options: argparse.Namespace) -> None:
     environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
     try:
         where = (options.environment, options.worker, options.orchestrator)
-        await JobRunner(*where, environment.rollout, node=options.node).serve()
+        await JobRunner(*where, environment.rollout, node=options.node, answers=environment.tally.take).serve()
     finally:
         await environment.close()
 

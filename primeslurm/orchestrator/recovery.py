@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Collection
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.curricula import Curricula
-from primeslurm.orchestrator.dispatch.examples import Draws, Examples
+from primeslurm.orchestrator.dispatch.examples import Draws, Examples, Position
+from primeslurm.orchestrator.dispatch.open_groups import group_id
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
@@ -26,10 +28,12 @@ def recover(
     spool: Spool,
     batches: Batches,
     curricula: Curricula,
+    guilty: Collection[Position] = (),
 ) -> tuple[Dispatcher, list[str]]:
     """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
 
-    Groups without the teacher's part wait for it. Deleted from the spool are groups of committed steps.
+    Groups without the teacher's part wait for it. Deleted from the spool are groups of committed steps. Examples that
+    are `guilty` of killing workers are not sampled again.
 
     Returns:
         The dispatcher; and which groups are to be deleted when it is on record that their examples come again: those
@@ -42,7 +46,7 @@ def recover(
         salt=f"{arguments.run_id}.{arguments.attempt}",
         incarnation=uuid.uuid4().hex[:6],
         step=progress.next_step,
-        examples=examples(recipe, progress, curricula),
+        examples=examples(recipe, progress, curricula, guilty),
     )
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
@@ -62,13 +66,13 @@ def recover(
     return dispatch, gone
 
 
-def examples(recipe: Recipe, progress: RunProgress, draws: Draws) -> Examples:
+def examples(recipe: Recipe, progress: RunProgress, draws: Draws, guilty: Collection[Position] = ()) -> Examples:
     """Go on with the examples of each environment where a run's progress is; none of a known batch comes again."""
     return Examples(
         _ratios(recipe),
         cursors=progress.cursors,
         unfinished=progress.unfinished,
-        taken={name for ids in progress.batches.values() for name in ids},
+        taken={name for ids in progress.batches.values() for name in ids} | {group_id(*each) for each in guilty},
         draws=draws,
         drawn=progress.drawn,
         returned=progress.returned,

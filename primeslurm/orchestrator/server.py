@@ -30,11 +30,13 @@ from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
+from primeslurm.orchestrator.telemetry import worker_deaths
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics, oldest_age, reward_mean
+from primeslurm.orchestrator.telemetry.rollout_failures import headline
 from primeslurm.orchestrator.telemetry.scrape import Sample
 from primeslurm.orchestrator.telemetry.stall_diagnosis import suspect
 from primeslurm.orchestrator.telemetry.watch import Watch
@@ -99,7 +101,9 @@ class OrchestratorServer:
         self._curricula.set_tasks(progress.tasks)
         self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
         self._finishing = Finishing(self._admission, self._spool, self._count, self._on_rejected, self._on_scored)
-        self._dispatch, gone = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
+        self._deaths = worker_deaths.load(arguments.run_dir)
+        guilty = worker_deaths.positions(self._deaths.guilty)
+        self._dispatch, gone = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula, guilty)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
         self._evaluator = Evaluator(
             recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
@@ -112,6 +116,9 @@ class OrchestratorServer:
             max_per_node=recipe.deployment.max_rollouts_per_node,
             claim=self._on_claim,
             keeps=self._dispatch.keeps,
+            deaths=self._deaths,
+            on_death=self._on_death,
+            on_answers=lambda reports: self._policy.take_answers(reports),
         )
         self._link = OrchestratorLink(arguments.bind, self._handle)
         self._sessions = TransferSessions(recipe.inference.parallel.tp, recipe.weights.timeout_s)
@@ -232,6 +239,7 @@ class OrchestratorServer:
     def _check(self) -> None:
         """End a run that gets nowhere; the last words are for the head."""
         try:
+            self._watch.check_engines(self._policy.useless)
             self._watch.check_stall(self._suspect, self._dispatch.runs, self._workers.environments)
         except PrimeslurmError as error:
             self._watch.write_state(msgspec.structs.replace(self._state(), failure=str(error)))
@@ -257,6 +265,9 @@ class OrchestratorServer:
         if evaluation is not None and self._resumes_evaluation:
             self._resumes_evaluation = not self._have_claimed(evaluation.environments)
         while not self._resumes_evaluation and (job := self._evaluator.next_job(self._workers.available, version)):
+            if job.task_key in self._deaths.guilty:
+                self._evaluator.give_up_task(job, self._deaths.reason(job))
+                continue
             await self._workers.send(job)
 
     async def _pause(self) -> None:
@@ -487,23 +498,27 @@ class OrchestratorServer:
 
     # rollouts
 
-    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         if self._evaluator.runs(job):
             self._evaluator.result(job, outcome)
             self._wake.set()
         if not self._dispatch.runs(job):
             return
         self._wake.set()
-        if isinstance(outcome, str):
-            log.warning("job %s failed: %s", job, outcome)
+        if isinstance(outcome, JobFailure):
+            log.warning("job %s failed: %s", job, outcome.error)
+            group = self._dispatch.group_of(job)
             self._watch.rollout_failed(job, outcome)
-            self._cancelled += self._dispatch.failed(job)
+            self._cancelled += self._dispatch.failed(job, outcome.cause)
+            if group.id not in self._dispatch.open:
+                reason = headline(outcome.error)
+                self._watch.task_given_up(group.environment, group.example, reason, group.task, kills=False)
             return
         self._watch.rollout_finished(outcome)
-        group = self._dispatch.finished(job, outcome)
+        complete = self._dispatch.finished(job, outcome)
         self._cancelled += self._dispatch.take_surplus()
-        if group is not None:
-            self._on_complete(group)
+        if complete is not None:
+            self._on_complete(complete)
 
     def _on_complete(self, group: RolloutGroup) -> None:
         self._finishing.complete(penalised(group, self._environments[group.environment]))
@@ -554,6 +569,19 @@ class OrchestratorServer:
             self._watch.worker_failed(environment, worker, error)
         else:
             self._evaluator.unusable(environment, worker, error)
+
+    def _on_death(self, environment: str, worker: int, guilty: Sequence[Job]) -> None:
+        """Give up the tasks that turned out to kill workers."""
+        worker_deaths.keep(self._arguments.run_dir, self._deaths)
+        for job in guilty:
+            reason = self._deaths.reason(job)
+            log.warning("task %d of %s is given up: %s", job.example, job.environment, reason)
+            if environment in self._environments:
+                self._watch.task_given_up(environment, job.example, reason, job.task, kills=True)
+                self._cancelled += self._dispatch.give_up(environment, job.example)
+            else:
+                self._cancelled += self._evaluator.give_up_task(job, reason)
+        self._wake.set()
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):
@@ -610,6 +638,7 @@ class OrchestratorServer:
             unscored_groups=len(dispatch.unscored),
             counts=dict(dispatch.counts + self._admission.counts),
             engines=self._policy.pool.report(),
+            failures=self._watch.failures,
             environments=sorted(self._workers.environments),
             evaluation=self._evaluator.progress,
             rollouts_by_node=self._workers.load,

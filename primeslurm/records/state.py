@@ -85,6 +85,18 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     """One of `Limit`."""
 
 
+class FailedRollouts(msgspec.Struct, frozen=True):
+    """The rollouts of one environment that failed, tries that were repeated with success included."""
+
+    failed: int
+    of_reason: int
+    """How many of them failed for the most frequent reason."""
+    reason: str
+    """That reason in words: the last error of its kind."""
+    tasks_given_up: int = 0
+    """Tasks that are left out."""
+
+
 class RolloutProgress(Record, frozen=True):
     """How far an RL run is, in the orchestrator's words."""
 
@@ -102,6 +114,8 @@ class RolloutProgress(Record, frozen=True):
     """Complete groups that are at the teacher."""
     counts: dict[str, int] = {}
     """Rollouts of this attempt by what became of them."""
+    failures: dict[str, FailedRollouts] = {}
+    """Rollouts of this attempt that failed, by environment."""
     environments: list[str] = []
     """Those that have a worker."""
     rollouts_by_node: dict[str, int] = {}

@@ -142,12 +142,12 @@ class ProcessManager:
             del self.children[name]
             if probe := self.probes.pop(name, None):
                 probe.stop()
-            self.vitals.ended(name)
+            served = self.vitals.ended(name) > 0
             self._killed_at.pop(name, None)
             supervision = self.supervised[name]
             if code in (exits.FAILED, exits.BAD_WORDS, exits.FUTILE) and not ending and not supervision.reason:
                 supervision.reason = last_words(self.attempt.path / supervision.process.log, time.time())
-            supervision.exited(now, code, ending=ending)
+            supervision.exited(now, code, ending=ending, served=served)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
             ended.append(supervision.process)
         self._shared_memory.unlink()
@@ -179,6 +179,7 @@ class ProcessManager:
                 prerequisites=all(name in ready or name in lost for name in process.after),
                 ready=supervision.running and (probe is None or probe.ready),
                 hangs=self._hangs(process, view),
+                silent_s=self.vitals.of(process.name).silent_s,
                 order=order,
             )
             if decision == "start" and not self._moved(process) and not self._importing(process, addresses):

@@ -14,7 +14,9 @@ from primeslurm.wire import exits
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits before the first, second, ... restart; the last one repeats."""
 STABLE_S = 300.0
-"""A process that ran this long has earned a fresh restart count."""
+"""A process that ran this long has earned a fresh restart count. Time in which it was silent does not count."""
+TASK_ROLE = "environment"
+"""Role of processes that what they run may kill. The orchestrator finds out which task does, and leaves it out."""
 
 
 class ProcessState(StrEnum):
@@ -60,6 +62,8 @@ class Supervision:
     """It is being ended only to be started anew: no fault of its own."""
     hung: bool = False
     """It is being ended because it hangs."""
+    useless: int = 0
+    """So often, most recently, it died without having done anything."""
     failed_starts: int = 0
     """So often, most recently, it ended alike before it was ready."""
     start_error: str = ""
@@ -71,7 +75,14 @@ class Supervision:
         return self.state in (ProcessState.LOADING, ProcessState.READY)
 
     def tick(
-        self, now: float, *, prerequisites: bool, ready: bool, hangs: str = "", order: RestartOrder | None = None
+        self,
+        now: float,
+        *,
+        prerequisites: bool,
+        ready: bool,
+        hangs: str = "",
+        silent_s: float = 0.0,
+        order: RestartOrder | None = None,
     ) -> Decision:
         """Decide what to do now.
 
@@ -80,12 +91,13 @@ class Supervision:
             prerequisites: what it needs is there.
             ready: it answers (or has no health check and runs).
             hangs: it has been silent for too long: for how long, and where; else empty.
+            silent_s: how long it has been silent.
             order: for a member of a restart group, what the head says of the group.
         """
         if order is not None and order.generation > self.generation and self.running:
             return self.renew("its unit is restarted")
         if self.running:
-            return self._watch(now, ready, hangs)
+            return self._watch(now, ready, hangs, silent_s)
         if not prerequisites or (order is not None and order.hold):
             return "nothing"
         if self.state is ProcessState.WAITING:
@@ -93,7 +105,7 @@ class Supervision:
         if self.state in _OVER and order is not None and order.generation > self.generation:
             return "start"
         if self.state is ProcessState.BACKOFF:
-            wait = BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]
+            wait = BACKOFF_S[max(0, min(self._charged, len(BACKOFF_S)) - 1)]
             return "start" if now - self.since >= wait else "nothing"
         return "nothing"
 
@@ -117,14 +129,18 @@ class Supervision:
         self.renewing, self.hung, self.reason = False, False, ""
         self._become(ProcessState.LOADING, now)
 
-    def exited(self, now: float, code: int, *, ending: bool) -> None:
+    def exited(self, now: float, code: int, *, ending: bool, served: bool = False) -> None:
         """Take in that the process ended.
 
         Args:
             now: the clock, in seconds.
             code: its exit code; negative: by that signal.
             ending: the attempt ends, so that it is not started again.
+            served: it had begun its work. An environment worker that dies then is restarted without limit, because a
+                task of the environment may have killed it.
         """
+        if served:
+            self.useless = 0
         self.exit_code = code
         if self.state is ProcessState.LOADING and not ending and not self.renewing:
             self._start_failed(self.reason if code > 0 else "")
@@ -132,18 +148,19 @@ class Supervision:
             self._become(ProcessState.STOPPED, now)
         elif self.renewing:
             self._become(ProcessState.WAITING, now)
-        elif code == 0 and self.process.health is None:
+        elif code == 0 and self.process.health is None and not self._runs_tasks:
             self._become(ProcessState.DONE, now)
         elif self.process.restart == "unit":
             self.restarts += 1
             self._become(ProcessState.FALLEN, now)
-        elif self._restartable and code not in (exits.STALLED, exits.FUTILE):
+        elif self._restartable and (self._runs_tasks or code not in (exits.STALLED, exits.FUTILE)):
             self.restarts += 1
+            self.useless += not served
             self._become(ProcessState.BACKOFF, now)
         else:
             self._become(ProcessState.FAILED, now)
 
-    def _watch(self, now: float, ready: bool, hangs: str) -> Decision:
+    def _watch(self, now: float, ready: bool, hangs: str, silent_s: float) -> Decision:
         health = self.process.health
         if self.state is ProcessState.LOADING:
             if ready:
@@ -158,7 +175,7 @@ class Supervision:
                 return "nothing"
             self.hung, self.reason = True, hangs
             return "end_hung"
-        if now - self.started_at > STABLE_S:
+        if now - silent_s - self.started_at > STABLE_S:
             self.restarts = 0
         return "nothing"
 
@@ -170,7 +187,17 @@ class Supervision:
 
     @property
     def _restartable(self) -> bool:
-        return self.process.restart == "in_place" and self.restarts < self.process.max_restarts
+        return self.process.restart == "in_place" and self._charged < self.process.max_restarts
+
+    @property
+    def _runs_tasks(self) -> bool:
+        """Whether a task may end the process in any way, exit codes that mean something elsewhere included."""
+        return self.process.role == TASK_ROLE
+
+    @property
+    def _charged(self) -> int:
+        """How many of the restarts count towards the limit, and make the wait before the next one longer."""
+        return self.useless if self._runs_tasks else self.restarts
 
     def _become(self, state: ProcessState, now: float) -> None:
         self.state, self.since = state, now

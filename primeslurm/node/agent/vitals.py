@@ -78,10 +78,14 @@ class Vitals:
         """Begin to look after a process."""
         self._watched[process.name] = _Watched(process, pid, page, probe)
 
-    def ended(self, name: str) -> None:
-        """Stop looking after a process."""
-        if (watched := self._watched.pop(name, None)) and watched.page:
-            watched.page.close()
+    def ended(self, name: str) -> int:
+        """Stop looking after a process; returns how many beats its main loop has made."""
+        watched = self._watched.pop(name, None)
+        if watched is None or watched.page is None:
+            return 0
+        beats = watched.page.read().number
+        watched.page.close()
+        return beats
 
     def of(self, name: str) -> Vital:
         """Return how a process was at the last look."""

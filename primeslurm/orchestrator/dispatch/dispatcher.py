@@ -25,15 +25,16 @@ from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
 from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.wire.batches.rollouts import Rollout
 
 PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""
 CUT_AHEAD_LOSS = 0.02
 """A batch is cut ahead of its time if so much of one is lost by that: the trainer does not wait for its fetch then."""
-MAX_TRIES = 3
-"""Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
+MOST_FAILURES: dict[Cause, int] = {"environment": 3, "engine": 10, "prompt": 1}
+"""Failures of one rollout, by cause, after which its group is given up. If no engine answers, that is no fault of the
+rollout, unless its request is to blame. Lost jobs (their worker died) do not count."""
 
 
 class Swept(NamedTuple):
@@ -137,6 +138,10 @@ class Dispatcher:
         """Tell whether a job is in flight."""
         return job in self._jobs
 
+    def group_of(self, job: str) -> OpenGroup:
+        """Return the group of a job in flight."""
+        return self.open[self._jobs[job]]
+
     def next_job(self, available: Collection[str]) -> Job | None:
         """Dispatch the next job.
 
@@ -228,18 +233,33 @@ class Dispatcher:
         """Note that the trainer is done with the batch that was cut last."""
         self._ahead.step_done()
 
-    def failed(self, job: str) -> list[str]:
+    def failed(self, job: str, cause: Cause = "environment") -> list[str]:
         """Try the rollout of a failed job again, or give up its group.
+
+        Args:
+            job: that failed.
+            cause: whose fault that was. A task whose own prompt is too long is not tried again.
 
         Returns:
             The jobs to cancel, if the group was given up.
         """
         group, index = self._end(job, "failed")
-        group.tries[index] += 1
-        if group.tries[index] >= MAX_TRIES:
+        tries = group.engine_failures if cause == "engine" else group.tries
+        tries[index] += 1
+        if tries[index] >= MOST_FAILURES[cause]:
             return self._drop(group, "failed")
         self.open.again(group, index)
         return []
+
+    def give_up(self, label: str, example: int) -> list[str]:
+        """Give up an example that kills the workers that run it, for good.
+
+        Returns:
+            The jobs to cancel.
+        """
+        groups = [group for group in self.open.values() if (group.environment, group.example) == (label, example)]
+        self._examples.taken.add(group_id(label, example))
+        return [job for group in groups for job in self._drop(group, "failed")]
 
     def lost(self, job: str) -> None:
         """Dispatch a job again, as what ran it is gone."""

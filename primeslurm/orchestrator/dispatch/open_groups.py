@@ -32,6 +32,8 @@ class OpenGroup:
     """Of its rollouts that run: index by job."""
     done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
+    engine_failures: Counter[int] = field(default_factory=Counter)
+    """How often no engine answered each of its rollouts."""
     finished: list[str] = field(default_factory=list)
     """Jobs whose rollouts are done."""
     order: int = 0

@@ -11,21 +11,18 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, count
 from statistics import fmean
 
 import numpy as np
 
-from primeslurm.orchestrator.dispatch.dispatcher import MAX_TRIES
+from primeslurm.orchestrator.dispatch.dispatcher import MOST_FAILURES
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.groups import traces_of
-from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.wire.batches.rollouts import Rollout
-
-MAX_LOSSES = 10
-"""So many times a sample may lose the worker that runs it. Each time is no fault of the sample, but all may be."""
 
 Place = tuple[str, int, int]
 """Label, example, sample."""
@@ -76,8 +73,7 @@ class EvaluationRun:
         self._jobs: dict[str, tuple[Place, str]] = {}
         self._known: set[str] = set()
         """Jobs that run, or did: a worker holds what has ended, and goes on saying so for a while."""
-        self._failures: Counter[Place] = Counter()
-        self._losses: Counter[Place] = Counter()
+        self._failures: Counter[tuple[Place, Cause]] = Counter()
         self._serial = count()
 
     @property
@@ -99,6 +95,11 @@ class EvaluationRun:
     def complete(self) -> bool:
         """Tell whether every sample has ended."""
         return len(self.samples) == self.total
+
+    @property
+    def labels(self) -> Collection[str]:
+        """Return the labels of the environments that are evaluated on."""
+        return self._sizes.keys()
 
     def runs(self, job: str) -> bool:
         """Tell whether a job is in flight."""
@@ -163,18 +164,26 @@ class EvaluationRun:
         """Take the rollout that a job made; returns its sample. Raises KeyError if the job is not in flight."""
         return self._end(_sample(self._take(job), sequences))
 
-    def failed(self, job: str, error: str) -> Sample | None:
+    def failed(self, job: str, error: str, cause: Cause = "environment") -> Sample | None:
         """Try the rollout of a failed job again, or have its sample end as failed; then it is returned."""
         place = self._take(job)
-        self._failures[place] += 1
-        return self._again(place, error, give_up=self._failures[place] >= MAX_TRIES)
+        self._failures[place, cause] += 1
+        return self._again(place, error, give_up=self._failures[place, cause] >= MOST_FAILURES[cause])
 
-    def lost(self, job: str) -> Sample | None:
-        """Dispatch a job again, as what ran it is gone; too often, and its sample ends as failed."""
-        place = self._take(job)
-        self._losses[place] += 1
-        error = f"its environment worker was lost {MAX_LOSSES} times"
-        return self._again(place, error, give_up=self._losses[place] >= MAX_LOSSES)
+    def lost(self, job: str) -> None:
+        """Dispatch a job again, as its worker is gone."""
+        self._again(self._take(job), "", give_up=False)
+
+    def give_up(self, label: str, example: int, error: str) -> tuple[list[Sample], list[str]]:
+        """Fail the rest of an example's samples.
+
+        Returns:
+            The samples, and the jobs to cancel.
+        """
+        jobs = [job for job, (place, _) in self._jobs.items() if place[:2] == (label, example)]
+        waiting = [place for place in self._todo[label] if place[1] == example]
+        self._todo[label] = deque(place for place in self._todo[label] if place[1] != example)
+        return [self._end(_failed(place, error)) for place in [*waiting, *map(self._take, jobs)]], jobs
 
     def drop_router(self, router: str) -> list[str]:
         """Do without a replica that is gone; returns the jobs to cancel, which are dispatched again."""

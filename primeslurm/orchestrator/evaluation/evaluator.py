@@ -15,7 +15,7 @@ from primeslurm.orchestrator.evaluation.archive import Archive, Begun
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
-from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.sandboxes import Limits
@@ -26,6 +26,7 @@ from primeslurm.records.events.evaluation import (
     EvaluationSkipped,
     EvaluationStarted,
 )
+from primeslurm.records.events.training import TaskGivenUp
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.wire.batches.rollouts import Rollout
@@ -110,20 +111,30 @@ class Evaluator:
         """Tell whether a job is one of evaluation, and in flight."""
         return self._run is not None and self._run.runs(job)
 
-    def result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+    def result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         """Take what a job in flight made, or why it failed."""
         assert self._run is not None
-        if isinstance(outcome, str):
-            log.warning("job %s failed: %s", job, outcome)
-            self._journal.write(EvaluationSampleFailed(job, outcome[:1000]))
-            self._ended(self._run.failed(job, outcome))
+        if isinstance(outcome, JobFailure):
+            log.warning("job %s failed: %s", job, outcome.error)
+            self._journal.write(EvaluationSampleFailed(job, outcome.error[:1000]))
+            self._ended(self._run.failed(job, outcome.error, outcome.cause))
         else:
             self._ended(self._run.finished(job, outcome))
 
     def lost(self, job: str) -> None:
         """Have a job in flight run again: its worker is gone."""
         assert self._run is not None
-        self._ended(self._run.lost(job))
+        self._run.lost(job)
+
+    def give_up_task(self, job: Job, reason: str) -> list[str]:
+        """Fail the samples of a task that kills its workers; returns the jobs to cancel."""
+        if self._run is None or job.environment not in self._run.labels:
+            return []
+        samples, jobs = self._run.give_up(job.environment, job.example, reason)
+        for sample in samples:
+            self._ended(sample)
+        self._journal.write(TaskGivenUp(job.environment, job.example, reason, job.task))
+        return jobs
 
     def unusable(self, label: str, worker: int, error: str) -> None:
         """Note that a worker cannot serve an environment. Without any other one its samples fail once time is up."""

@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.orchestrator.telemetry import worker_deaths
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
-from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError
+from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError, StallError
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.recipe import Recipe
 from primeslurm.records.beats import pulse
-from primeslurm.records.events.training import EnvironmentFails, OrchestratorDone, OrchestratorUp, ReplicaLost
+from primeslurm.records.events.training import (
+    EnvironmentFails,
+    OrchestratorDone,
+    OrchestratorUp,
+    ReplicaLost,
+    Stalled,
+)
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
@@ -50,13 +58,22 @@ class EvaluationServer:
         incarnation = uuid.uuid4().hex[:6]
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)
         most = recipe.deployment.max_rollouts_per_node
+        self._deaths = worker_deaths.load(arguments.run_dir)
         self._workers = WorkerPool(
-            arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
+            arguments.env_bind,
+            self._on_result,
+            self._on_lost,
+            self._on_unusable,
+            max_per_node=most,
+            deaths=self._deaths,
+            on_death=self._on_death,
+            on_answers=lambda reports: self._policy.take_answers(reports),
         )
         workers = {each.label: each.workers for each in recipe.evaluation_environments}
         many = FAILED_BATCHES * recipe.orchestrator.batch_size
         self._failures = RolloutFailures(many, workers, hopeful=self._evaluator.working)
         self._policy = policy_loop(recipe, arguments, self._journal)
+        self._cancelled: list[str] = []
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
@@ -86,9 +103,14 @@ class EvaluationServer:
         self._workers.expire()
         self._check()
         version = self._policy.current_version
+        cancelled, self._cancelled = self._cancelled, []
+        await self._workers.cancel(cancelled)
         if version is not None:
             await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
             while job := self._evaluator.next_job(self._workers.available, version):
+                if job.task_key in self._deaths.guilty:
+                    self._evaluator.give_up_task(job, self._deaths.reason(job))
+                    continue
                 self._failures.started(job, self._clock())
                 await self._workers.send(job)
         self._journal.state(self._state())
@@ -101,6 +123,10 @@ class EvaluationServer:
 
     def _check(self) -> None:
         """End an evaluation of which nothing will come, as a run that trains; the last words are for the head."""
+        if self._policy.useless:
+            self._journal.write(Stalled("engines", self._policy.useless))
+            self._journal.state(msgspec.structs.replace(self._state(), failure=self._policy.useless))
+            raise StallError(self._policy.useless)
         hopeless = self._failures.hopeless(self._clock(), self._evaluator.runs, self._workers.environments)
         if hopeless is None:
             return
@@ -117,12 +143,12 @@ class EvaluationServer:
             if not self._evaluator.routers:
                 raise PrimeslurmError("every inference replica was given up")
 
-    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
         if not self._evaluator.runs(job):
             return
         self._evaluator.result(job, outcome)
-        if isinstance(outcome, str):
-            self._failures.failed(job, outcome, self._clock())
+        if isinstance(outcome, JobFailure):
+            self._failures.failed(job, outcome.error, self._clock(), outcome.cause)
         else:
             self._failures.finished(job, outcome[0].info.environment, self._clock())
         self._wake.set()
@@ -130,6 +156,17 @@ class EvaluationServer:
     def _on_unusable(self, environment: str, worker: int, error: str) -> None:
         self._evaluator.unusable(environment, worker, error)
         self._failures.not_started(environment, worker, error, self._clock())
+        self._wake.set()
+
+    def _on_death(self, environment: str, worker: int, guilty: Sequence[Job]) -> None:
+        """Give up the tasks that turned out to kill workers."""
+        worker_deaths.keep(self._arguments.run_dir, self._deaths)
+        jobs: list[str] = []
+        for job in guilty:
+            reason = self._deaths.reason(job)
+            self._failures.given_up(environment, self._clock(), killer=reason)
+            jobs += self._evaluator.give_up_task(job, reason)
+        self._cancelled += jobs
         self._wake.set()
 
     def _on_lost(self, job: str) -> None:
@@ -141,6 +178,7 @@ class EvaluationServer:
             moved=self._clock(),  # it ends by itself what stands still
             version=self._policy.current_version,
             engines=self._policy.pool.report(),
+            failures=self._failures.report,
             environments=sorted(self._workers.environments),
             evaluation=self._evaluator.progress,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import msgspec
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, json_value
+from primeslurm.wire.names import ENGINE_HEADER
 from primeslurm.wire.transport.http import Clients, client_within_run, words
 from primeslurm.wire.transport.retry import insisting
 
@@ -23,6 +25,12 @@ LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
 LARGEST_LOGPROB = 1e30
 """By magnitude. vLLM says -9999 where a probability is 0."""
+HIGHEST_LOGPROB = 0.01
+"""A log-probability is at most 0. Rounding may exceed that a little."""
+NO_LOGPROB = -9999.0
+"""What vLLM says where it has no log-probability, and where a probability is 0."""
+MOST_TASKS = 8
+"""Tasks that one report of damaged answers names. As many are enough to tell a bad engine from a bad prompt."""
 ROUTED_FROM = "routed_experts_prompt_start"
 """Sampling parameter: routed experts are wanted from this position on (vLLM's name for it)."""
 
@@ -55,6 +63,50 @@ class _Answer(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     prompt_token_ids: list[Count] | None = None
     mm_placeholders: dict[str, list[dict[str, Count]]] | None = None
+
+
+class Answers(msgspec.Struct):
+    """How many answers of one engine were usable since the last report."""
+
+    good: Count = 0
+    damaged: Count = 0
+    tasks: list[str] = []
+    """Some of the tasks whose requests got damaged answers."""
+    error: str = ""
+    """What was wrong with the last damaged answer."""
+
+
+class AnswerTally:
+    """Counts usable and damaged answers by engine, for a worker's reports."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, Answers] = {}
+        self._tasks: dict[str, str] = {}
+
+    def begin(self, session: str, task: str) -> None:
+        """Note which task a session is of."""
+        self._tasks[session] = task
+
+    def end(self, session: str) -> None:
+        """Forget a session."""
+        self._tasks.pop(session, None)
+
+    def good(self, engine: str) -> None:
+        """Count a usable answer."""
+        self._answers.setdefault(engine, Answers()).good += 1
+
+    def damaged(self, engine: str, session: str, error: str) -> None:
+        """Count a damaged answer."""
+        answers = self._answers.setdefault(engine, Answers(tasks=[]))
+        answers.damaged, answers.error = answers.damaged + 1, error[:LONGEST_REASON]
+        task = self._tasks.get(session, session)
+        if task not in answers.tasks and len(answers.tasks) < MOST_TASKS:
+            answers.tasks.append(task)
+
+    def take(self) -> dict[str, Answers]:
+        """Return the counts by engine since the last call."""
+        answers, self._answers = self._answers, {}
+        return answers
 
 
 class MovedError(Exception):
@@ -107,17 +159,28 @@ class Completion:
 class GenerateEndpoint:
     """Posts to one router until it succeeds or the deadline has come.
 
-    An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
+    An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted. A
+    request whose answer is damaged is repeated, too: such an answer says nothing of the request. The tally tells the
+    orchestrator, which restarts an engine that gives many damaged answers.
 
     Args:
         where: the router's URL as it is now; a request that waits for an answer follows it when it changes.
         max_len: longest sequence an engine accepts; completions end there.
         timeout_s: longest wait for one answer, retries included.
         routed: answers must say which experts each token was routed to.
+        tally: counts answers by engine.
     """
 
-    def __init__(self, where: Callable[[], str], max_len: int, timeout_s: float, routed: bool = False) -> None:
+    def __init__(
+        self,
+        where: Callable[[], str],
+        max_len: int,
+        timeout_s: float,
+        routed: bool = False,
+        tally: AnswerTally | None = None,
+    ) -> None:
         self._where = where
+        self._tally = tally or AnswerTally()
         self._max_len = max_len
         self._timeout_s = timeout_s
         self._routed = routed
@@ -128,46 +191,73 @@ class GenerateEndpoint:
 
         Raises:
             RefusedError: the request is wrong (4xx).
-            NoAnswerError: no answer before the deadline.
-            DamagedError: the answer is none, or lacks log-probabilities, policy versions or routed experts.
+            NoAnswerError: no usable answer before the deadline. An answer that lacks tokens, log-probabilities, policy
+                versions or routed experts is none.
         """
-        posted = await self._insist(path, self._request(body), headers)
         first = body["sampling_params"].get(ROUTED_FROM, 0) if self._routed else None
-        return completion_of(posted.content, len(body["token_ids"]), first)
+        return await self._insist(path, self._request(body), headers, first)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
+    @property
+    def max_len(self) -> int:
+        """Return the longest sequence that an engine accepts [tokens]."""
+        return self._max_len
+
+    @property
+    def overflow(self) -> str:
+        """Return the end of every message about a prompt that is too long, in words that harnesses recognise."""
+        return f"this model's maximum context length is {self._max_len} tokens"
+
     def _request(self, body: dict[str, Any]) -> dict[str, Any]:
         sampling = dict(body["sampling_params"])
         room = self._max_len - len(body["token_ids"])
         if room < 1:
-            raise RefusedError(f"a prompt of {len(body['token_ids'])} tokens leaves no room in {self._max_len}", 400)
+            raise RefusedError(f"the prompt has {len(body['token_ids'])} tokens: {self.overflow}", 400)
         if "content_parts" not in body:  # how many tokens images take, only the engine knows
             sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
         sampling["logprobs"] = 0  # the sampled token's own, no alternatives
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 
-    async def _insist(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    async def _insist(
+        self, path: str, request: dict[str, Any], headers: dict[str, str], routed_from: int | None
+    ) -> Completion:
         try:
-            return await insisting(_NOT_NOW, self._timeout_s)(self._try, path, request, headers)
+            return await insisting(_NOT_NOW, self._timeout_s)(self._try, path, request, headers, routed_from)
         except _NOT_NOW as error:
             words = str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
             raise NoAnswerError(f"{NO_ANSWER}: {self._where()}{path}: {words}") from error
 
-    async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    async def _try(
+        self, path: str, request: dict[str, Any], headers: dict[str, str], routed_from: int | None
+    ) -> Completion:
         where = self._where()
         with self._http.one() as client:
             answer = await post_while(client, where + path, lambda: self._where() == where, request, headers)
+        named = answer.headers.get(ENGINE_HEADER, "")
+        engine, session = named or where.partition("//")[2], headers.get(SESSION_HEADER, "")
         if answer.is_success:
-            return answer
+            try:
+                completion = completion_of(answer.content, len(request["token_ids"]), routed_from)
+            except DamagedError as error:
+                self._tally.damaged(engine, session, str(error))
+                raise UnavailableError(f"engine {engine} gave a damaged answer: {error}") from error
+            self._tally.good(engine)
+            return completion
         problem = f"{answer.status_code}: {words(answer)}"
         if answer.is_client_error:
             raise RefusedError(problem, answer.status_code)
+        if named and answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR:  # of the engine, and not of its router
+            self._tally.damaged(engine, session, problem)
         raise UnavailableError(problem)
 
 
+SESSION_HEADER = "X-Session-ID"
+"""Names the trace that a request is of; routers pin it to an engine."""
+LONGEST_REASON = 500
+"""Characters of an engine's words that a report keeps."""
 _JSON = {"Content-Type": "application/json"}
 _NOT_NOW = (httpx.HTTPError, MovedError, UnavailableError)
 
@@ -214,8 +304,16 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
         raise DamagedError(f"an engine's answer is none: {error}") from error
     choice = answer.choices[0]
     sampled, logprobs = len(choice.token_ids), [entry.logprob for entry in choice.logprobs.content]
-    if len(logprobs) != sampled or not all(abs(logprob) <= LARGEST_LOGPROB for logprob in logprobs):
+    if len(logprobs) != sampled or not all(-LARGEST_LOGPROB <= logprob <= HIGHEST_LOGPROB for logprob in logprobs):
         raise DamagedError(f"{len(logprobs)} log-probabilities for {sampled} tokens, or some that are none")
+    if not sampled:
+        raise DamagedError(f"no token, and finish reason {choice.finish_reason}")
+    if choice.finish_reason in _UNFINISHED:
+        raise DamagedError(f"finish reason {choice.finish_reason}: the engine gave the request up")
+    if all(logprob <= NO_LOGPROB for logprob in logprobs):
+        raise DamagedError(f"a log-probability of {logprobs[0]} for every token: no policy samples such tokens")
+    # `renderers` refuses the very value; the nearest one is the same in float32, and the trainer masks such tokens
+    logprobs = [_ALMOST_NO_LOGPROB if logprob == NO_LOGPROB else logprob for logprob in logprobs]
     prompt_ids, places = answer.prompt_token_ids, answer.mm_placeholders
     prompt = len(prompt_ids) if prompt_ids else prompt
     if any(
@@ -243,6 +341,8 @@ def _versions(choice: _Choice) -> list[int]:
     return versions
 
 
+_ALMOST_NO_LOGPROB = math.nextafter(NO_LOGPROB, 0.0)
+_UNFINISHED = ("abort", "error")
 _KEY = b'"routed_experts"'
 _BEFORE_TEXT = re.compile(_KEY + rb'[ \t\r\n]*:[ \t\r\n]*"')
 TAKEN = b"0"

@@ -22,15 +22,17 @@ import stat
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from primeslurm.files import LONGEST_SOCKET
+from primeslurm.orchestrator.rollouts.generate_endpoint import Answers, NoAnswerError
 from primeslurm.orchestrator.rollouts.pieces import cut
 from primeslurm.records.beats import pulse
 from primeslurm.wire.batches.rollouts import Frame, Rollout
@@ -54,8 +56,36 @@ LONGEST_ERROR = 16384
 """Characters. What programs of a model have printed may be in an error; its beginning and end say what happened."""
 
 
+Cause = Literal["environment", "prompt", "engine"]
+"""Whose fault a failed rollout is. environment: that of the environment, its programs, or what the model said. prompt:
+the task's own prompt does not fit into the context window. engine: no engine gave a usable answer."""
+
+
 class RolloutError(Exception):
     """A rollout cannot be trained on; the message says why."""
+
+    cause: Cause = "environment"
+
+
+class PromptError(RolloutError):
+    """A task's own prompt does not fit into the context window: trying the task again would not help."""
+
+    cause: Cause = "prompt"
+
+
+class EngineError(RolloutError):
+    """No engine gave a usable answer: that says nothing of the task."""
+
+    cause: Cause = "engine"
+
+
+@dataclass(frozen=True)
+class JobFailure:
+    """Why a job has no rollout."""
+
+    error: str
+    """Type and message."""
+    cause: Cause = "environment"
 
 
 class Job(msgspec.Struct, frozen=True, tag=True):
@@ -76,6 +106,11 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     """Greater than those of the jobs that were sent before."""
     sender: str = ""
     """Which orchestrator of the attempt has dispatched it, where another may go on with it."""
+
+    @property
+    def task_key(self) -> str:
+        """Return what the rollouts of one task have in common, also after a restart."""
+        return f"{self.environment}-{self.example:08d}" + (f"@{self.task}" if self.task is not None else "")
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -114,6 +149,9 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Seconds since its last status for which its event loop computed, or waited for a CPU."""
     held: dict[str, Size] = {}
     """Jobs that have ended and whose results are still there, with their bytes."""
+    answers: dict[str, Answers] = {}
+    """Usable and damaged answers since the last status, by the address of the engine, or of its router if the engine is
+    not known."""
 
 
 class Claims(msgspec.Struct, frozen=True, tag=True):
@@ -144,6 +182,8 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     frames: list[Count] = []
     """How many frames each sequence has."""
     error: str | None = None
+    cause: Cause = "environment"
+    """Whose fault the error is."""
 
 
 ToWorker = Job | Cancel | Describe | Send
@@ -224,6 +264,7 @@ class JobRunner:
         rollout: runs one job to its end and returns its token sequences; whatever it raises makes the job a failed one.
         tasks: how many the environment has, if that is known.
         node: the node that it is on.
+        answers: returns the answers of engines since it was called last.
     """
 
     def __init__(
@@ -234,7 +275,9 @@ class JobRunner:
         rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]],
         tasks: int | None = None,
         node: str = "",
+        answers: Callable[[], dict[str, Answers]] = dict,
     ) -> None:
+        self._answers = answers
         self._environment = environment
         self._number = number
         self._rollout = rollout
@@ -336,7 +379,7 @@ class JobRunner:
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
             before, busy = busy, _busy_s()
             held = {job: _size(result) for job, result in chain(self._unsent.items(), self._held.items())}
-            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before, held)
+            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before, held, self._answers())
             await self._say([msgspec.msgpack.encode(status)])
             await asyncio.sleep(STATUS_INTERVAL_S)
 
@@ -362,8 +405,15 @@ class JobRunner:
         except Exception as error:  # an environment may raise anything; the rollout is then tried again
             if not isinstance(error, RolloutError):
                 log.exception("job %s", job.id)
-            failed = Result(job.id, error=shortened(f"{type(error).__name__}: {error}"))
+            text = shortened(f"{type(error).__name__}: {error}")
+            failed = Result(job.id, error=text, cause=_cause(error))
             return [msgspec.msgpack.encode(failed)], False
+
+
+def _cause(error: Exception) -> Cause:
+    if isinstance(error, NoAnswerError):
+        return "engine"
+    return error.cause if isinstance(error, RolloutError) else "environment"
 
 
 def _size(frames: Sequence[Frame]) -> int:

@@ -15,9 +15,11 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import verifiers.v1 as vf
+from verifiers.v1.errors import ProviderError
 
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
-from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rendering.context_window import TRUNCATING, has_overflowed
+from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER, Completion
+from primeslurm.orchestrator.rollouts.job_protocol import EngineError, Job, PromptError, RolloutError
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.batches.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
 from primeslurm.wire.batches.routed_experts import RoutedExperts
@@ -29,14 +31,24 @@ LONGEST_NAME = 200
 def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
     """The traces of an episode that train the policy: one, or one for each time that a trainable agent acted.
 
+    A trace is left out if its very first prompt did not fit into the context window: nothing was sampled for it.
+
     Raises:
+        PromptError: no prompt of the episode fitted.
+        EngineError: it failed because no engine gave a usable answer.
         RolloutError: the episode failed, or has no trainable trace.
     """
+    unfit = [call.error.message for trace in episode.traces if _never_fitted(trace) for call in trace.calls[-1:]]
+    if unfit and not any(trace.num_turns for trace in episode.traces):
+        raise PromptError(unfit[0])
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        if any(error.type == ProviderError.__name__ and error.message.startswith(NO_ANSWER) for error in errors):
+            raise EngineError(reasons)
         raise RolloutError(reasons or "the episode is not ok")
-    traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    trainable = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    traces = [trace for trace in trainable if not _never_fitted(trace)]
     if not traces:
         raise RolloutError("no trace of the episode is of a trainable agent")
     return traces
@@ -64,7 +76,7 @@ def sequences(
         reward=_reward(trace),
         metrics=_metrics(trace),
         turns=len(versions),
-        finish_reason=next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop"),
+        finish_reason=_finish_reason(trace),
         seconds=seconds,
         agent="" if trace.agent is None else trace.agent.name,
         trace=number,
@@ -80,6 +92,17 @@ def sequences(
         result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
         trained.update(path)
     return tuple(result)
+
+
+def _never_fitted(trace: vf.Trace) -> bool:
+    return trace.num_turns == 0 and has_overflowed(trace)
+
+
+def _finish_reason(trace: vf.Trace) -> str:
+    """Why the last answer ended: "length" if a bound on tokens ended the answer, or the trace."""
+    if has_overflowed(trace) or trace.stop_condition in TRUNCATING:
+        return "length"
+    return next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop")
 
 
 def _reward(trace: vf.Trace) -> float:

@@ -31,10 +31,24 @@ from verifiers.v1.interception import InterceptionServer, server
 from verifiers.v1.trace import Trace
 from verifiers.v1.types import Response, SamplingConfig
 
+from primeslurm.orchestrator.rendering import context_window
 from primeslurm.orchestrator.rendering.choosing import Rendering, choose
+from primeslurm.orchestrator.rendering.context_window import (
+    ENGINE_OVERFLOW,
+    OVERFLOW,
+    ContextOverflowError,
+    model_cards,
+)
 from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS, TrainedDialect
 from primeslurm.orchestrator.rendering.remembering import remember
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
+from primeslurm.orchestrator.rollouts.generate_endpoint import (
+    SESSION_HEADER,
+    AnswerTally,
+    Completion,
+    GenerateEndpoint,
+    NoAnswerError,
+    RefusedError,
+)
 from primeslurm.recipe import sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
@@ -75,39 +89,42 @@ class RendererEndpoint:
     Args:
         base_url: stands for the router in the URLs that are posted to.
         endpoint: of the router.
+        model: name of the model in requests.
     """
 
-    def __init__(self, base_url: str, endpoint: GenerateEndpoint) -> None:
+    def __init__(self, base_url: str, endpoint: GenerateEndpoint, model: str) -> None:
         self.base_url = base_url
         self._endpoint = endpoint
+        self._model = model
         self._completions: dict[str, list[Completion]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """Name no model: `renderers` asks for the longest prompt of each, which the endpoint checks instead."""
-        return {"data": []}
+        """Answer `renderers`, which asks for the models: the one there is, and its context window."""
+        return model_cards(self._model, self._endpoint.max_len)
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
         """Generate.
 
         Raises:
             APIStatusError: the request is wrong (4xx).
-            APIConnectionError: no answer before the deadline.
-            DamagedError: the answer is none, or lacks log-probabilities, policy versions or routed experts.
+            APIConnectionError: no usable answer before the deadline.
         """
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
         try:
             completion = await self._endpoint.generate(body, headers, url.removeprefix(self.base_url))
         except RefusedError as error:
-            response = httpx.Response(error.status, request=request)
-            raise APIStatusError(str(error), response=response, body=None) from error
+            text, response = str(error), httpx.Response(error.status, request=request)
+            if error.status == httpx.codes.BAD_REQUEST and ENGINE_OVERFLOW in text:
+                text = f"{text}: {self._endpoint.overflow}"
+            raise APIStatusError(text, response=response, body=None) from error
         except NoAnswerError as error:
             raise APIConnectionError(message=str(error), request=request) from error
         if completion.routed_experts is not None and (turns := posted.get()) is not None:
             turns.append(TurnRows(completion.routed_experts, completion.routed_from))
         # The trace keeps the routed experts; they are too large to be kept twice.
         kept = replace(completion, routed_experts=None, prompt_ids=None, placeholders=None)
-        self._completions.setdefault(headers["X-Session-ID"], []).append(kept)
+        self._completions.setdefault(headers[SESSION_HEADER], []).append(kept)
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
@@ -133,6 +150,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         rendering: how messages are rendered. Default: as `choosing.choose` has it of the model.
         trained: sampling parameters that the recipe says, which requests of trained agents must not change. None:
             nothing is trained.
+        tally: counts answers by engine.
     """
 
     def __init__(
@@ -147,6 +165,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         images: bool = False,
         rendering: Rendering | None = None,
         trained: Mapping[str, object] | None = None,
+        tally: AnswerTally | None = None,
     ) -> None:
         rendering = rendering or choose(model, images=images)
         config = TrainClientConfig(
@@ -158,7 +177,8 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         )
         super().__init__(config)
         self.key = config.model_dump_json()
-        self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
+        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally)
+        self.endpoint = RendererEndpoint(config.base_url, endpoint, model)
         self.client = self.endpoint
         if routed:
             take_arrays()
@@ -177,6 +197,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         """Sample the next message of a conversation.
 
         Raises:
+            ContextOverflowError: the prompt leaves no room for an answer.
             ProviderError: tools are offered, and cannot be rendered; the environment samples otherwise than the recipe
                 says; or whatever else the engine refuses.
         """
@@ -188,6 +209,10 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         spoken = ChatDialect() if isinstance(dialect, TrainedDialect) else dialect
         try:
             response = await super().get_response(spoken, body, sampling, session_id, turn, headers)
+        except ProviderError as error:
+            if error.status_code == httpx.codes.BAD_REQUEST and OVERFLOW in str(error):
+                raise ContextOverflowError(str(error), status_code=error.status_code) from error
+            raise
         finally:
             posted.reset(token)
         if isinstance(dialect, TrainedDialect):
@@ -226,6 +251,7 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
     `env` is not configured with a single interception server.
     """
     bound_questions()
+    context_window.install()
     async with env.serving():
         found = env._interception
         if not isinstance(found, InterceptionServer):

@@ -28,6 +28,7 @@ from primeslurm.orchestrator.environments.sandbox import containers, scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.choosing import choose
 from primeslurm.orchestrator.rollouts import job_protocol, tool_servers
+from primeslurm.orchestrator.rollouts.generate_endpoint import AnswerTally
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
@@ -82,12 +83,15 @@ class Worker:
         self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
         self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _shuffled(environment))
         self._clients: dict[str, TokenClient] = {}
+        self._tally = AnswerTally()
         self._by_config: dict[str, Client] = {}
         model = recipe.model
         self._plausible = Plausible(model.path)
         self._rendering = choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         tasks = self._count(environment)
-        self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
+        self._runner = JobRunner(
+            environment.label, number, address, self._rollout, tasks, node, answers=self._tally.take
+        )
         self.runtimes = host_needs.needs(environment, self._env).runtimes
         """Types of what its rollouts' programs run in."""
         self.serves = False
@@ -124,6 +128,7 @@ class Worker:
                 images=recipe.model.vlm is not None,
                 rendering=self._rendering,
                 trained=None if self._evaluates else self._sampling,
+                tally=self._tally,
             )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
@@ -135,10 +140,17 @@ class Worker:
         sampling = vf.SamplingConfig(**self._sampling, cache_salt=job.cache_salt)
         context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=sampling)
         task = self._tasks[job.example] if job.task is None else self._tasks.task(job.task)
+
+        def begin(trace: vf.Trace) -> None:
+            traces.append(trace.id)
+            self._tally.begin(trace.id, job.task_key)
+
         try:
-            episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
+            episode = await self._env.run_episode(task, context, on_trace=begin)
         finally:
             completions = {trace: client.endpoint.take(trace) for trace in traces}
+            for trace in traces:
+                self._tally.end(trace)
         seconds = time.monotonic() - started
         found: list[Rollout] = []
         for number, trace in enumerate(trainable_traces(episode)):

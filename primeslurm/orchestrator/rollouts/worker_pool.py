@@ -1,6 +1,9 @@
 """The orchestrator's end of the job protocol: which environment workers are alive, and which job each of them runs.
 
 A status costs as much with a thousand workers as with one, and a job as much as there are nodes and workers on a node.
+
+Rollouts that a worker died with run apart from others until it is known which of them kills workers (`WorkerDeaths`).
+At most half of an environment's workers, and at least one, are apart at once.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -18,12 +21,14 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from primeslurm.orchestrator.rollouts.generate_endpoint import Answers
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Claims,
     Describe,
     Ended,
     Job,
+    JobFailure,
     Result,
     Send,
     Status,
@@ -36,6 +41,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 )
 from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, is_cut, joined
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
+from primeslurm.orchestrator.telemetry.worker_deaths import WorkerDeaths
 from primeslurm.silence import held_up_s
 from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError, value
@@ -53,6 +59,8 @@ BUSY_SHARE = 0.5
 """One that computed, or waited for a CPU, for more than this share of its silence was held up by its own work."""
 UNSEEN_S = 60.0
 """A job that a worker has not seen this long after it was sent is lost: a connection broke on the way."""
+UNRESOLVED_S = 900.0
+"""Longest wait to hear again of a worker that fell silent while it ran suspects apart."""
 RESENT_S = 60.0
 """A result that was asked for and has not come is asked for again after so long."""
 
@@ -60,10 +68,19 @@ RESENT_S = 60.0
 class _Sent(NamedTuple):
     """A job on its way to a worker, or with it."""
 
-    number: int
+    job: Job
     at: float
     asked: float = -math.inf
     """When its result was asked for."""
+
+
+class _Silenced(NamedTuple):
+    """A worker that was given up because it was silent. It hangs, or will be heard of again, or is lost."""
+
+    worker: _Worker
+    jobs: list[Job]
+    """What it ran."""
+    at: float
 
 
 @dataclass
@@ -96,6 +113,13 @@ class _Worker:
     """Jobs that its last status said it runs."""
     settled: bool = False
     """Whether its last status had no job that is not known here."""
+    apart: bool = False
+    """Whether it gets only jobs of suspects."""
+
+    @property
+    def jobs(self) -> list[Job]:
+        """Return the jobs that it was sent and has not ended."""
+        return [sent.job for sent in self.sent.values()]
 
 
 class WorkerPool:
@@ -103,7 +127,7 @@ class WorkerPool:
 
     Args:
         bind: ZMQ address for the workers.
-        on_result: called with (job, sequences) or (job, error text).
+        on_result: called with (job, sequences) or (job, failure).
         on_lost: called with the id of each job whose worker is gone.
         on_unusable: called with the environment that a worker cannot serve, the worker's number, and why.
         clock: in seconds.
@@ -112,12 +136,16 @@ class WorkerPool:
             whether it is gone on with: then its result comes as if it had been sent. Default: none is.
         keeps: called with a job whose result came; returns whether that is in memory only, and would be lost with this
             process: the worker goes on holding it. Default: none is.
+        deaths: what is known of tasks that kill workers.
+        on_death: called when a worker died, with its environment, its number, and one job of each task that turned out
+            to kill workers; before `on_lost` is called for its jobs.
+        on_answers: called with what a worker reports of engines' answers, by address.
     """
 
     def __init__(
         self,
         bind: str,
-        on_result: Callable[[str, tuple[Rollout, ...] | str], None],
+        on_result: Callable[[str, tuple[Rollout, ...] | JobFailure], None],
         on_lost: Callable[[str], None],
         on_unusable: Callable[[str, int, str], None],
         *,
@@ -125,7 +153,19 @@ class WorkerPool:
         max_per_node: int | None = None,
         claim: Callable[[Job, bool], bool] = lambda job, runs: False,
         keeps: Callable[[str], bool] = lambda job: False,
+        deaths: WorkerDeaths | None = None,
+        on_death: Callable[[str, int, list[Job]], None] = lambda environment, worker, guilty: None,
+        on_answers: Callable[[Mapping[str, Answers]], None] = lambda answers: None,
     ) -> None:
+        self._deaths = WorkerDeaths() if deaths is None else deaths
+        self._on_death = on_death
+        self._on_answers = on_answers
+        self._waiting: dict[str, Job] = {}
+        """Jobs of suspects that wait for a worker, by id."""
+        self._has_apart = False
+        """Whether a worker is, or may be, apart."""
+        self._silenced: dict[tuple[str, int], _Silenced] = {}
+        """By environment and number, workers that were given up because they were silent."""
         self._claim = claim
         self._keeps = keeps
         self._on_result = on_result
@@ -202,19 +242,86 @@ class WorkerPool:
             self._socket.close()
 
     async def send(self, job: Job) -> None:
-        """Give a job to a worker of its environment, which must be available."""
+        """Give a job to a worker of its environment, which must be available. A suspect may wait for a worker apart."""
+        if self._deaths.together(job) is None:
+            await self._send(job)
+        else:
+            self._waiting[job.id] = job
+            await self._send_suspects()
+
+    async def _send(self, job: Job) -> None:
         nodes = [node for node in self._nodes.values() if job.environment in node.listening and self._has_room(node)]
         node = min(nodes, key=lambda node: node.load / node.workers)
-        worker = min(node.listening[job.environment].values(), key=lambda worker: len(worker.sent))
+        await self._send_to(min(node.listening[job.environment].values(), key=lambda worker: len(worker.sent)), job)
+        await asyncio.sleep(0)  # thousands may follow: others have their turn in between
+
+    async def _send_to(self, worker: _Worker, job: Job) -> None:
         job = msgspec.structs.replace(job, number=next(self._numbers))
         self._give(worker, job)
         await self._tell(worker.identity, job)
-        await asyncio.sleep(0)  # thousands may follow: others have their turn in between
+
+    async def _send_suspects(self) -> None:
+        """Send the suspects' jobs that a worker can take now, the most suspicious first."""
+        for job in sorted(self._waiting.values(), key=lambda job: self._deaths.together(job) or math.inf):
+            together = self._deaths.together(job)
+            if together is None:
+                if job.environment not in self.available:
+                    continue
+                del self._waiting[job.id]
+                await self._send(job)
+            elif (worker := self._apart(job, together)) is not None:
+                del self._waiting[job.id]
+                await self._send_to(worker, job)
+        for worker in self._live.values():
+            if worker.apart and not worker.sent and not self._has_suspects(worker.environment):
+                worker.apart = False
+                self._list(worker)
+        self._has_apart = any(worker.apart for worker in self._live.values())
+
+    def _has_suspects(self, environment: str) -> bool:
+        return any(job.environment == environment for job in self._waiting.values())
+
+    def _holds(self, silenced: _Silenced, job: Job) -> bool:
+        if not silenced.worker.apart or self._clock() - silenced.at > UNRESOLVED_S:
+            return False
+        return any(other.task_key == job.task_key for other in silenced.jobs)
+
+    def _apart(self, job: Job, together: int) -> _Worker | None:
+        """Find a worker for a suspect's job: one that runs few enough suspects, and nothing else.
+
+        None while it is open what became of the worker that the task was apart in: if the task hangs, it would take one
+        worker after another.
+        """
+        if any(self._holds(silenced, job) for silenced in self._silenced.values()):
+            return None
+        workers = [worker for worker in self._live.values() if worker.environment == job.environment]
+        apart = [worker for worker in workers if worker.apart]
+        now, died = self._clock(), self._deaths.last_worker(job)
+        usable = [worker for worker in workers if len(workers) == 1 or worker.number != died]
+        heard = [worker for worker in usable if now - worker.heard <= QUIET_S and self._has_room(worker.node)]
+        for worker in apart:
+            limits = [self._deaths.together(other) for other in worker.jobs]
+            tasks = {other.task_key for other in worker.jobs} | {job.task_key}
+            alone = all(limit is not None and len(tasks) <= limit for limit in [*limits, together])
+            if worker in heard and alone:
+                return worker
+        others = [worker for worker in heard if not worker.apart]
+        idle = next((worker for worker in apart if not worker.sent), None)
+        if others and idle is not None:
+            idle.apart = False
+            self._list(idle)
+        if others and (idle is not None or len(apart) < max(1, len(workers) // 2)):
+            chosen = min(others, key=lambda worker: len(worker.sent))
+            chosen.apart = self._has_apart = True
+            self._unlist(chosen)
+            return None if chosen.sent else chosen
+        return None
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """Stop jobs; nothing is heard of them any more."""
         by_worker: dict[bytes, list[str]] = {}
         for job in jobs:
+            self._waiting.pop(job, None)
             if worker := self._forget(job):
                 by_worker.setdefault(worker.identity, []).append(job)
         for identity, cancelled in by_worker.items():
@@ -232,6 +339,7 @@ class WorkerPool:
             self._unlist(worker)
             if silence > self._patience(worker):
                 self._taken_back[worker.environment, worker.number, worker.incarnation] = worker.heard
+                self._silenced[worker.environment, worker.number] = _Silenced(worker, worker.jobs, now)
                 self._give_up(worker, f"has been silent for {silence:.0f} s")
 
     def _patience(self, worker: _Worker) -> float:
@@ -251,11 +359,30 @@ class WorkerPool:
         elif isinstance(message, Ended):
             if message.job in self._owners:
                 self._window.offer(message.job, message.size)
-        elif worker := self._forget(message.job):
+        elif message.job in self._owners:
+            worker = self._owners[message.job]
+            self._deaths.ended(worker.sent[message.job].job)
+            self._forget(message.job)
             worker.heard = self._clock()  # its status waits behind its results, which may take a while
-            failure = None if message.error is None else shortened(message.error) or "it failed without a word"
-            self._on_result(message.job, failure or _sequences(message, frames))
+            self._on_result(message.job, _outcome(message, frames))
         await self._ask()
+        if self._waiting or self._has_apart:
+            await self._send_suspects()
+
+    def _note_silenced(self, status: Status) -> None:
+        """Find out what became of a worker that was given up because it was silent: it lives, or hung and was ended."""
+        key = status.environment, status.worker
+        silenced = self._silenced.get(key)
+        if silenced is None or status.incarnation < silenced.worker.incarnation:
+            return
+        del self._silenced[key]
+        worker = silenced.worker
+        if status.incarnation > worker.incarnation and worker.node is self._nodes.get(status.node):
+            self._died(worker, silenced.jobs)
+
+    def _died(self, worker: _Worker, jobs: Sequence[Job]) -> None:
+        if jobs:
+            self._on_death(worker.environment, worker.number, self._deaths.died(jobs, worker.number))
 
     def _learn_patience(self, status: Status, now: float) -> None:
         """Wait longer for workers of an environment whose own code keeps them from reporting.
@@ -275,6 +402,9 @@ class WorkerPool:
     async def _reconcile(self, identity: bytes, status: Status) -> None:
         now = self._clock()
         self._learn_patience(status, now)
+        if status.answers:
+            self._on_answers(status.answers)
+        self._note_silenced(status)
         worker = self._live.get((status.environment, status.worker))
         if worker is not None and worker.incarnation > status.incarnation:
             # One that was given up with its node, and lives on: what it runs, its successor was sent.
@@ -282,6 +412,8 @@ class WorkerPool:
                 await self._tell(identity, Cancel([*status.jobs, *status.held]))
             return
         if worker is not None and worker.incarnation < status.incarnation:
+            if worker.node is self._nodes.get(status.node):  # elsewhere, it is its node that was lost
+                self._died(worker, worker.jobs)
             self._give_up(worker, "was restarted")
             worker = None
         if worker is None:
@@ -289,7 +421,7 @@ class WorkerPool:
         if worker.identity != identity:  # ZMQ makes another connection where one was lost, with what was on its way
             worker.sent = {job: sent._replace(asked=-math.inf) for job, sent in worker.sent.items()}
         worker.identity, worker.heard = identity, now
-        worker.node.listening.setdefault(worker.environment, {})[worker.number] = worker
+        self._list(worker)
         running, held = set(status.jobs), set(status.held)
         worker.runs = frozenset(running - held)
         for job in sorted((held - running) & worker.sent.keys()):
@@ -332,7 +464,7 @@ class WorkerPool:
             await self._tell(identity, Cancel(refused))
 
     def _give(self, worker: _Worker, job: Job) -> None:
-        worker.sent[job.id] = _Sent(job.number, self._clock())
+        worker.sent[job.id] = _Sent(job, self._clock())
         worker.node.load += 1
         self._owners[job.id] = worker
 
@@ -348,6 +480,10 @@ class WorkerPool:
         node.workers += 1
         self._live[status.environment, status.worker] = worker
         return worker
+
+    def _list(self, worker: _Worker) -> None:
+        if not worker.apart:
+            worker.node.listening.setdefault(worker.environment, {})[worker.number] = worker
 
     def _unlist(self, worker: _Worker) -> None:
         listening = worker.node.listening
@@ -380,12 +516,14 @@ def _is_lost(sent: _Sent, seen: int, now: float) -> bool:
 
     Not by time alone: a status may have been written long before it is read, when either side was held up.
     """
-    return sent.number <= seen or now - sent.at > UNSEEN_S
+    return sent.job.number <= seen or now - sent.at > UNSEEN_S
 
 
-def _sequences(result: Result, frames: Sequence[Frame]) -> tuple[Rollout, ...] | str:
-    """The sequences, or what is wrong with them: a damaged result is a failed rollout."""
+def _outcome(result: Result, frames: Sequence[Frame]) -> tuple[Rollout, ...] | JobFailure:
+    """The sequences, or why there are none: a damaged result is a failed rollout."""
+    if result.error is not None:
+        return JobFailure(shortened(result.error) or "it failed without a word", result.cause)
     try:
         return decode_sequences(result, frames)
     except DamagedError as error:
-        return f"damaged result: {error}"
+        return JobFailure(f"damaged result: {error}")

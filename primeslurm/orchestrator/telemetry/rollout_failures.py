@@ -12,12 +12,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from primeslurm.errors import signature
-from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
-from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, RolloutError
+from primeslurm.records.state import FailedRollouts
 
 FEW_FAILURES = 8
 FEW_TASKS = 3
 """So many failures, of so many tasks, are enough where everything fails."""
+FEW_KILLERS = 8
+"""So many tasks that kill their workers are enough where no rollout has ever got through."""
+MANY_KILLERS = 24
+"""So many in a row, while no rollout gets through, are enough where some have."""
+MANY_UNFIT = 1000
+"""Tasks in a row whose own prompts are too long, while no rollout ends."""
+MOST_KINDS = 100
+"""Kinds of failures of an environment that are counted apart."""
 FEW_STARTS = 2
 """So often workers of an environment may fail to start, each of them at least once, while none serves it."""
 SLACK = 2.0
@@ -37,6 +45,8 @@ class Hopeless:
     error: str
     """Type and message of the last failure."""
     failures: int
+    may_pass: bool = False
+    """Whether another attempt may go better: the environment has worked before."""
 
     def __str__(self) -> str:
         return f"environment {self.environment} fails every time ({self.failures} failures, no success): {self.error}"
@@ -63,6 +73,15 @@ class _Environment:
     streak: int = 0
     """Failures of any kind since the last rollout that got through."""
     error: str = ""
+    killers: int = 0
+    """Tasks that killed their workers since the last rollout that got through."""
+    unfit: int = 0
+    """Tasks with too long a prompt since then."""
+    total: int = 0
+    given_up: int = 0
+    """Tasks that were left out."""
+    reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """How often each kind of failure came, and the last one in words."""
     not_started: Counter[int] = field(default_factory=Counter)
     """By worker: how often it could not begin to serve."""
 
@@ -93,22 +112,62 @@ class RolloutFailures:
         """Note that a rollout got through."""
         self._running.pop(job, None)
         known = self._of(environment, now)
-        known.hopeful, known.streak = True, 0
+        known.hopeful, known.streak, known.killers, known.unfit = True, 0, 0, 0
         known.kinds.clear()
 
-    def failed(self, job: str, error: str, now: float) -> None:
-        """Note that a rollout failed, `error`: with what, as its worker says it."""
+    def failed(self, job: str, error: str, now: float, cause: Cause = "environment") -> str:
+        """Note that a rollout failed.
+
+        Args:
+            job: of the rollout.
+            error: with what, as its worker says it.
+            now: the clock, in seconds.
+            cause: whose fault that is.
+
+        Returns:
+            The label of its environment; empty if that is not known.
+        """
         found, since = self._running.pop(job, (None, now))
-        known = self._of(found.environment if found else "", since)
-        known.streak += 1
+        label = found.environment if found else ""
+        known = self._of(label, since)
         known.error = headline(error)
-        if found is None or known.hopeful or NO_ANSWER in error:
-            return
+        _count(known, known.error)
+        if cause == "prompt":
+            known.unfit += 1
+            return label
+        known.streak += 1
+        if found is None or known.hopeful or cause == "engine":
+            return label
         alike = known.kinds.setdefault(signature(known.error), _Alike())
         alike.failures += 1
         alike.tasks.add(found.group)
         alike.longest_s = max(alike.longest_s, now - since)
         alike.error = known.error
+        return label
+
+    def given_up(self, environment: str, now: float, *, killer: str = "") -> None:
+        """Note that a task is left out.
+
+        Args:
+            environment: of the task.
+            now: the clock, in seconds.
+            killer: what workers died of, if that is why.
+        """
+        known = self._of(environment, now)
+        known.given_up += 1
+        if killer:
+            known.killers += 1
+            known.error = killer
+            _count(known, killer)
+
+    @property
+    def report(self) -> dict[str, FailedRollouts]:
+        """Return what failed, by environment, for those of which something did."""
+        return {
+            label: FailedRollouts(known.total, *max(known.reasons.values()), known.given_up)
+            for label, known in self._environments.items()
+            if known.reasons
+        }
 
     def not_started(self, environment: str, worker: int, error: str, now: float) -> None:
         """Note that a worker could not begin to serve its environment."""
@@ -127,6 +186,11 @@ class RolloutFailures:
         self._prune(runs)
         live = set(served)
         for label, known in self._environments.items():
+            if known.killers >= (MANY_KILLERS if known.hopeful else FEW_KILLERS):
+                text = f"{known.killers} tasks in a row killed the workers that ran them: {known.error}"
+                return Hopeless(label, text, known.killers, may_pass=known.hopeful)
+            if known.unfit >= MANY_UNFIT:
+                return Hopeless(label, known.error, known.unfit)
             if known.hopeful:
                 continue
             starts, all_tried = known.not_started.total(), len(known.not_started) >= self._workers.get(label, 1)
@@ -164,6 +228,14 @@ class RolloutFailures:
         if known is None:
             known = self._environments[environment] = _Environment(now, environment in self._hopeful)
         return known
+
+
+def _count(known: _Environment, error: str) -> None:
+    known.total += 1
+    kind = signature(error)
+    if kind not in known.reasons and len(known.reasons) >= MOST_KINDS:
+        known.reasons.pop(min(known.reasons, key=lambda each: known.reasons[each][0]))
+    known.reasons[kind] = known.reasons.get(kind, (0, ""))[0] + 1, error
 
 
 def headline(error: str) -> str:

@@ -11,15 +11,15 @@ import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
-from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
 from primeslurm.orchestrator.telemetry.scrape import LastSamples, Sample, scrape
 from primeslurm.recipe import Recipe
-from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported
+from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported, TaskGivenUp
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
-from primeslurm.records.state import Load, OrchestratorState
+from primeslurm.records.state import FailedRollouts, Load, OrchestratorState
 from primeslurm.wire import exits
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport.http import client_within_run
@@ -125,10 +125,28 @@ class Watch:
         """Note that a rollout was given to a worker."""
         self._failures.started(job, self._clock())
 
-    def rollout_failed(self, job: str, error: str) -> None:
+    def rollout_failed(self, job: str, failure: JobFailure) -> None:
         """Note that a rollout failed. That is no progress."""
-        self._failures.failed(job, error, self._clock())
-        self._journal.write(RolloutFailed(job, headline(error)))
+        environment = self._failures.failed(job, failure.error, self._clock(), failure.cause)
+        self._journal.write(RolloutFailed(job, headline(failure.error), environment))
+
+    def task_given_up(self, environment: str, example: int, reason: str, task: int | None, *, kills: bool) -> None:
+        """Note that a task is left out.
+
+        Args:
+            environment: its label.
+            example: position in the environment's stream.
+            reason: why.
+            task: index in the taskset, if it was chosen.
+            kills: its rollouts kill their workers.
+        """
+        self._failures.given_up(environment, self._clock(), killer=reason if kills else "")
+        self._journal.write(TaskGivenUp(environment, example, reason, task))
+
+    @property
+    def failures(self) -> dict[str, FailedRollouts]:
+        """Return what failed, by environment."""
+        return self._failures.report
 
     def worker_failed(self, environment: str, worker: int, error: str) -> None:
         """Note that a worker could not begin to serve its environment."""
@@ -217,6 +235,19 @@ class Watch:
             )
         )
 
+    def check_engines(self, useless: str) -> None:
+        """End a run whose engines cannot be used.
+
+        Args:
+            useless: why they cannot; empty if they can.
+
+        Raises:
+            StallError: they cannot be used.
+        """
+        if useless:
+            self._journal.write(Stalled("engines", useless))
+            raise StallError(useless)
+
     def check_stall(self, suspect: Callable[[], str], runs: Callable[[str], bool], served: Collection[str]) -> None:
         """End a run that gets nowhere. Time counts from the first policy.
 
@@ -232,7 +263,7 @@ class Watch:
         """
         if (hopeless := self._failures.hopeless(self._clock(), runs, served)) is not None:
             self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
-            raise FutileError(str(hopeless))
+            raise (StallError if hopeless.may_pass else FutileError)(str(hopeless))
         environment, failures, error = self._failures.streak()
         if failures >= self._max_failures:
             self._journal.write(EnvironmentFails(environment, error, failures))

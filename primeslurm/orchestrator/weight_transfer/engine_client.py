@@ -159,6 +159,7 @@ class EngineClient:
             What had to be done: an engine that is there already is left alone.
 
         Raises:
+            EngineSilentError: it did not answer a request in time. Perhaps it serves what it served before.
             EngineDownError: it is not there. No fault of the update: it will be met again.
             EngineUpdateError: it refused, or took longer than `timeout_s`. It was not resumed.
             NoSenderError: the trainer would have to send the policy, and does not send now.
@@ -250,6 +251,8 @@ class EngineClient:
     async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
         try:
             response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
+        except httpx.TimeoutException as error:
+            raise EngineSilentError(f"{self.url}{path}: {_reason(error)}") from error
         except httpx.TransportError as error:
             raise EngineDownError(f"{self.url}{path}: {_reason(error)}") from error
         if response.status_code != 200:

@@ -116,11 +116,24 @@ class EnginePool:
         self._enter(view, "CURRENT" if current else "STALE")
         self._advance()
 
-    def failed(self, name: str, error: str) -> None:
-        """Note that the engine could not take the policy: this incarnation of it is condemned."""
+    def failed(self, name: str, error: str, *, serves: bool = False) -> None:
+        """Note that the engine could not take the policy, or gives damaged answers: it has to be restarted.
+
+        Args:
+            name: of the engine.
+            error: what is wrong with it.
+            serves: it goes on serving what it served, until it ends.
+        """
         view = self._views[name]
-        view.condemned, view.error, view.version = view.incarnation, error, None
+        view.condemned, view.error = view.incarnation, error
+        if not serves:
+            view.version = None
         self._enter(view, "STALE")
+        self._advance()
+
+    def ended(self, name: str) -> None:
+        """Note that the engine was told to end, and does."""
+        self._views[name].version = None
         self._advance()
 
     def needs_update(self, name: str) -> bool:
@@ -136,7 +149,7 @@ class EnginePool:
         return sum(view.state == "UPDATING" or self.needs_update(name) for name, view in self._views.items())
 
     def held(self, name: str) -> None:
-        """Note that an update of the engine did not begin: the trainer does not send now."""
+        """Note that an update of the engine did not begin, or was not completed, and is to be tried again."""
         self._enter(self._views[name], "STALE")
 
     def must_restart(self, name: str) -> bool:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.rollouts.generate_endpoint import Answers
+from primeslurm.orchestrator.telemetry.damaged_answers import DamagedAnswers
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
     EngineDownError,
@@ -28,6 +31,7 @@ from primeslurm.orchestrator.weight_transfer.polls import OwnDelay, Pace
 from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError, TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.policy import (
+    EngineAnswersDamaged,
     EngineGivenUp,
     EngineLost,
     EngineRestarted,
@@ -41,6 +45,8 @@ from primeslurm.records.events.policy import (
 )
 from primeslurm.records.journal import Journal
 
+MISSED_UPDATES = 3
+"""An engine that did not answer so many updates in a row, and answers otherwise, is restarted."""
 Hook = Callable[[int], Awaitable[None]]
 
 
@@ -90,6 +96,12 @@ class PolicyLoop:
         self._announced: int | None = None
         self._requests: dict[str, asyncio.Task[Step]] = {}
         self._lost: set[str] = set()
+        self._missed_updates: Counter[str] = Counter()
+        self._damaged = DamagedAnswers()
+        self._bad_because: dict[str, str] = {}
+        """Why engines are restarted whose answers are damaged."""
+        self.useless = ""
+        """Why engines cannot be used, if that is so whichever is restarted."""
         self._pace = Pace()
         self._own_delay = OwnDelay(self._stood_still)
 
@@ -181,11 +193,31 @@ class PolicyLoop:
         except HeldUpError:
             return  # nothing is known that was not known before
         except EngineSilentError as error:
-            if self.pool.missed(name, str(error)):
-                self._journal.write(EngineSilent(name, str(error), self.pool.silent, len(self._engines)))
+            self._missed(name, error)
         except EngineDownError as error:
             self.pool.seen(name, None, str(error))
         await self._announce()
+
+    def _missed(self, name: str, error: EngineSilentError) -> None:
+        if self.pool.missed(name, str(error)):
+            self._journal.write(EngineSilent(name, str(error), self.pool.silent, len(self._engines)))
+
+    def take_answers(self, reports: Mapping[str, Answers]) -> None:
+        """Take in what a worker reports of engines' answers, and restart engines whose answers are damaged.
+
+        Args:
+            reports: by the address of the engine, or of its router if the router does not pass on which engine it was.
+        """
+        names = {url.partition("//")[2]: name for name, url in self._urls.items()}
+        named = {names.get(where, f"an engine behind {where}"): answers for where, answers in reports.items()}
+        for bad in self._damaged.add(named):
+            self._journal.write(EngineAnswersDamaged(bad.engine, bad.damaged, bad.answers, bad.error))
+            if bad.again:
+                self.useless = f"engines give no usable answers, also after a restart: {bad.engine}: {bad}"
+            elif bad.engine in self._engines:
+                self.pool.failed(bad.engine, str(bad), serves=True)
+                self._bad_because[bad.engine] = "it gave damaged answers"
+                self._wake[bad.engine].set()
 
     def _stood_still(self, seconds: float) -> None:
         self.pool.held_up(seconds)
@@ -203,6 +235,17 @@ class PolicyLoop:
         began = time.monotonic()
         try:
             step = await self._apply(name, policy)
+        except EngineSilentError as error:
+            self._journal.write(EngineLost(name, policy.version, str(error)))
+            self._missed_updates[name] += 1
+            if self._missed_updates[name] >= MISSED_UPDATES:
+                self.pool.failed(name, str(error), serves=True)
+                self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
+            else:
+                # It may still serve the old policy, and the new one is not announced meanwhile. Asked again, it takes
+                # the policy, or is found to be gone.
+                self.pool.held(name)
+                self._missed(name, error)
         except EngineDownError as error:
             self.pool.seen(name, None, str(error))
             self._journal.write(EngineLost(name, policy.version, str(error)))
@@ -212,6 +255,7 @@ class PolicyLoop:
             self.pool.failed(name, str(error))
             self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
         else:
+            self._missed_updates[name] = 0
             self.pool.updated(name, policy.version)
             parts = self._engines[name].seconds if step is Step.UPDATE else {}
             wait_s, load_s, pause_s = (_milliseconds(parts.get(part)) for part in ("wait", "load", "pause"))
@@ -237,7 +281,10 @@ class PolicyLoop:
             await self._engines[name].shutdown()
         except EngineDownError:
             return  # it is already gone, or so broken that only its agent can end it: `report` says so
-        self._journal.write(EngineRestarted(name))
+        self._journal.write(EngineRestarted(name, self._bad_because.pop(name, "")))
+        self._missed_updates[name] = 0
+        self.pool.ended(name)
+        await self._announce()
 
     async def _announce(self) -> None:
         version = self.pool.current_version

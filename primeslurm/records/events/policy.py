@@ -76,10 +76,23 @@ class EngineLost(Event, frozen=True, tag="engine_lost"):
     error: str = ""
 
 
-class EngineRestarted(Event, frozen=True, tag="engine_restart"):
-    """An engine that failed an update was told to end; its agent starts it again."""
+class EngineAnswersDamaged(Event, frozen=True, tag="engine_answers_damaged"):
+    """An engine gives answers that cannot be used, and has to be restarted."""
 
     engine: str
+    damaged: int = 0
+    answers: int = 0
+    """Its last answers, of which so many were damaged."""
+    error: str = ""
+    """What was wrong with the last one."""
+
+
+class EngineRestarted(Event, frozen=True, tag="engine_restart"):
+    """An engine that failed an update, or gave damaged answers, was told to end; its agent starts it again."""
+
+    engine: str
+    reason: str = ""
+    """Empty: it failed an update."""
 
 
 class EngineGivenUp(Event, frozen=True, tag="engine_given_up"):
@@ -97,6 +110,7 @@ PolicyEvent = (
     | EngineUpdated
     | EngineUpdateFailed
     | EngineLost
+    | EngineAnswersDamaged
     | EngineRestarted
     | EngineGivenUp
 )

@@ -92,6 +92,19 @@ class RolloutFailed(Event, frozen=True, tag="rollout_failed"):
 
     job: str = ""
     error: str = ""
+    environment: str = ""
+    """Its label; empty in runs of older releases."""
+
+
+class TaskGivenUp(Event, frozen=True, tag="task_given_up"):
+    """A task is left out: its rollouts kill their worker, or fail again and again, or its prompt is too long."""
+
+    environment: str
+    example: int
+    """Position in the environment's stream of tasks."""
+    reason: str = ""
+    task: int | None = None
+    """Index in the taskset, where a curriculum or an evaluation has chosen it."""
 
 
 class NothingKept(Event, frozen=True, tag="nothing_kept"):
@@ -143,6 +156,7 @@ TrainingEvent = (
     | BatchFormed
     | StepReported
     | RolloutFailed
+    | TaskGivenUp
     | NothingKept
     | ReplicaLost
     | Stalled

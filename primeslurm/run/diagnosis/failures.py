@@ -17,7 +17,7 @@ from primeslurm.records.events.nodes import (
     NodeLost,
     ProcessesGivenUp,
 )
-from primeslurm.records.events.policy import EngineUpdateFailed
+from primeslurm.records.events.policy import EngineAnswersDamaged, EngineUpdateFailed
 from primeslurm.records.events.processes import (
     ProcessContinued,
     ProcessExited,
@@ -28,9 +28,17 @@ from primeslurm.records.events.processes import (
     RouterIncomplete,
     RouterRestarted,
 )
-from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained
+from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained, TaskGivenUp
 from primeslurm.records.fleet import AgentReport, FleetView
-from primeslurm.run.status.event_text import DIED, exit_words, incomplete_words, rank_names, waits
+from primeslurm.run.status.event_text import (
+    DIED,
+    damaged_words,
+    exit_words,
+    incomplete_words,
+    rank_names,
+    task_words,
+    waits,
+)
 from primeslurm.wire import exits
 
 SILENT_S = 20.0
@@ -103,6 +111,10 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
             return Failure(at, engine, "", f"did not take a policy: {error}")
+        case EngineAnswersDamaged(engine=engine):
+            return Failure(at, engine, "", damaged_words(event))
+        case TaskGivenUp(environment=environment):
+            return Failure(at, f"environment {environment}", "", task_words(event), recovered=True)
         case EnvironmentFails(environment=environment, error=error):
             return Failure(at, f"environment {environment}", "", f"fails every time: {error}")
         case Stalled(suspect=suspect, error=error):

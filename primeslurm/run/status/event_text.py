@@ -75,6 +75,17 @@ def incomplete_words(event: processes.RouterIncomplete) -> str:
     return f"served {event.serves} of {event.planned} engines{more}: that is put right"
 
 
+def damaged_words(event: policy.EngineAnswersDamaged) -> str:
+    """Tell of an engine whose answers cannot be used."""
+    return f"gave damaged answers, {event.damaged} of {event.answers}, and is restarted; the last: {event.error}"
+
+
+def task_words(event: training.TaskGivenUp) -> str:
+    """Tell of a task that is left out."""
+    chosen = f" (index {event.task})" if event.task is not None else ""
+    return f"task {event.example}{chosen} is given up: {event.reason}"
+
+
 def _words(event: Event) -> EventText | None:
     """What a person wants to know of an event; None if that is nothing."""
     match event:
@@ -95,6 +106,8 @@ def _words(event: Event) -> EventText | None:
         case training.StepSkipped(step=step, grad_norm=norm):
             text = f"step {step} left the weights as they were: its gradient norm is {norm}"
             return _tell(event, event.process, text, "warning")
+        case training.TaskGivenUp():
+            return _tell(event, f"environment {event.environment}", task_words(event), "warning")
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
             return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")
@@ -107,8 +120,10 @@ def _words(event: Event) -> EventText | None:
         case policy.LoopStoodStill(seconds=seconds):
             text = f"stood still for {seconds:.0f} s: its node has too much to do; no engine is blamed for it"
             return _tell(event, event.process, text, "warning")
-        case policy.EngineRestarted(engine=engine):
-            return _tell(event, engine, "is restarted: it failed an update", "warning")
+        case policy.EngineAnswersDamaged(engine=engine):
+            return _tell(event, engine, damaged_words(event), "error")
+        case policy.EngineRestarted(engine=engine, reason=reason):
+            return _tell(event, engine, f"is restarted: {reason or 'it failed an update'}", "warning")
         case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():
             return _of_attempt(event)
         case _:

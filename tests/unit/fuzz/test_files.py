@@ -21,6 +21,8 @@ from primeslurm.orchestrator.dispatch import curricula
 from primeslurm.orchestrator.evaluation.archive import Archive, Begun
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.telemetry import worker_deaths
 from primeslurm.plan import plan_file
 from primeslurm.records import events, metrics, reading
 from primeslurm.records.beats import Beat, BeatPage, Pulse
@@ -214,6 +216,25 @@ def test_unfinished_evaluations(directory: Path, begun: bytes, samples: list[byt
     found = Archive(directory / "run").unfinished()
     if begun == lines(BEGUN):
         assert found is not None and found[1][-1].sample == 2
+
+
+DEATHS = {
+    "suspects": {"e-00000001": {"deaths": 2, "alone": 1, "together": 1, "worker": 0}},
+    "guilty": {"e-00000002": 3, "a/b-00000003@7": 2},
+}
+
+
+@fuzzed()
+@given(damaged(DEATHS) | st.just(lines(DEATHS)))
+def test_deaths_of_workers(directory: Path, data: bytes) -> None:
+    path = directory / "run" / worker_deaths.PATH
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    found = worker_deaths.load(directory / "run")
+    job = Job("j", "g", "e", 1, 0, "r", "s")
+    assert found.together(job) is None or found.together(job) >= 1
+    assert all(example >= 0 for _, example in worker_deaths.positions(found.guilty))
+    assert data != lines(DEATHS) or set(found.guilty) == set(DEATHS["guilty"])
 
 
 ENTRY = {"node": "n", "reason": "r", "run": "r", "attempt": 1, "time": 1.0, "expires": 9e9}

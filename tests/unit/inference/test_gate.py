@@ -163,3 +163,81 @@ def test_a_gate_without_a_secret_does_not_open(app: FakeEngineApp, monkeypatch: 
     monkeypatch.delenv(secret.VARIABLE)
     with pytest.raises(secret.SecretError):
         VersionGate(app)
+
+
+def generate(version: int | str, tokens: int = 2, first: bool = False) -> bytes:
+    """A rollout's request. Routers write the salt before the tokens, or after them."""
+    salt, rest = {"cache_salt": f"run-1.2:{version}"}, {"token_ids": [7] * tokens, "sampling_params": {}}
+    return json.dumps({**salt, **rest} if first else {**rest, **salt}).encode()
+
+
+GENERATE = "/inference/v1/generate"
+
+
+@pytest.mark.parametrize("first", [True, False])
+async def test_an_engine_that_missed_an_update_closes_when_it_is_asked_for_a_newer_policy(
+    http: httpx.AsyncClient, app: FakeEngineApp, first: bool
+) -> None:
+    await http.post("/update_weight_version", json={"new_version": "3"})
+    assert (await http.post(GENERATE, content=generate(3, first=first))).status_code == 200
+    seen = len(app.seen)
+    refused = await http.post(GENERATE, content=generate(4, tokens=300_000, first=first))
+    assert refused.status_code == 503 and "version 4 was asked for" in refused.json()["error"]
+    assert (await http.post(GENERATE, content=generate(3))).status_code == 503, "whoever asks"
+    assert (await http.get("/health")).status_code == 503, "so that its router leaves it out"
+    assert len(app.seen) == seen and (await status(http))["version"] == 3
+    await update(http, 4)
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.post(GENERATE, content=generate(4))).status_code == 200
+
+
+async def test_an_update_in_progress_does_not_let_requests_for_its_version_through(http: httpx.AsyncClient) -> None:
+    await http.post("/update_weight_version", json={"new_version": "3"})
+    await http.post("/pause")
+    await http.post("/start_weight_update")
+    assert (await http.post(GENERATE, content=generate(4))).status_code == 503
+    await http.post("/update_weights", json={"update_info": {}})
+    await http.post("/finish_weight_update", json={"weight_version": "4"})
+    assert (await http.post(GENERATE, content=generate(4))).status_code == 200
+
+
+async def test_evaluations_name_the_version_last_and_others_none(http: httpx.AsyncClient) -> None:
+    await http.post("/update_weight_version", json={"new_version": "3"})
+    for body in (generate("evaluation-9:3"), generate("x"), b"", b"{}", b'{"cache_salt": 9}'):
+        assert (await http.post(GENERATE, content=body)).status_code == 200, body
+    text = json.dumps({"content_parts": [{"text": '"cache_salt":"r:9"'}], "cache_salt": "run.1:3"})
+    assert (await http.post(GENERATE, content=text)).status_code == 200, "what a prompt says is no salt"
+    assert (await http.post(GENERATE, content=generate("evaluation-9:5"))).status_code == 503
+
+
+async def test_an_answer_says_whose_it_is(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
+    await http.post("/update_weight_version", json={"new_version": "0"})
+    for code in (200, 500):
+        app.answers[GENERATE] = code
+        answer = await http.post(GENERATE, content=generate(0))
+        assert answer.status_code == code and answer.headers["X-Primeslurm-Engine"] == "engine:None"
+
+
+async def test_the_whole_body_reaches_the_engine() -> None:
+    got: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        message = await receive()
+        if scope["path"] == GENERATE:
+            got.append(message["body"])
+            assert not message["more_body"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    client = httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=VersionGate(app)), base_url="http://engine", headers=secret.header()
+    )
+    await client.post("/update_weight_version", json={"new_version": "0"})
+
+    async def chunks() -> Any:
+        for part in (b'{"token_ids": [1,', b" 2], ", b'"cache_salt": "r:0"}'):
+            yield part
+
+    await client.post(GENERATE, content=chunks())
+    assert got == [b'{"token_ids": [1, 2], "cache_salt": "r:0"}']
+    await client.aclose()

@@ -724,3 +724,50 @@ def test_any_inference_node_can_be_lost_where_another_replica_shares_its_store()
         agents.silent = {agents.assigned().assignment.rank_of[node]}
         assert agents.decide(plan.node_silent_s + 1.0) is None
         assert agents.fleet.lost
+
+
+def environment_worker() -> Supervision:
+    return Supervision(process("environment", health=False))
+
+
+@pytest.mark.parametrize("code", [139, -11, -9, 0, 1, exits.FUTILE, exits.STALLED, exits.CHECKPOINTED])
+def test_a_worker_that_its_tasks_kill_is_restarted_without_limit(code: int) -> None:
+    """The orchestrator finds out which task does. The wait stays short, or one bad task would cost minutes."""
+    s, now = environment_worker(), 0.0
+    for _ in range(50):
+        assert s.tick(now, prerequisites=True, ready=False) == "start"
+        s.started(now)
+        s.tick(now, prerequisites=True, ready=True)
+        s.exited(now, code, ending=False, served=True)
+        assert s.state is ProcessState.BACKOFF
+        now += BACKOFF_S[0]
+
+
+def test_a_worker_that_never_serves_is_given_up() -> None:
+    s, now, starts = environment_worker(), 0.0, 0
+    while s.tick(now, prerequisites=True, ready=False) == "start":
+        s.started(now)
+        starts += 1
+        s.exited(now, -11, ending=False, served=starts == 2)
+        now += 100
+    assert s.state is ProcessState.FAILED and starts == 2 + 1 + s.process.max_restarts
+
+
+def test_a_worker_that_ends_with_the_attempt_is_stopped() -> None:
+    s = environment_worker()
+    s.started(0.0)
+    s.exited(1.0, 0, ending=True, served=True)
+    assert s.state is ProcessState.STOPPED
+
+
+def test_time_in_which_a_process_hangs_earns_no_fresh_count() -> None:
+    s, now = Supervision(process()), 0.0
+    for _ in range(s.process.max_restarts + 1):
+        assert s.tick(now, prerequisites=True, ready=False) == "start"
+        s.started(now)
+        s.tick(now, prerequisites=True, ready=True)
+        for silent in range(0, 400, 10):  # it hangs from its start on
+            s.tick(now + silent, prerequisites=True, ready=True, silent_s=silent)
+        s.exited(now + 400, -9, ending=False)
+        now += 500
+    assert s.state is ProcessState.FAILED

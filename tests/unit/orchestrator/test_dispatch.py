@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.dispatch import MAX_TRIES, Dispatcher, DispatchLimits, Examples
+from primeslurm.orchestrator.dispatch import MOST_FAILURES, Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
@@ -152,7 +152,7 @@ def test_open_groups_are_continued_first() -> None:
 def test_a_rollout_that_keeps_failing_ends_its_group() -> None:
     made = dispatcher(limits(max_inflight=2))
     first, second = run_all(made)
-    for _ in range(MAX_TRIES - 1):
+    for _ in range(MOST_FAILURES["environment"] - 1):
         assert made.failed(first.id) == []
         (first,) = run_all(made)
     assert made.failed(first.id) == [second.id]

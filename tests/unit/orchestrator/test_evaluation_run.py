@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.dispatch import MAX_TRIES
-from primeslurm.orchestrator.evaluation.evaluation_run import MAX_LOSSES, EvaluationRun
+from primeslurm.orchestrator.dispatch import MOST_FAILURES
+from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample
@@ -107,7 +107,7 @@ def test_all_samples_of_an_example_go_to_one_replica() -> None:
 def test_a_failed_rollout_is_tried_again_and_then_counts_as_failed() -> None:
     run = evaluation()
     (job,) = drained(run, ("sums",))[:1]
-    for number in range(1, MAX_TRIES):
+    for number in range(1, MOST_FAILURES["environment"]):
         assert run.failed(job.id, f"failure {number}") is None
         (job,) = drained(run, ("sums",))
     sample = run.failed(job.id, "the last one")
@@ -115,14 +115,17 @@ def test_a_failed_rollout_is_tried_again_and_then_counts_as_failed() -> None:
     assert drained(run, ("sums",)) == []
 
 
-def test_a_sample_that_takes_its_worker_along_each_time_ends() -> None:
+def test_samples_of_a_task_that_is_given_up_fail_whether_they_run_or_wait() -> None:
     run = evaluation()
-    (job, *_) = drained(run, ("sums",))
-    for _ in range(1, MAX_LOSSES):
-        assert run.lost(job.id) is None
-        (job,) = drained(run, ("sums",))
-    sample = run.lost(job.id)
-    assert sample is not None and sample.error == f"its environment worker was lost {MAX_LOSSES} times"
+    job, *others = drained(run, ("sums",))
+    run.lost(job.id)  # it waits now
+    samples, jobs = run.give_up("sums", job.example, "it kills its workers")
+    assert {(sample.label, sample.example, sample.error) for sample in samples} == {
+        ("sums", job.example, "it kills its workers")
+    }
+    assert jobs == [other.id for other in others if other.example == job.example]
+    assert drained(run, ("sums",)) == [] or all(each.example != job.example for each in drained(run, ("sums",)))
+    assert not any(run.runs(each) for each in jobs)
 
 
 def test_a_reward_that_is_no_number_is_a_failure() -> None:

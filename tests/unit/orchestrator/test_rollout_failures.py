@@ -14,7 +14,7 @@ from primeslurm.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
-from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
     Hopeless,
@@ -45,10 +45,10 @@ class Flight:
         self.running.add(job.id)
         return job.id
 
-    def fail(self, job: str, error: str = ERROR) -> None:
+    def fail(self, job: str, error: str = ERROR, cause: Cause = "environment") -> None:
         """End a rollout with an error."""
         self.running.discard(job)
-        self.failures.failed(job, error.format(job[-3:]), self.now)
+        self.failures.failed(job, error.format(job[-3:]), self.now, cause)
 
     @property
     def verdict(self) -> Hopeless | None:
@@ -127,7 +127,8 @@ def test_once_a_rollout_has_got_through_failures_come_and_go() -> None:
 def test_engines_that_do_not_answer_are_no_fault_of_an_environment() -> None:
     flight = Flight()
     for task in range(100):
-        flight.fail(flight.start(task), f"RolloutError: ProviderError: {NO_ANSWER}: http://r/generate: 503: stale")
+        error = f"RolloutError: ProviderError: {NO_ANSWER}: http://r/generate: 503: stale"
+        flight.fail(flight.start(task), error, "engine")
         flight.now += 1
     assert flight.verdict is None
 
@@ -241,7 +242,7 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
             assert job is not None
             server._failures.started(job, now)
             now += 1
-            server._on_result(job.id, ERROR)
+            server._on_result(job.id, JobFailure(ERROR))
         now += 60
         server._check()
 

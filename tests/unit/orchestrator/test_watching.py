@@ -21,6 +21,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Claims,
     Describe,
     Job,
+    JobFailure,
     Result,
     Send,
     Status,
@@ -151,9 +152,9 @@ def test_hours_without_a_finished_rollout_are_no_stall_while_engines_compute(tmp
 def test_rollouts_that_only_fail_end_the_attempt(tmp_path: Path) -> None:
     watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
     for _ in range(4 * RECIPE.orchestrator.batch_size - 1):
-        watch.rollout_failed("j", "ZeroDivisionError")
+        watch.rollout_failed("j", JobFailure("ZeroDivisionError"))
     check(watch)
-    watch.rollout_failed("j", "ZeroDivisionError")
+    watch.rollout_failed("j", JobFailure("ZeroDivisionError"))
     with pytest.raises(StallError, match="ZeroDivisionError"):
         check(watch)
 
@@ -289,7 +290,7 @@ async def test_a_worker_that_had_to_connect_again_keeps_its_jobs(peers: Peers) -
     await peers.workers.send(job("b"))
     assert await heard(socket) == job("b"), "nothing was cancelled"
     await peers.tell(socket, Result("a", error="e"))
-    assert peers.results == [("a", "e")] and peers.lost == []
+    assert peers.results == [("a", JobFailure("e"))] and peers.lost == []
 
 
 async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> None:
@@ -308,7 +309,7 @@ async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> N
     assert await heard(socket) == Send(["ended"]) and peers.workers.settled({"e"}) == 1
     await peers.tell(socket, status)  # written before the worker was asked: it is not asked twice
     await peers.tell(socket, Result("ended", error="e"))
-    assert peers.results == [("ended", "e")]
+    assert peers.results == [("ended", JobFailure("e"))]
     peers.kept.add("ended")
     await peers.tell(socket, status)
     await peers.tell(socket, Result("runs", error="e"))

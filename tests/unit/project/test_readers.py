@@ -51,6 +51,7 @@ FUZZED = {
         "test_sockets:test_what_no_worker_says_is_passed_over"
     ),
     "orchestrator/rollouts/worker_pool.py:WorkerPool.serve": "test_sockets:test_what_no_worker_says_is_passed_over",
+    "orchestrator/telemetry/worker_deaths.py:load": "test_files:test_deaths_of_workers",
     "orchestrator/teacher/client.py:_logprob_in": "test_answers:test_answers_of_teachers",
     "orchestrator/teacher/client.py:_logprobs_in": "test_answers:test_answers_of_teachers",
     "orchestrator/weight_transfer/engine_client.py:EngineClient.status": (

@@ -1,0 +1,306 @@
+"""An engine that answers nonsense is found, taken out of routing and restarted; its requests are answered elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from primeslurm.inference.gate import GateState
+from primeslurm.orchestrator.rollouts.generate_endpoint import (
+    Answers,
+    AnswerTally,
+    GenerateEndpoint,
+    NoAnswerError,
+    completion_of,
+)
+from primeslurm.orchestrator.telemetry.damaged_answers import FEW, MANY, WINDOW_S, BadEngine, DamagedAnswers
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.policy_loop import MISSED_UPDATES, PolicyLoop
+from primeslurm.records.journal import Journal
+from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.weight_transfer.messages import EngineStatus
+
+
+def answer(tokens: int = 3, **changes: Any) -> dict[str, Any]:
+    """What an engine says."""
+    choice = {
+        "token_ids": list(range(tokens)),
+        "logprobs": {"content": [{"logprob": -0.5}] * tokens},
+        "weight_versions": [{"version": "1", "start": 0, "end": tokens}],
+        "finish_reason": "stop",
+    }
+    return {"choices": [{**choice, **changes}]}
+
+
+def logprobs(*values: float) -> dict[str, Any]:
+    return answer(len(values), logprobs={"content": [{"logprob": value} for value in values]})
+
+
+NONSENSE = {
+    "an error's body": {"error": {"message": "CUDA error", "code": 500}},
+    "no choice": {"choices": []},
+    "NaN": logprobs(-0.5, math.nan),
+    "infinite": logprobs(-0.5, -math.inf),
+    "a probability above 1": logprobs(-0.5, 3.0),
+    "no evidence at all": logprobs(-9999.0, -9999.0),
+    "nothing sampled": answer(0),
+    "fewer log-probabilities": answer(logprobs={"content": [{"logprob": -0.5}]}),
+    "fewer versions": answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+    "negative tokens": answer(token_ids=[1, -2, 3]),
+    "aborted": answer(finish_reason="abort"),
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_recognised(name: str) -> None:
+    with pytest.raises(DamagedError):
+        completion_of(json.dumps(NONSENSE[name]).encode(), 5, None)
+
+
+def test_a_single_token_without_log_probability_passes() -> None:
+    """vLLM may say so of a token; the trainer masks it. `renderers` would refuse the very value."""
+    found = completion_of(json.dumps(logprobs(-0.5, -9999.0)).encode(), 5, None)
+    assert found.logprobs[1] != -9999.0 and found.logprobs[1] == pytest.approx(-9999.0)
+
+
+class Server:
+    """An engine's HTTP server that says one thing after another, and names itself as a gate does."""
+
+    def __init__(self, *says: Any, status: int = 200) -> None:
+        self.says, self.status, self.asked = list(says), status, 0
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        (length,) = re.findall(rb"content-length: ([0-9]+)", head.lower())
+        await reader.readexactly(int(length))
+        said = json.dumps(self.says[min(self.asked, len(self.says) - 1)]).encode()
+        status = self.status if self.asked < len(self.says) - 1 or len(self.says) == 1 else 200
+        self.asked += 1
+        named = b"X-Primeslurm-Engine: 10.0.0.7:8000\r\n"
+        writer.write(b"HTTP/1.1 %d X\r\n%scontent-length: %d\r\n\r\n" % (status, named, len(said)) + said)
+        await writer.drain()
+        writer.close()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[str]:
+        server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        async with server:
+            yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+BODY = {"token_ids": [1] * 5, "sampling_params": {}}
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_damaged_answer_costs_no_rollout_and_is_counted_with_its_engine(status: int) -> None:
+    tally = AnswerTally()
+    tally.begin("session", "math-00000007")
+    async with Server(NONSENSE["an error's body"], answer(), status=status).serving() as url:
+        endpoint = GenerateEndpoint(lambda: url, 64, 60, tally=tally)
+        assert (await endpoint.generate(BODY, {"X-Session-ID": "session"})).token_ids == [0, 1, 2]
+        await endpoint.close()
+    ((engine, counted),) = tally.take().items()
+    assert engine == "10.0.0.7:8000" and (counted.good, counted.damaged) == (1, 1)
+    assert counted.tasks == ["math-00000007"] and counted.error
+    assert tally.take() == {}
+
+
+async def test_what_stays_damaged_fails_as_no_answer_and_names_the_engine() -> None:
+    async with Server(NONSENSE["NaN"]).serving() as url:
+        endpoint = GenerateEndpoint(lambda: url, 64, 0.6)
+        with pytest.raises(NoAnswerError, match=r"10\.0\.0\.7:8000 gave a damaged answer"):
+            await endpoint.generate(BODY, {})
+        await endpoint.close()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def bad(count: int = 1, *tasks: int) -> Answers:
+    return Answers(0, count, [f"t{task}" for task in tasks], "NaN")
+
+
+def good(count: int = 1) -> Answers:
+    return Answers(count)
+
+
+def test_the_one_that_answers_faster_than_the_others_is_found_before_they_answer() -> None:
+    found = DamagedAnswers(Clock())
+    assert found.add({"a": bad(FEW - 1, 1, 2)}) == []
+    (verdict,) = found.add({"a": bad(1, 3)})
+    assert verdict == BadEngine("a", FEW, FEW, "NaN", again=False)
+
+
+def test_a_few_damaged_answers_among_many_are_no_reason() -> None:
+    found = DamagedAnswers(Clock())
+    for task in range(100):
+        assert found.add({"a": Answers(3, 1, [f"t{task}"], "x")}) == []
+
+
+def test_what_was_good_for_long_may_turn_bad() -> None:
+    clock = Clock()
+    found = DamagedAnswers(clock)
+    found.add({"a": good(1_000_000)})
+    clock.now += WINDOW_S + 1
+    assert [each.engine for each in found.add({"a": bad(FEW, 1, 2, 3)})] == ["a"]
+
+
+def test_one_task_that_breaks_whatever_it_meets_takes_no_engine_along() -> None:
+    found = DamagedAnswers(Clock())
+    for _ in range(100):
+        assert found.add({"a": bad(1, 7)}) == [] == found.add({"b": bad(1, 7)})
+
+
+def test_one_task_is_enough_where_the_others_work() -> None:
+    found = DamagedAnswers(Clock())
+    assert found.add({"b": good()}) == []
+    assert [each.engine for each in found.add({"a": bad(MANY, 7)})] == ["a"]
+
+
+def test_engines_that_are_bad_again_without_a_usable_answer_are_not_to_blame() -> None:
+    found = DamagedAnswers(Clock())
+    assert [each.again for each in found.add({"a": bad(FEW, 1, 2, 3), "b": bad(FEW, 1, 2, 3)})] == [False, False]
+    assert [each.again for each in found.add({"b": bad(FEW, 4, 5, 6)})] == [True]
+
+
+def test_an_engine_that_is_broken_for_good_is_one_each_time_while_others_work() -> None:
+    found = DamagedAnswers(Clock())
+    for _ in range(5):
+        assert [each.again for each in found.add({"a": bad(FEW, 1, 2, 3)})] == [False]
+        found.add({"b": good()})
+
+
+class Engine:
+    """An engine's HTTP server with the real gate's state."""
+
+    def __init__(self) -> None:
+        self.gate = GateState()
+        self.gate.version = 0
+        self.unanswered = 0
+        """Control requests that it will not answer in time."""
+        self.ended = 0
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/primeslurm/status":
+            report: EngineStatus = self.gate.report()
+            return httpx.Response(200, json={key: getattr(report, key) for key in report.__struct_fields__})
+        if path == "/primeslurm/shutdown":
+            self.ended += 1
+            self.gate = GateState()  # a new process
+            return httpx.Response(200)
+        if self.unanswered:
+            self.unanswered -= 1
+            raise httpx.ConnectTimeout("busy", request=request)
+        self.gate.observe(path, request.content, True)
+        return httpx.Response(200)
+
+
+class Loop:
+    """A policy loop over two engines."""
+
+    def __init__(self, directory: Path) -> None:
+        self.engines = {"a": Engine(), "b": Engine()}
+        self.announced: list[tuple[int, list[int | None]]] = []
+        clients = {}
+        for name, engine in self.engines.items():
+            clients[name] = EngineClient(lambda name=name: f"http://{name}:1", "/m")  # type: ignore[misc]
+            transport = httpx.AsyncClient(transport=httpx.MockTransport(engine))
+            clients[name]._http = clients[name]._looking = transport
+        urls = {name: f"http://{name}:1" for name in clients}
+        self.journal = Journal(directory / "attempts" / "1", "o")
+        self.loop = PolicyLoop(clients, self.journal, 60, poll_s=0.01, after_update=self._after, urls=urls)
+        self.path = directory / "attempts" / "1" / "events" / "o.jsonl"
+
+    async def _after(self, version: int) -> None:
+        self.announced.append((version, [engine.gate.version for engine in self.engines.values()]))
+
+    async def begin(self) -> None:
+        """Wait until both engines have the first policy."""
+        await self.loop.want(PolicyVersion(0, ""))
+        async with asyncio.timeout(30):
+            while any(self.loop.pool.state(name) != "CURRENT" for name in self.engines):
+                await asyncio.sleep(0.01)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [each for line in self.path.read_text().splitlines() if (each := json.loads(line))["kind"] == kind]
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[PolicyLoop]:
+        task = asyncio.create_task(self.loop.run())
+        try:
+            yield self.loop
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("missed", [1, MISSED_UPDATES - 1])
+async def test_no_version_is_announced_while_an_engine_that_missed_a_request_serves_the_old_one(
+    tmp_path: Path, missed: int
+) -> None:
+    made = Loop(tmp_path)
+    async with made.running() as loop:
+        await made.begin()
+        made.engines["b"].unanswered = missed
+        await loop.want(PolicyVersion(1, "/p/1"))
+        await loop.wait_for(1, 30)
+    assert made.announced == [(0, [0, 0]), (1, [1, 1])]
+    assert not made.engines["b"].ended
+
+
+async def test_an_engine_that_answers_looks_and_no_update_is_restarted(tmp_path: Path) -> None:
+    made = Loop(tmp_path)
+    async with made.running() as loop:
+        await made.begin()
+        made.engines["b"].unanswered = MISSED_UPDATES
+        await loop.want(PolicyVersion(1, "/p/1"))
+        async with asyncio.timeout(30):
+            while loop.pool.report()["b"].version != 1:
+                await asyncio.sleep(0.01)
+    assert made.engines["b"].ended == 1 and loop.current_version == 1
+    assert made.announced[-1][0] == 1 and made.announced[-1][1][1] != 0, "it served nothing then, or the new policy"
+
+
+async def test_an_engine_with_damaged_answers_is_named_and_restarted(tmp_path: Path) -> None:
+    made = Loop(tmp_path)
+    async with made.running() as loop:
+        await made.begin()
+        loop.take_answers({"b:1": bad(FEW, 1, 2, 3), "a:1": good()})
+        async with asyncio.timeout(30):
+            while loop.pool.report()["b"].state != "CURRENT" or not made.engines["b"].ended:
+                await asyncio.sleep(0.01)
+        assert loop.useless == ""
+    assert (made.engines["a"].ended, made.engines["b"].ended) == (0, 1)
+    (event,) = made.events("engine_answers_damaged")
+    assert (event["engine"], event["damaged"], event["error"]) == ("b", FEW, "NaN")
+
+
+async def test_engines_that_are_all_bad_are_restarted_once_and_then_the_run_ends(tmp_path: Path) -> None:
+    made = Loop(tmp_path)
+    async with made.running() as loop:
+        await made.begin()
+        for _ in range(2):
+            loop.take_answers({"a:1": bad(FEW, 1, 2, 3), "b:1": bad(FEW, 1, 2, 3)})
+    assert loop.useless.startswith("engines give no usable answers, also after a restart: ")
+    assert "NaN" in loop.useless
+
+
+async def test_an_engine_that_its_router_does_not_name_is_told_of(tmp_path: Path) -> None:
+    made = Loop(tmp_path)
+    made.loop.take_answers({"10.0.0.9:80": bad(FEW, 1, 2, 3)})
+    (event,) = made.events("engine_answers_damaged")
+    assert event["engine"] == "an engine behind 10.0.0.9:80" and not made.loop.useless
