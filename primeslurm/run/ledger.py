@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.files import write_json
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.records.reading import find_record
@@ -55,7 +56,7 @@ class Ledger:
         Raises:
             OSError: the entry cannot be written.
         """
-        self._path.mkdir(exist_ok=True)
+        files.make_directory(self._path)
         entry = BadNode(node, reason, run, attempt, now, now + hours * HOUR_S)
         write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
 
@@ -68,12 +69,12 @@ class Ledger:
         """Use a node again from now on. Returns whether it was remembered."""
         found = [path for path, entry in self._read() if entry.node == node]
         for path in found:
-            path.unlink(missing_ok=True)
+            files.unlink(path)
         return bool(found)
 
     def _read(self) -> list[tuple[Path, BadNode]]:
         found = []
-        for path in sorted(self._path.glob("*.json")):
+        for path in files.listing(self._path, "*.json"):
             with contextlib.suppress(OSError):
                 if self._is_trusted(path) and (entry := find_record(path, BadNode)) is not None:
                     found.append((path, entry))
@@ -84,8 +85,9 @@ class Ledger:
 
         Where everybody may write, as in /tmp, it is one's own; elsewhere the directory of runs says who shares it.
         """
-        status, runs = path.lstat(), self._path.parent.stat()
-        open_to_all = (runs.st_mode | self._path.stat().st_mode) & stat.S_IWOTH
+        status = files.retrying(path, path.lstat)
+        runs, directory = (files.retrying(place, place.stat) for place in (self._path.parent, self._path))
+        open_to_all = (runs.st_mode | directory.st_mode) & stat.S_IWOTH
         return stat.S_ISREG(status.st_mode) and (not open_to_all or status.st_uid in (os.geteuid(), runs.st_uid))
 
 

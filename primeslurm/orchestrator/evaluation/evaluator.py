@@ -270,7 +270,7 @@ class Evaluator:
         try:
             self._metrics.add_evaluation(record.step, record.row())
         except OSError as error:
-            log.warning("metrics of the evaluation of step %d are lost: %s", record.step, error)
+            log.warning("metrics of the evaluation of step %d are not in the file yet: %s", record.step, error)
 
     def _skip(self, step: int, why: str) -> None:
         self._schedule.settled.add(step)

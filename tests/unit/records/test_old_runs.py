@@ -30,7 +30,7 @@ EVALUATION = (f"evaluation_{what}" for what in ("started", "done", "skipped", "s
 NEW_KINDS = frozenset(
     {
         *("continued", "engine_silent", "environment_fails", "file_system_fault", "hangs", "loop_stood_still"),
-        *("moved", "nothing_kept"),
+        *("checkpoint_damaged", "moved", "nothing_kept", "storage_fault"),
         *("port_taken", "ranks_wait", "router_complete", "router_incomplete", "router_restarted"),
         *EVALUATION,
     }
