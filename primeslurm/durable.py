@@ -128,7 +128,7 @@ def sync_tree(directory: Path, flushed: Container[Path] = ()) -> None:
 
 def _sync_below(directory: Path, flushed: Container[Path]) -> None:
     for path in files.listing(directory):
-        if files.is_dir(path) and not path.is_symlink():
+        if files.is_own_directory(path):
             _sync_below(path, flushed)
         elif path not in flushed and files.is_file(path):
             sync(path)

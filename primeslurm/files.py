@@ -336,11 +336,19 @@ def files_below(directory: Path, pattern: str = "*") -> list[Path]:
     """List all files below a directory whose names match. Unlike `Path.rglob` and `os.walk` it raises OSError."""
     found = []
     for path in listing(directory):
-        if path.is_symlink() or not is_dir(path):
-            found += [path] if path.match(pattern) and is_file(path) else []
-        else:
+        if is_own_directory(path):
             found += files_below(path, pattern)
+        elif path.match(pattern) and is_file(path):
+            found.append(path)
     return found
+
+
+def is_own_directory(path: Path) -> bool:
+    """Whether there is a directory, and not a link to one. Raises OSError if the file system does not say."""
+    try:
+        return stat.S_ISDIR(retrying(path, path.lstat).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def rename(source: Path, target: Path) -> None:

@@ -218,7 +218,7 @@ def name_in_use(run_dir: Path) -> list[Violation]:
     """Return a violation if the run directory holds anything already, or is no directory."""
     if files.is_dir(run_dir) and not files.listing(run_dir):
         return []
-    return [_in_use(run_dir)] if os.path.lexists(run_dir) else []
+    return [_in_use(run_dir)] if files.retrying(run_dir, lambda: os.path.lexists(run_dir)) else []
 
 
 def _in_use(run_dir: Path) -> Violation:
@@ -254,7 +254,7 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     if problems := unsafe(run_dir):  # somebody else was faster, or the umask opened what was made
         raise UsageError(problems)
     try:
-        (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
+        files.retrying(run_dir, (run_dir / "attempts").mkdir)  # of several who submit a name at once, one makes it
     except FileExistsError:
         raise UsageError([_in_use(run_dir)]) from None
     try:

@@ -36,6 +36,11 @@ class BadNode(msgspec.Struct, frozen=True):
     """From then on the node is used again."""
 
 
+def hours_ago(entry: BadNode, now: float) -> float:
+    """Return how many hours ago a node failed; 0 if the clock of this machine says that it will."""
+    return max(0.0, now - entry.time) / HOUR_S
+
+
 class Ledger:
     """The bad nodes of one directory of runs."""
 
@@ -62,7 +67,8 @@ class Ledger:
 
     def entries(self, now: float) -> list[BadNode]:
         """Read what is remembered and has not expired, newest first, one entry a node."""
-        valid = sorted((e for _, e in self._read() if e.expires > now), key=lambda e: e.time)
+        entries = [_by_own_clock(entry, files.status(path), now) for path, entry in self._read()]
+        valid = sorted((entry for entry in entries if entry.expires > now), key=lambda entry: entry.time)
         return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
 
     def forget(self, node: str) -> bool:
@@ -91,6 +97,14 @@ class Ledger:
         return stat.S_ISREG(status.st_mode) and (not open_to_all or status.st_uid in (os.geteuid(), runs.st_uid))
 
 
+def _by_own_clock(entry: BadNode, about: os.stat_result | None, now: float) -> BadNode:
+    """Move an entry from the future back to the past: the clock of its writer was ahead, and it would live too long."""
+    if entry.time <= now:
+        return entry
+    written = min(about.st_mtime if about else now, now)
+    return msgspec.structs.replace(entry, time=written, expires=entry.expires - (entry.time - written))
+
+
 def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
     """Change a plan into that of a job that keeps away from bad nodes, with a finding for each.
 
@@ -104,7 +118,7 @@ def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence
         Finding(
             level="note",
             field=FIELD,
-            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {(now - entry.time) / HOUR_S:.1f} h ago)",
+            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {hours_ago(entry, now):.1f} h ago)",
             fix=f"primeslurm nodes --forget {entry.node}",
         )
         for entry in bad

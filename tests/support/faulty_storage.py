@@ -7,12 +7,15 @@ import contextlib
 import errno
 import io
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from primeslurm import files
 
 OPERATIONS = (
     "open",
@@ -41,6 +44,18 @@ class FakeTime:
         """Let seconds pass at once."""
         self.now += seconds
         self.pauses.append(seconds)
+
+
+@pytest.fixture(autouse=True)
+def storage_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    """Time as operations on files see it: pauses between tries pass at once, and no fault is known from before."""
+    time = FakeTime()
+    monkeypatch.setattr(files, "clock", lambda: time.now)
+    monkeypatch.setattr(files, "sleep", time.sleep)
+    monkeypatch.setattr(files, "on_fault", None)
+    monkeypatch.setattr(files, "on_pause", None)
+    files.forget_faults()
+    return time
 
 
 @dataclass
@@ -137,7 +152,8 @@ def once(*numbers: int, operations: tuple[str, ...] = (), names: str = "") -> Ca
     def fail(operation: str, path: str) -> int | None:
         if (operations and operation not in operations) or names not in path:
             return None
-        queue = left.setdefault((operation, path), list(numbers))
+        lasting = re.sub(r"\.[0-9a-f]{12}\.tmp$", ".tmp", path)  # each try writes another temporary file
+        queue = left.setdefault((operation, lasting), list(numbers))
         return queue.pop(0) if queue else None
 
     return fail

@@ -262,7 +262,7 @@ class Evaluator:
             oldest_version=min((sample.oldest_version for sample in sampled), default=begun.version),
             newest_version=max((sample.newest_version for sample in sampled), default=begun.version),
             time=now,
-            seconds=now - begun.time,
+            seconds=max(0.0, now - begun.time),
             results=results,
         )
 

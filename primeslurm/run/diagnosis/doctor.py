@@ -176,7 +176,7 @@ def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[Exami
     found = []
     for agent in signs.agents:
         if agent.node not in told:
-            age = f"for {now - agent.since:.0f} s" if agent.since is not None else "for an unknown time"
+            age = f"for {max(0.0, now - agent.since):.0f} s" if agent.since is not None else "for an unknown time"
             how = f"its agent has not written {age}"
             at = agent.since or _last_time(happened)
             found.append(ExaminedFailure(Failure(at, f"node {agent.node}", agent.node, how), causes=[_AGENT_SILENT]))

@@ -147,7 +147,8 @@ class OpenFiles:
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(self._files.directory / file, os.O_RDONLY | os.O_CLOEXEC)
+                path = self._files.directory / file
+                self._open[file] = files.retrying(path, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return self._open[file]
 
 
