@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from primeslurm import files
+
 
 def expanded(path: str | Path) -> Path:
     """With `~` and `~user` replaced; as it is where no such home is known."""
@@ -16,12 +18,12 @@ def expanded(path: str | Path) -> Path:
 def is_dir(path: Path) -> bool:
     """Whether there is a directory that may be looked at."""
     with contextlib.suppress(OSError):
-        return path.is_dir()
+        return files.is_dir(path)
     return False
 
 
 def is_file(path: Path) -> bool:
     """Whether there is a file that may be looked at."""
     with contextlib.suppress(OSError):
-        return path.is_file()
+        return files.is_file(path)
     return False

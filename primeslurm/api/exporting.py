@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.api.runs import Run
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.families.stored import in_four_bits, in_fp8_blocks, storage
@@ -116,7 +117,7 @@ def _unconvertible(model: str, source: Path | None) -> list[Violation]:
     if source is None:
         return [Violation("MODEL", model, "is neither a directory nor in the Hugging Face cache")]
     try:
-        config = json.loads((source / "config.json").read_bytes())
+        config = json.loads(files.read_bytes(source / "config.json"))
         stored = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
     except (OSError, ValueError, AttributeError) as error:
         return [Violation("MODEL", model, f"has no config.json that can be read: {error}")]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+from primeslurm import files
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
@@ -80,10 +82,12 @@ def _ill(node: NodeState) -> str:
 
 
 def _end_of(path: Path) -> str:
+    def read(handle: BinaryIO) -> str:
+        handle.seek(max(0, handle.seek(0, 2) - _OUTPUT_BYTES))
+        return handle.read().decode(errors="replace")
+
     try:
-        with path.open("rb") as handle:
-            handle.seek(max(0, handle.seek(0, 2) - _OUTPUT_BYTES))
-            return handle.read().decode(errors="replace")
+        return files.reading(path, read)
     except OSError:
         return ""
 
@@ -107,7 +111,7 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
         from primeslurm.slurm.local import submit
 
         return "RUNNING" if submit.is_running(run.latest().plan(), job.job_id) else None
-    if job.slurm_conf is not None and not Path(job.slurm_conf).is_file():
+    if job.slurm_conf is not None and not files.is_file(Path(job.slurm_conf)):
         return None  # an embedded cluster that is down has no jobs
     state = SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S).job(job.job_id)
     if state is None:

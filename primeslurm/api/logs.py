@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from primeslurm import files
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.directory import Attempt
@@ -30,17 +31,17 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
     """
     if picked := logs_of(attempt, role):
         return picked
-    files = logs_of(attempt, None)
-    if not files:
+    logs = logs_of(attempt, None)
+    if not logs:
         raise RunError(f"no process of attempt {attempt.number} of {run} has a log")
-    valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
+    valid = sorted({log.parent.name for log in logs} | {log.stem for log in logs})
     raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
 
 
 def logs_of(attempt: Attempt, role: str | None) -> list[Path]:
     """List the logs that there are of a role or process, or all of them."""
-    files = sorted((attempt.path / "logs").rglob("*.log"))
-    return [file for file in files if role is None or role in (file.stem, file.parent.name)]
+    found = files.files_below(attempt.path / "logs", "*.log")
+    return [file for file in found if role is None or role in (file.stem, file.parent.name)]
 
 
 class Tail:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.api.jobs import OnSilence, end_job, job_query, queries
 from primeslurm.api.sites import runs_directory
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
@@ -226,7 +226,7 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
 def all_runs(runs: str | Path | None = None) -> list[Run]:
     """List every run below a directory (by default the site file's, or ./runs), oldest first."""
     root = runs_directory(runs)
-    found = [RunDirectory(path) for path in root.absolute().iterdir()] if is_dir(root) else []
+    found = [RunDirectory(path) for path in files.listing(root.absolute())]
     known = sorted((run for run in found if run.exists()), key=lambda run: run.created_at)
     return [Run(run.path) for run in known]
 

@@ -20,6 +20,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.emulated import http
 from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
 from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send
@@ -265,7 +266,8 @@ class EmulatedEngine:
         if manifest is None or manifest.version != info.version:
             return 500, {"error": f"{directory}: no {MANIFEST} of version {info.version}"}
         for file in manifest.files:
-            if (directory / file.name).stat().st_size != file.bytes:
+            found = files.status(directory / file.name)
+            if found is None or found.st_size != file.bytes:
                 return 500, {"error": f"{directory / file.name}: not the size that its manifest says"}
         await asyncio.sleep(UPDATE_S)
         return 200, {}

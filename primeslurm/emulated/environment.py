@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
+from primeslurm import files
 from primeslurm.emulated.rollouts import Script, reward, script
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.rollouts.generate_endpoint import (
@@ -144,7 +145,7 @@ class EmulatedEnvironment:
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
     try:
         where = (options.environment, options.worker, options.orchestrator)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
@@ -24,6 +23,7 @@ from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     CheckpointCommitted,
     CheckpointLoaded,
+    CheckpointSetAside,
     StepTrained,
     TrainerStopped,
     WeightsPublished,
@@ -69,6 +69,7 @@ class EmulatedTrainer:
         self._limits = PhaseLimits.of(recipe)
         self._dp_world = max(1, world // recipe.trainer.parallelism.cp)
         self._journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
+        self._journal.note_storage_faults()
         self._saved = 0
         self._announced = 0
 
@@ -101,12 +102,15 @@ class EmulatedTrainer:
             self._announced = until_written(lambda: self._link.announce(0, self._recipe.model.path))
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
-                until_written(partial(shutil.rmtree, filesystem.version_dir(self._run_dir, newer)))
+                until_written(partial(files.remove_tree, filesystem.version_dir(self._run_dir, newer)))
         until_written(lambda: filesystem.prune_behind(self._run_dir, self._recipe.weights.keep, self._announced))
         return step
 
     def _newest_whole(self) -> int | None:
-        return checkpoints.set_damaged_aside(self._run_dir, self._attempt)
+        def note(step: int, why: str, path: Path) -> None:
+            self._journal.write(CheckpointSetAside(step, why, str(path)))
+
+        return checkpoints.set_damaged_aside(self._run_dir, self._attempt, note)
 
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""
@@ -157,12 +161,11 @@ class EmulatedTrainer:
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
         for old in (partial, final):
-            if old.exists():
-                shutil.rmtree(old)
-        partial.mkdir(parents=True)
+            files.remove_tree(old)
+        files.make_directory(partial)
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
         filesystem.complete(partial, version, "float32")
-        partial.rename(final)
+        files.rename(partial, final)
         filesystem.prune_behind(self._run_dir, self._recipe.weights.keep, version)
         self._journal.write(WeightsPublished(version))
         return final
@@ -178,13 +181,12 @@ class EmulatedTrainer:
         self._journal.state(TrainerState(step, "checkpoint"))
         pulse().enter("checkpoint", step, self._limits.long_s)
         directory = checkpoints.step_dir(self._run_dir, step)
-        if directory.exists():
-            shutil.rmtree(directory)
+        checkpoints.clear(directory)
         durable.make_directory(directory / "trainer")
         self._journal.sync()
-        if (weights := filesystem.version_dir(self._run_dir, step)).is_dir():
+        if files.is_dir(weights := filesystem.version_dir(self._run_dir, step)):
             durable.sync_tree(weights)
-        (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
+        files.write_atomic(directory / "trainer" / "emulated.bin", step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)
 
@@ -198,7 +200,7 @@ def train(argv: list[str] | None, ranks: Ranks) -> int:
     parser.add_argument("--orchestrator", required=True)
     options, _ = parser.parse_known_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer 0 %(levelname)s %(message)s")
-    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     world = int(os.environ["WORLD_SIZE"])
     link = TrainerLink(options.orchestrator, on_wait=pulse().beat)
     try:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import submitit
 from submitit.helpers import DelayedSubmission
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.attempt.attempt_end import (
     complete_requeue,
@@ -126,8 +126,8 @@ class AgentTask:
             job_id = submitit.JobEnvironment().job_id
             atexit.register(see_requeued, self._head.plan, job_id, restarts(os.environ))
         # submitit saves beside it first, and stops where a power cut has left such a file.
-        for left in Path(self.run_dir, "submitit").glob("*.save_tmp"):
-            left.unlink(missing_ok=True)
+        for left in files.listing(Path(self.run_dir, "submitit"), "*.save_tmp"):
+            files.unlink(left)
         return NextAttempt(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
 
     def _concluded(self, head: Head) -> bool:

@@ -8,6 +8,7 @@ import logging
 import sys
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     secret.take()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     arguments = OrchestratorArguments(
         run_dir=options.run_dir,
         attempt=options.attempt,
@@ -48,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
-    server = EvaluationServer(recipe, arguments) if recipe.task == "eval" else OrchestratorServer(recipe, arguments)
+    with files.within(files.RETRY_S):  # what is read first may take its time: nothing else runs on the loop yet
+        server = EvaluationServer(recipe, arguments) if recipe.task == "eval" else OrchestratorServer(recipe, arguments)
     await server.run()
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
@@ -76,20 +76,23 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
     The newest one that looks whole: the trainer sets those aside that do not, perhaps at the same time.
 
     Raises:
-        RunError: that checkpoint has no readable orchestrator part.
+        RunError: that checkpoint has no readable orchestrator part, or this node does not see it.
     """
     try:
-        progress = value((run_dir / PROGRESS).read_bytes(), RunProgress)
+        progress = value(files.read_bytes(run_dir / PROGRESS), RunProgress)
         if progress.attempt == attempt:
             return progress
     except (FileNotFoundError, DamagedError):
         pass
-    step = checkpoints.newest_whole(run_dir)
+    try:
+        step = checkpoints.newest_whole(run_dir)
+    except checkpoints.NotVisibleError as error:
+        raise RunError(str(error)) from error
     if step is None:
         return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
     try:
-        saved = value(path.read_bytes(), RunProgress)
+        saved = value(files.read_bytes(path), RunProgress)
     except (OSError, DamagedError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return msgspec.structs.replace(

@@ -48,9 +48,11 @@ def recover(
         step=progress.next_step,
         examples=examples(recipe, progress, curricula, guilty),
     )
-    groups = {group.id: group for group in spool.load()}
+    committed = checkpoints.newest(arguments.run_dir) or 0
+    needed = [name for step, ids in progress.batches.items() if step > committed for name in ids]
+    groups = {group.id: group for group in spool.load(needed)}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
-    _recover_batches(checkpoints.newest(arguments.run_dir) or 0, progress, groups, ready, spool, batches)
+    _recover_batches(committed, progress, groups, ready, spool, batches)
     gone = []
     for name, group in groups.items():
         add = dispatch.add_ready if name in ready else dispatch.add_unscored

@@ -86,6 +86,7 @@ class OrchestratorServer:
         self._arguments = arguments
         self._linger_s = linger_s
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
+        self._journal.note_storage_faults()
         self._is_restarted = self._resumes_evaluation = self._journal.has_begun
         self._claiming_until: float | None = None
         progress = restore(arguments.run_dir, arguments.attempt)
@@ -467,7 +468,7 @@ class OrchestratorServer:
         try:
             self._metrics.write(request.step, row)
         except OSError as error:
-            log.warning("metrics of step %d are lost: %s", request.step, error)
+            log.warning("metrics of step %d are not in the file yet: %s", request.step, error)
         await self._progress.note(lambda now: {"done_step": request.step})
         self._dispatch.step_done()
         self._watch.step_done(request.step, row)
@@ -476,6 +477,7 @@ class OrchestratorServer:
         """The orchestrator's part of a checkpoint, with all that was recorded of its steps: on disk, or OSError."""
 
         def sync() -> None:
+            self._metrics.flush()
             metrics.sync(self._arguments.run_dir)
             self._journal.sync()
 

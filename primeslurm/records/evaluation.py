@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.records.metrics import EVALUATION, Row
 from primeslurm.records.reading import find_record
 
@@ -144,10 +145,8 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 def steps(run_dir: Path) -> list[int]:
     """List the steps that have a directory, ascending; their evaluation may not be done."""
-    root = run_dir / DIRECTORY
-    if not root.is_dir():
-        return []
-    return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.match(path.name)))
+    directories = files.listing(run_dir / DIRECTORY)
+    return sorted(int(match[1]) for path in directories if (match := _NAME.match(path.name)))
 
 
 def evaluations(run_dir: Path) -> list[EvaluationRecord]:

@@ -98,7 +98,10 @@ class AgentReport(msgspec.Struct, frozen=True):
     """The node's name as Slurm knows it."""
     address: str
     time: float
+    """When it was written, by the node's own wall clock: to be shown, never to be compared."""
     agent_pid: int
+    number: int = 0
+    """Heartbeats so far: whoever reads them sees by it that there is a new one."""
     fitness: Fitness = Fitness.CHECKING
     unfit_because: str = ""
     environments_fail: str = ""
@@ -126,6 +129,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """`fleet.json`: what the head tells every agent."""
 
     time: float
+    """When it was written, by the head's own wall clock: to be shown, never to be compared."""
     ready: list[str] = []
     states: dict[str, str] = {}
     units: dict[str, RestartOrder] = {}

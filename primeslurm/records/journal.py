@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import threading
 import time
 from pathlib import Path
@@ -15,9 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm import durable
-from primeslurm.files import write_json
+from primeslurm import durable, files
+from primeslurm.files import Appender, write_json
 from primeslurm.records.base import Event, Record
+from primeslurm.records.beats import pulse
+from primeslurm.records.events.processes import StorageFault
 from primeslurm.records.reserve import Reserve
 
 MOST_UNWRITTEN = 1000
@@ -36,12 +37,22 @@ class Journal:
         self._unwritten: list[str] = []
         self._lock = threading.RLock()  # a signal handler of the thread that holds it may write, too
         for path in (self._events, self._state):
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path.parent)
+        self._appender = Appender(self._events)
 
     @property
     def has_begun(self) -> bool:
         """Tell whether there are events of it already."""
-        return self._events.exists()
+        return files.exists(self._events)
+
+    def note_storage_faults(self) -> None:
+        """Write an event of each outage of the shared file system that this process notices from now on."""
+
+        def note(fault: files.Fault) -> None:
+            self.write(StorageFault(str(fault.path), fault.error, fault.tries, fault.seconds, fault.recovered))
+
+        files.on_fault = note
+        files.on_pause = pulse().beat
 
     def write(self, event: Event) -> None:
         """Append one event. On a full disk it waits in memory for the next one, or for `flush`."""
@@ -59,14 +70,7 @@ class Journal:
                 self._unwritten = []
 
     def _append(self) -> None:
-        text = "".join(line + "\n" for line in self._unwritten)
-        before = self._events.stat().st_size if self._events.exists() else 0
-        try:
-            with self._events.open("a") as handle:
-                handle.write(text)
-        except OSError:
-            os.truncate(self._events, before)  # or the next line would go on with half a line
-            raise
+        self._appender.append("".join(line + "\n" for line in self._unwritten).encode())
 
     def sync(self) -> None:
         """Have what was written so far on disk: a checkpoint counts only with the events before it. Raises OSError."""

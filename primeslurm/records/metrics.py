@@ -6,14 +6,16 @@ The orchestrator of an RL run and the trainer of an SFT run write them. Rows of 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primeslurm import durable
-from primeslurm.files import write_atomic
+from primeslurm import durable, files
+from primeslurm.files import Appender, write_atomic
 from primeslurm.records.attempt import LockRecord
 from primeslurm.records.reading import find_record, last_lines, whole_lines
 
@@ -42,11 +44,18 @@ class MetricsLog:
     ) -> None:
         self._path = run_dir / FILE
         self._last, self._evaluated = _truncate(self._path, resumed_step)
+        self._appender = Appender(self._path)
+        self._unwritten = b""
+        self._lock = threading.Lock()
         self._board = _Board(run_dir / "tensorboard", resumed_step) if tensorboard else None
         self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add the row of a step; a step that has one is ignored. A full disk raises OSError."""
+        """Add the row of a step; a step that has one is ignored.
+
+        Raises:
+            OSError: it is not in the file yet; it is written with the next row, or by `flush`.
+        """
         if step <= self._last:
             return
         self._last = step
@@ -58,7 +67,10 @@ class MetricsLog:
         """Add what an evaluation of a step measured, as a row of its own; a second one is ignored.
 
         Later steps may have their rows by then, so W&B gets it with the step that is being trained, and
-        `eval/step` as what to plot it over. A full disk raises OSError.
+        `eval/step` as what to plot it over.
+
+        Raises:
+            OSError: as `write`.
         """
         if step in self._evaluated:
             return
@@ -69,13 +81,22 @@ class MetricsLog:
 
     def _append(self, step: int, row: Mapping[str, float]) -> None:
         now = time.time()
-        with self._path.open("a") as handle:
-            handle.write(json.dumps({"step": step, "time": now, **row}) + "\n")
+        self._unwritten += (json.dumps({"step": step, "time": now, **row}) + "\n").encode()
         if self._board is not None:
             self._board.write(step, now, row)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write rows that the file system has not taken yet. Raises OSError."""
+        with self._lock:
+            if self._unwritten:
+                self._appender.append(self._unwritten)
+                self._unwritten = b""
 
     def close(self) -> None:
-        """Flush what is left, and close."""
+        """Write what is left, and close."""
+        with contextlib.suppress(OSError):
+            self.flush()
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:
@@ -146,10 +167,10 @@ def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
     Returns:
         The last step that has a row of training, and the steps that have one of evaluation.
     """
-    if not path.exists():
+    if not files.exists(path):
         return 0, set()
     kept = []
-    for line in path.read_bytes().splitlines():
+    for line in files.read_bytes(path).splitlines():
         row = row_of(line)  # None: the writer was killed in the middle of its last line
         if row is not None and row["step"] <= step:
             kept.append((row, line))

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.files import Watched, read_json
 
 T = TypeVar("T")
@@ -63,18 +64,21 @@ def _convert(value: Any, kind: type[T], *, strict: bool) -> T:
 def whole_lines(path: Path) -> list[bytes]:
     """Read the complete lines of a file; none if there is no such file."""
     try:
-        return path.read_bytes().split(b"\n")[:-1]
+        return files.read_bytes(path).split(b"\n")[:-1]
     except OSError:
         return []
 
 
 def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
     """Read the complete lines in the last `size` bytes of a file; none if there is no such file."""
+
+    def read(handle: BinaryIO) -> tuple[int, bytes]:
+        begin = max(0, handle.seek(0, os.SEEK_END) - size)
+        handle.seek(begin)
+        return begin, handle.read()
+
     try:
-        with path.open("rb") as handle:
-            begin = max(0, handle.seek(0, os.SEEK_END) - size)
-            handle.seek(begin)
-            data = handle.read()
+        begin, data = files.reading(path, read)
     except OSError:
         return []
     return (data.partition(b"\n")[2] if begin else data).split(b"\n")[:-1]

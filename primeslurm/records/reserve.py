@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
+from primeslurm import files
 from primeslurm.files import write_atomic
 from primeslurm.records.beats import pulse
 
@@ -55,7 +56,7 @@ def _says(error: BaseException, numbers: Collection[int]) -> bool:
 def free_bytes(directory: Path) -> int | None:
     """Return what is free in the file system of a directory; None if it cannot be asked."""
     try:
-        return shutil.disk_usage(directory).free
+        return files.retrying(directory, lambda: shutil.disk_usage(directory).free)
     except OSError:
         return None
 
@@ -123,22 +124,24 @@ class Reserve:
     def given_up(self) -> bool:
         """Whether it was emptied, and has not been filled again."""
         try:
-            return self._path.stat().st_size < self._size
+            found = files.status(self._path)
         except OSError:
             return False
+        return found is not None and found.st_size < self._size
 
     def give_up(self) -> bool:
         """Empty it. Returns whether there was anything in it."""
         try:
-            held = self._path.stat().st_size > 0
-            os.truncate(self._path, 0)
+            found = files.status(self._path)
+            if found is not None:
+                files.retrying(self._path, lambda: os.truncate(self._path, 0))
         except OSError:
             return False
-        return held
+        return found is not None and found.st_size > 0
 
     def fill(self) -> bool:
         """Make it, or fill it again, if there is space for two. Returns whether it is held now."""
-        if self._path.is_file() and not self.given_up:
+        if self._is_held():
             return True
         if (free_bytes(self._path.parent) or 0) < 2 * self._size:
             return False
@@ -148,6 +151,12 @@ class Reserve:
         except OSError:
             return False
         return True
+
+    def _is_held(self) -> bool:
+        try:
+            return files.is_file(self._path) and not self.given_up
+        except OSError:
+            return False
 
     def spend_on(self, write: Callable[[], T]) -> T:
         """Write a record; if there is no space, empty the reserve and write again. Raises OSError."""
@@ -165,14 +174,14 @@ class Reserve:
             Why it has to be written later; empty if it is written.
 
         Raises:
-            OSError: it cannot be written, and the file system is neither full nor read-only.
+            OSError: it cannot be written, and the file system is neither full, nor read-only, nor away.
         """
         if self.given_up:
             return GIVEN_UP
         try:
             write()
         except OSError as error:
-            if not may_pass(error):
+            if not may_pass(error) and not files.is_transient(error):
                 raise
             return str(error)
         return ""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import shutil
 import subprocess
 import sys
 import time
@@ -17,10 +16,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.files import write_atomic
-from primeslurm.paths import is_dir, is_file
 from primeslurm.plan import plan_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
 from primeslurm.records import recipe as recipe_record
@@ -105,7 +103,7 @@ class Attempt:
         Raises:
             ValueError: a file is damaged.
         """
-        found = (read_record(path, AgentReport) for path in (self.path / "agents").glob("*.json"))
+        found = (read_record(path, AgentReport) for path in files.listing(self.path / "agents", "*.json"))
         return [report for report in found if report is not None]
 
     @property
@@ -116,8 +114,8 @@ class Attempt:
     def forget_agents(self) -> None:
         """Remove what agents and head have told each other, before others of this attempt begin anew."""
         told = (self.fleet_file, self.addresses_file, self.roster_file, self.reference_file)
-        for path in (*told, *(self.path / "agents").glob("*.json")):
-            path.unlink(missing_ok=True)
+        for path in (*told, *files.listing(self.path / "agents", "*.json")):
+            files.unlink(path)
 
     def prepare(self, plan: Plan) -> None:
         """Make the directory and write the plan, last: all on disk when this returns."""
@@ -132,7 +130,7 @@ class Attempt:
             RunError: it is not there, or cannot be read.
         """
         try:
-            return plan_file.from_file(self.plan_file.read_bytes())
+            return plan_file.from_file(files.read_bytes(self.plan_file))
         except (OSError, ValueError) as error:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
@@ -167,7 +165,10 @@ class RunDirectory:
 
     def exists(self) -> bool:
         """Whether a run was ever made here."""
-        return is_file(self.path / "lock.json")
+        try:
+            return files.is_file(self.path / "lock.json")
+        except PermissionError:  # another user's
+            return False
 
     def attempt(self, number: int) -> Attempt:
         """One attempt, whether or not it exists."""
@@ -175,11 +176,9 @@ class RunDirectory:
 
     def attempts(self) -> list[Attempt]:
         """Return all attempts that have a plan, oldest first."""
-        root = self.path / "attempts"
-        if not is_dir(root):
-            return []
-        numbers = sorted(int(p.name) for p in root.iterdir() if p.name.isdecimal() and is_file(p / "plan.json"))
-        return [self.attempt(number) for number in numbers]
+        paths = files.settled_listing(self.path / "attempts")
+        numbers = [int(path.name) for path in paths if path.name.isdecimal() and files.is_file(path / "plan.json")]
+        return [self.attempt(number) for number in sorted(numbers)]
 
     def latest(self) -> Attempt:
         """Return the newest attempt that has a plan.
@@ -217,9 +216,9 @@ class RunDirectory:
 
 def name_in_use(run_dir: Path) -> list[Violation]:
     """Return a violation if the run directory holds anything already, or is no directory."""
-    if is_dir(run_dir) and not any(run_dir.iterdir()):
+    if files.is_dir(run_dir) and not files.listing(run_dir):
         return []
-    return [_in_use(run_dir)] if os.path.lexists(run_dir) else []
+    return [_in_use(run_dir)] if files.retrying(run_dir, lambda: os.path.lexists(run_dir)) else []
 
 
 def _in_use(run_dir: Path) -> Violation:
@@ -255,26 +254,26 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     if problems := unsafe(run_dir):  # somebody else was faster, or the umask opened what was made
         raise UsageError(problems)
     try:
-        (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
+        files.retrying(run_dir, (run_dir / "attempts").mkdir)  # of several who submit a name at once, one makes it
     except FileExistsError:
         raise UsageError([_in_use(run_dir)]) from None
     try:
         return _fill(run_dir, recipe, plan, source)
     except OSError as error:
-        shutil.rmtree(run_dir, ignore_errors=True)
+        files.remove_tree(run_dir, ignore_errors=True)
         raise OSError(error.errno, error.strerror, error.filename or str(run_dir)) from error
 
 
 def discard(attempt: Attempt) -> None:
     """Remove an attempt that nothing runs; the first one with its whole run."""
     first = attempt.number == 1
-    shutil.rmtree(attempt.path.parents[1] if first else attempt.path, ignore_errors=True)
+    files.remove_tree(attempt.path.parents[1] if first else attempt.path, ignore_errors=True)
 
 
 def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
-    run_dir.chmod(0o700)  # one that was there, empty, too
+    files.retrying(run_dir, lambda: run_dir.chmod(0o700))  # one that was there, empty, too
     secret.create(run_dir)
-    write_atomic(run_dir / "recipe.yaml", source.read_bytes())
+    write_atomic(run_dir / "recipe.yaml", files.read_bytes(source))
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
     write_atomic(run_dir / recipe_record.FILE, resolved + "\n")
     attempt = RunDirectory(run_dir).attempt(1)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.files import write_json
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.records.reading import find_record
@@ -35,6 +36,11 @@ class BadNode(msgspec.Struct, frozen=True):
     """From then on the node is used again."""
 
 
+def hours_ago(entry: BadNode, now: float) -> float:
+    """Return how many hours ago a node failed; 0 if the clock of this machine says that it will."""
+    return max(0.0, now - entry.time) / HOUR_S
+
+
 class Ledger:
     """The bad nodes of one directory of runs."""
 
@@ -55,25 +61,26 @@ class Ledger:
         Raises:
             OSError: the entry cannot be written.
         """
-        self._path.mkdir(exist_ok=True)
+        files.make_directory(self._path)
         entry = BadNode(node, reason, run, attempt, now, now + hours * HOUR_S)
         write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
 
     def entries(self, now: float) -> list[BadNode]:
         """Read what is remembered and has not expired, newest first, one entry a node."""
-        valid = sorted((e for _, e in self._read() if e.expires > now), key=lambda e: e.time)
+        entries = [_by_own_clock(entry, files.status(path), now) for path, entry in self._read()]
+        valid = sorted((entry for entry in entries if entry.expires > now), key=lambda entry: entry.time)
         return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
 
     def forget(self, node: str) -> bool:
         """Use a node again from now on. Returns whether it was remembered."""
         found = [path for path, entry in self._read() if entry.node == node]
         for path in found:
-            path.unlink(missing_ok=True)
+            files.unlink(path)
         return bool(found)
 
     def _read(self) -> list[tuple[Path, BadNode]]:
         found = []
-        for path in sorted(self._path.glob("*.json")):
+        for path in files.listing(self._path, "*.json"):
             with contextlib.suppress(OSError):
                 if self._is_trusted(path) and (entry := find_record(path, BadNode)) is not None:
                     found.append((path, entry))
@@ -84,9 +91,18 @@ class Ledger:
 
         Where everybody may write, as in /tmp, it is one's own; elsewhere the directory of runs says who shares it.
         """
-        status, runs = path.lstat(), self._path.parent.stat()
-        open_to_all = (runs.st_mode | self._path.stat().st_mode) & stat.S_IWOTH
+        status = files.retrying(path, path.lstat)
+        runs, directory = (files.retrying(place, place.stat) for place in (self._path.parent, self._path))
+        open_to_all = (runs.st_mode | directory.st_mode) & stat.S_IWOTH
         return stat.S_ISREG(status.st_mode) and (not open_to_all or status.st_uid in (os.geteuid(), runs.st_uid))
+
+
+def _by_own_clock(entry: BadNode, about: os.stat_result | None, now: float) -> BadNode:
+    """Move an entry from the future back to the past: the clock of its writer was ahead, and it would live too long."""
+    if entry.time <= now:
+        return entry
+    written = min(about.st_mtime if about else now, now)
+    return msgspec.structs.replace(entry, time=written, expires=entry.expires - (entry.time - written))
 
 
 def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
@@ -102,7 +118,7 @@ def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence
         Finding(
             level="note",
             field=FIELD,
-            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {(now - entry.time) / HOUR_S:.1f} h ago)",
+            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {hours_ago(entry, now):.1f} h ago)",
             fix=f"primeslurm nodes --forget {entry.node}",
         )
         for entry in bad

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.errors import Violation
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -20,6 +21,10 @@ _OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH
 
 def unsafe(run_dir: Path) -> list[Violation]:
     """Return a violation for each way in which others could replace a run directory, whether or not it is there yet."""
+    return files.retrying(run_dir, lambda: _unsafe(run_dir))
+
+
+def _unsafe(run_dir: Path) -> list[Violation]:
     found = []
     if os.path.lexists(run_dir):
         used = run_dir.is_dir() and any(run_dir.iterdir())  # an empty one is closed when it is taken
@@ -39,14 +44,17 @@ def why_not_to_load(folder: Path) -> str:
     Args:
         folder: `submitit` of the run directory.
     """
-    run_dir = folder.parent
     try:
-        opened = bool(run_dir.stat().st_mode & _OTHERS_PASS)
-        below = [folder, *sorted(folder.glob("*.pkl"))]
-        found = [*_problems(run_dir), *(text for path in below for text in _problems(path, closed=opened))]
+        return "; ".join(files.retrying(folder, lambda: _problems_of_pickles(folder)))
     except OSError as error:
         return f"{error.filename or folder}: {error.strerror}"
-    return "; ".join(found)
+
+
+def _problems_of_pickles(folder: Path) -> list[str]:
+    run_dir = folder.parent
+    opened = bool(run_dir.stat().st_mode & _OTHERS_PASS)
+    below = [folder, *sorted(folder.glob("*.pkl"))]
+    return [*_problems(run_dir), *(text for path in below for text in _problems(path, closed=opened))]
 
 
 def _problems(path: Path, *, closed: bool = True) -> Iterator[str]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.records import metrics
 from primeslurm.records.base import Event
 from primeslurm.records.events import decode, in_order
@@ -30,19 +30,16 @@ def events(run: RunDirectory) -> list[Event]:
 
 def attempt_events(attempt: Attempt) -> list[Event]:
     """Read the events of all processes of one attempt, in order of time."""
-    files = (attempt.path / "events").glob("*.jsonl")
-    return in_order(_known(line for path in files for line in whole_lines(path)))
+    paths = files.listing(attempt.path / "events", "*.jsonl")
+    return in_order(_known(line for path in paths for line in whole_lines(path)))
 
 
 def recent_events(attempt: Attempt) -> list[Event]:
     """Read the newest events, in order of time, without a look at every node's: agents write when something happens."""
     directory = attempt.path / "events"
     always = ("head.jsonl", "orchestrator.jsonl", "trainer-rank-0.jsonl")
-    try:
-        with os.scandir(directory) as entries:
-            others = [(e.stat().st_mtime, e.name) for e in entries if e.name not in always]
-    except FileNotFoundError:
-        return []
+    others = [(about.st_mtime, path.name) for path in files.listing(directory) if (about := files.status(path))]
+    others = [(at, name) for at, name in others if name not in always]
     names = [*always, *(name for _, name in sorted(others)[-NOTABLE_FILES:])]
     return in_order(_known(line for name in names for line in last_lines(directory / name, TAIL_BYTES // 8)))
 
@@ -50,8 +47,7 @@ def recent_events(attempt: Attempt) -> list[Event]:
 def first_event(attempt: Attempt, writer: str) -> Event | None:
     """Read the first event of a process, without a look at the others; None if it has written none."""
     try:
-        with (attempt.path / "events" / f"{writer}.jsonl").open("rb") as handle:
-            return decode(handle.readline())
+        return decode(files.reading(attempt.path / "events" / f"{writer}.jsonl", lambda handle: handle.readline()))
     except OSError:
         return None
 

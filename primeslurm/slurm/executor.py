@@ -10,7 +10,7 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
@@ -51,8 +51,8 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
 
 def remove_submission_files(folder: Path) -> None:
     """Remove what submitit hands sbatch and keeps as a link; Slurm has its own copy, the attempt has `job.sbatch`."""
-    for path in folder.glob(".submission_file_*.sh"):
-        path.unlink(missing_ok=True)
+    for path in files.listing(folder, ".submission_file_*.sh"):
+        files.unlink(path)
 
 
 class PlanExecutor(submitit.SlurmExecutor):
@@ -71,7 +71,7 @@ class PlanExecutor(submitit.SlurmExecutor):
         return self._plan.allocated
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._script_path.read_text()
+        return files.read_text(self._script_path)
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         durable.sync_tree(self.folder)  # a job that is taken finds its pickle, whatever happens to this machine

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
@@ -86,7 +87,7 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
 def lock(device: str) -> dict[str, str]:
     """Read the locked version of each distribution from the checkout's requirements and manifests; empty without."""
     path = _ROOT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
-    text = path.read_text() if path.is_file() else ""
+    text = files.read_text(path) if files.is_file(path) else ""
     pins = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)}
     for manifest in sorted((_ROOT / "third_party").glob("*/manifest.toml")):
         value = tomllib.loads(manifest.read_text())

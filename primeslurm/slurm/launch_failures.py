@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
+from primeslurm import files
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
 
@@ -60,6 +62,10 @@ class JobOutput:
         """Bytes, whole lines only."""
         self._begun = False
 
+    def _rest(self, handle: BinaryIO) -> bytes:
+        handle.seek(self._read)
+        return handle.read()
+
     def news(self) -> str:
         """Read the whole lines of this start that were not there the last time.
 
@@ -67,9 +73,7 @@ class JobOutput:
             OSError: the file cannot be read, or is not there yet.
         """
         # Opened each time: that is what makes a network file system ask its server.
-        with self._path.open("rb") as handle:
-            handle.seek(self._read)
-            lines, end, _ = handle.read().rpartition(b"\n")
+        lines, end, _ = files.reading(self._path, self._rest).rpartition(b"\n")
         self._read += len(lines) + len(end)
         text = (lines + end).decode(errors="replace")
         following = since_start(text, self._start)

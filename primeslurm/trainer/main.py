@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from primeslurm import compiled_code
+from primeslurm import compiled_code, files
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.records.beats import pulse
@@ -45,11 +45,12 @@ def run(
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
     journal = Journal(run_dir / "attempts" / str(attempt), f"trainer-rank-{rank}")
+    journal.note_storage_faults()
     journal.write(TrainerStarted(os.getpid()))
     if device == "cuda" and compat.ON_CPU:
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
         return exits.FAILED
-    recipe = Recipe.model_validate_json(recipe_path.read_text())
+    recipe = Recipe.model_validate_json(files.read_text(recipe_path))
     compiled_code.use()
     limits = PhaseLimits.of(recipe)
     pulse().enter("load", limit_s=limits.long_s)

@@ -25,6 +25,7 @@ from primeslurm.trainer import tiny
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
+from tests.support.faulty_storage import storage_time  # noqa: F401 - for all tests
 from tests.support.forks import TRAINER, Forked, server
 
 ROOT = Path(__file__).parents[2]

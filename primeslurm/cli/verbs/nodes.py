@@ -33,7 +33,7 @@ def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = Fal
         return
     table = light_table("node", "why", "run", "attempt", "hours ago", "hours left")
     for entry in known:
-        ago, left = (now - entry.time) / HOUR_S, (entry.expires - now) / HOUR_S
+        ago, left = max(0.0, now - entry.time) / HOUR_S, (entry.expires - now) / HOUR_S
         table.add_row(entry.node, entry.reason, entry.run, str(entry.attempt), f"{ago:.1f}", f"{left:.1f}")
     if known:
         out.print(table)

@@ -30,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     shared.add_argument("--port", type=int, required=True)
     where, _ = shared.parse_known_args(options)
     journal = Journal(mine.attempt_dir, mine.name)
+    journal.note_storage_faults()
     router, door = Address(where.host, where.port), Address(where.host, mine.door)
     keeper = Keeper(options, router, door, journal, mine.remembered_bytes)
     code = asyncio.run(keeper.run())

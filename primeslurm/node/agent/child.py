@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from primeslurm import files
 from primeslurm.orphans import end_with_parent
 
 
@@ -62,10 +63,19 @@ class ProcessGroup(abc.ABC):
 
 def open_log(log: Path, argv: Sequence[str]) -> BinaryIO:
     """Open the log file of a process that is about to be started, and say what is started. Raises OSError."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    handle = log.open("ab", buffering=0)
-    handle.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode())
-    return handle
+    header = f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode()
+
+    def opened() -> BinaryIO:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        handle = log.open("ab", buffering=0)
+        try:
+            handle.write(header)
+        except OSError:
+            handle.close()
+            raise
+        return handle
+
+    return files.retrying(log, opened)
 
 
 class Child(ProcessGroup):

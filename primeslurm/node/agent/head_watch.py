@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,14 +29,14 @@ class HeadWatch:
         path = RunDirectory(Path(plan.run_dir)).job_output(environ.get("SLURM_JOB_ID", ""))
         self._output = JobOutput(path, restarts(environ))
         self._quiet_s = QUIET * plan.heartbeat_s
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
 
     def killed(self, silent_s: float, now: float) -> str | None:
         """Tell how the head's agent was killed; None if nothing says that it was.
 
         Args:
             silent_s: for so long the head was not heard of.
-            now: Unix seconds.
+            now: a monotonic clock, in seconds.
         """
         if self._head is None or silent_s < self._quiet_s or now - self._looked_at < PERIOD_S:
             return None

@@ -7,6 +7,7 @@ It survives what it runs, and speaks to the other agents through small files in 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.files import Watched, write_json
 from primeslurm.node.agent.head_watch import HeadWatch
 from primeslurm.node.agent.health_probe import TIMEOUT_S
@@ -42,6 +44,9 @@ from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import Attempt
 from primeslurm.silence import LATE_S, held_up_s
 from primeslurm.wire.transport.addresses import Addresses
+
+TICK_RETRY_S = 0.5
+"""How long one turn of an agent or the head repeats an operation on a file: it comes back soon by itself."""
 
 
 @dataclass(frozen=True)
@@ -108,10 +113,13 @@ class NodeAgent:
         self._addresses_file = Watched(attempt.addresses_file)
         self._sweeper: Sweeper | None = None
         self._local_ending: Ending | None = None
-        self._last_heartbeat = 0.0
+        self.wall = time.time
+        """Clock of what is shown to people. Everything else goes by the monotonic clock of `tick`."""
+        self._last_heartbeat = -math.inf
+        self._heartbeats = 0
         self._records = RecordWriter(Path(plan.run_dir), 1.5 * plan.stall_timeout_s)
         self._told = self._news()
-        self._head_seen_at = self._ticked_at = time.time()
+        self._head_seen_at = self._ticked_at = time.monotonic()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
         self._termed_at: float | None = None
@@ -138,10 +146,11 @@ class NodeAgent:
             remove_of_earlier_attempts(self.tmp)
             self._directory.make()
             sweeper.add(self.tmp)
+            self.journal.note_storage_faults()
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
-                self.tick(time.time())
+                self.tick(time.monotonic())
                 time.sleep(self.timings.tick_s)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
@@ -152,10 +161,14 @@ class NodeAgent:
                 self.processes.close()
             self._directory.remove()
             sweeper.close()
-            self._heartbeat(time.time(), ended=True)
+            self._heartbeat(time.monotonic(), ended=True)
 
     def tick(self, now: float) -> None:
-        """One turn: reap, look at what the head says, act, report."""
+        """One turn: reap, look at what the head says, act, report. `now`: a monotonic clock, in seconds."""
+        with files.within(TICK_RETRY_S):
+            self._tick(now)
+
+    def _tick(self, now: float) -> None:
         hindered = now - self._head_seen_at > LATE_S and self._records.excuses(now)
         self._head_seen_at += now - self._ticked_at if hindered else held_up_s(self._ticked_at, now)
         self._ticked_at = now
@@ -178,6 +191,7 @@ class NodeAgent:
     def _read_head(self, now: float) -> None:
         # In this order: the head publishes addresses before the orders that rely on them.
         view = changed_record(self._fleet_file, FleetView)
+        self._records.unread = self._fleet_file.fault
         if view is not None:
             self.view = view
             self._head_seen_at = now
@@ -251,6 +265,7 @@ class NodeAgent:
 
     def _heartbeat(self, now: float, *, ended: bool) -> None:
         self._last_heartbeat = now
+        self._heartbeats += 1
         processes = self.processes
         self._told = self._news()
         fitness, why = self.preflight.verdict
@@ -258,8 +273,9 @@ class NodeAgent:
             rank=self.rank,
             name=self.name,
             address=self.address,
-            time=now,
+            time=self.wall(),
             agent_pid=os.getpid(),
+            number=self._heartbeats,
             fitness=fitness,
             unfit_because=why,
             failed=self.preflight.failed,

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
+from primeslurm import files as storage
 from primeslurm.node.agent.child import Child, ProcessGroup
 from primeslurm.node.agent.forks import ForkServers
 from primeslurm.node.agent.health_probe import TIMEOUT_S, HealthProbe, ProbeTarget
@@ -146,7 +147,7 @@ class ProcessManager:
             self._killed_at.pop(name, None)
             supervision = self.supervised[name]
             if code in (exits.FAILED, exits.BAD_WORDS, exits.FUTILE) and not ending and not supervision.reason:
-                supervision.reason = last_words(self.attempt.path / supervision.process.log, time.time())
+                supervision.reason = last_words(self.attempt.path / supervision.process.log)
             supervision.exited(now, code, ending=ending, served=served)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
             ended.append(supervision.process)
@@ -277,7 +278,7 @@ class ProcessManager:
             pid=child.pid if child else None,
             exit_code=supervision.exit_code,
             restarts=supervision.restarts,
-            since=supervision.since,
+            since=time.time() - (time.monotonic() - supervision.since),
             healthy=self._is_healthy(supervision),
             reason=supervision.reason,
             generation=supervision.generation,
@@ -318,6 +319,9 @@ class ProcessManager:
         except OSError as error:
             if page:
                 page.close()
+            if storage.is_transient(error):  # it is the log's file system that is away for a moment
+                supervision.postponed(now)
+                return
             supervision.reason = str(error)
             supervision.exited(now, exits.NO_COMMAND, ending=False)
             self._journal.write(ProcessStartFailed(process.name, str(error)))

@@ -129,6 +129,10 @@ class Supervision:
         self.renewing, self.hung, self.reason = False, False, ""
         self._become(ProcessState.LOADING, now)
 
+    def postponed(self, now: float) -> None:
+        """Take in that the process could not be started for now, and not for a fault of its own: it is tried again."""
+        self._become(ProcessState.WAITING, now)
+
     def exited(self, now: float, code: int, *, ending: bool, served: bool = False) -> None:
         """Take in that the process ended.
 

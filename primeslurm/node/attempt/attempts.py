@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from primeslurm import files
 from primeslurm.records.reserve import Reserve, until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 
@@ -27,7 +28,7 @@ def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
     """
     attempt = run.attempt(number)
     deadline = time.monotonic() + wait_s
-    while not attempt.plan_file.is_file():
+    while not files.is_file(attempt.plan_file):
         if time.monotonic() >= deadline:
             _make_in_time(run, attempt)
             break
@@ -53,7 +54,7 @@ def first_of_job(run: RunDirectory, job_id: str) -> int:
 
 
 def _make(run: RunDirectory, attempt: Attempt) -> None:
-    if attempt.plan_file.is_file():
+    if files.is_file(attempt.plan_file):
         return  # another agent was faster
     previous = run.latest()
     plan = previous.plan()

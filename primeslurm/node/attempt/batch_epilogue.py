@@ -78,6 +78,7 @@ class BatchEpilogue:
         self._unreached: dict[str, str] = {}
         """Nodes on which no task could be started, and why."""
         self._journal = Journal(self._attempt.path, "batch")
+        self._journal.note_storage_faults()
 
     def see_to(self, code: int) -> int:
         """Start the attempt again on the nodes that are left, or requeue the job. Returns the last step's exit code."""

@@ -10,7 +10,7 @@ node that has nothing else move to others of its kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ class Fleet:
 
     plan: Plan
     started_at: float
+    """By the monotonic clock of the head, as every `now`."""
     patience: Patience = PATIENCE
     """With processes that say nothing."""
     hosts: Sequence[str] = ()
@@ -108,7 +109,7 @@ class Fleet:
     def observe(self, report: AgentReport, now: float) -> None:
         """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
         known = self.agents.get(report.rank)
-        if known is None or known.time != report.time:
+        if known is None or (known.number, known.agent_pid) != (report.number, report.agent_pid):
             self.seen_at[report.rank] = now
         self.agents[report.rank] = report
 
@@ -126,6 +127,10 @@ class Fleet:
     def observe_kills(self, kills: Mapping[str, str]) -> None:
         """Take in nodes whose agent was killed, and how: nobody has to wait until it has been silent for long."""
         self._killed |= kills
+
+    def unreadable(self, ranks: Collection[int], seconds: float) -> None:
+        """Take in that the heartbeats of some agents could not be read for so long."""
+        self.seen_at = {rank: at + seconds * (rank in ranks) for rank, at in self.seen_at.items()}
 
     def held_up(self, seconds: float) -> None:
         """Take in that the head itself was held up: for so long nobody could have been heard of."""

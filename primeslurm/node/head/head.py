@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -9,14 +10,15 @@ from dataclasses import dataclass
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.files import Watched, write_json
-from primeslurm.node.agent.node_agent import NodeAgent
+from primeslurm.node.agent.node_agent import TICK_RETRY_S, NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.hangs import PATIENCE, Patience
 from primeslurm.node.head.process_states import fleet_state
-from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.node.head.walltime import MARGIN_S, boot_clock, ends_too_late, seconds_left, seconds_to_stop
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import (
@@ -75,7 +77,10 @@ class Head(threading.Thread):
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
         hosts = node_names(agent.plan, os.environ)
-        self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=hosts, patience=timings.silence)
+        self.wall = time.time
+        """Clock of what is shown to people. Everything else goes by the monotonic clock of `tick`."""
+        now = time.monotonic()
+        self.fleet = Fleet(agent.plan, started_at=now, hosts=hosts, patience=timings.silence)
         self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), restarts(os.environ))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
@@ -87,8 +92,11 @@ class Head(threading.Thread):
         self._told = FleetView(time=0.0)
         self._asked: Ending | None = None
         self._ending_at = 0.0
-        self._ticked_at = time.time()
-        self._ends_at = end_of_job(agent.plan, os.environ, time.time())
+        self._told_at = -math.inf
+        self._ticked_at = now
+        self._ends_at = boot_clock() + seconds_left(agent.plan, os.environ, time.time())
+        self._unread: dict[int, float] = {}
+        """Ranks of agents whose heartbeats cannot be read, and since when."""
         self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
 
     def end(self, ending: Ending) -> None:
@@ -99,7 +107,7 @@ class Head(threading.Thread):
         """Watch until the attempt has ended everywhere. An error of the head itself ends the attempt."""
         try:
             while not self._gathered(self._ticked_at):
-                self.tick(time.time())
+                self.tick(time.monotonic())
                 time.sleep(self._timings.period_s)
         except Exception as error:
             self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
@@ -107,11 +115,18 @@ class Head(threading.Thread):
             self._agent.end(self.ending)
 
     def tick(self, now: float) -> None:
-        """Read every heartbeat that changed, decide, publish."""
-        hindered = self._records.excuses(now)
-        if late := now - self._ticked_at if hindered else held_up_s(self._ticked_at, now):
+        """Read every heartbeat that changed, decide, publish. `now`: a monotonic clock, in seconds."""
+        with files.within(TICK_RETRY_S):
+            self._tick(now)
+
+    def _tick(self, now: float) -> None:
+        hindered, elapsed = self._records.excuses(now), now - self._ticked_at
+        if late := elapsed if hindered else held_up_s(self._ticked_at, now):
             self.fleet.held_up(late)
+        else:
+            self.fleet.unreadable(self._unread_for_a_while(now), elapsed)
         self._ticked_at = now
+        self._records.unread = ""
         self._records.fill_reserve(now)
         for file in self._heartbeats.values():
             if (report := changed_record(file, AgentReport)) is not None:
@@ -121,7 +136,7 @@ class Head(threading.Thread):
             news = self._job_news()
             self.fleet.observe_exits(launch_failures(news) | early_exits(news), now)
             self.fleet.observe_kills(kills(news))
-        if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
+        if self.ending is None and (found := self._asked_to_end() or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
         self._tell_news()
@@ -135,12 +150,19 @@ class Head(threading.Thread):
             ending = self._asked  # whoever ends all agents of a job may reach another one first
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
-    def _asked_to_end(self, now: float) -> Ending | None:
+    def _unread_for_a_while(self, now: float) -> set[int]:
+        """Ranks whose heartbeats could not be read at the last look, as long as that is excused."""
+        unread = {rank for rank, file in self._heartbeats.items() if file.fault}
+        self._unread = {rank: self._unread.get(rank, now) for rank in unread}
+        return {rank for rank, since in self._unread.items() if now - since <= self._records.patience_s}
+
+    def _asked_to_end(self) -> Ending | None:
         """By the user, by Slurm, or by the clock."""
-        if self.attempt.cancel_file.exists():
+        if self._records.read(lambda: files.exists(self.attempt.cancel_file), otherwise=False):
             return Ending(Outcome.CANCELLED, "cancelled by the user")
-        stop_s = seconds_to_stop(self.attempt.state("trainer-rank-0", TrainerState))
-        if self._asked is None and ends_too_late(now, self._ends_at, self.plan.job.signal_s, stop_s):
+        trainer = self._records.read(lambda: self.attempt.state("trainer-rank-0", TrainerState), otherwise=None)
+        stop_s = seconds_to_stop(trainer)
+        if self._asked is None and ends_too_late(boot_clock(), self._ends_at, self.plan.job.signal_s, stop_s):
             self._grace_s = stop_s - MARGIN_S
             reason = f"time limit: a last checkpoint may take {stop_s:.0f} s, more than Slurm's warning leaves"
             return Ending(Outcome.PREEMPTED, reason)
@@ -157,7 +179,7 @@ class Head(threading.Thread):
             return ""
 
     def _observe_progress(self, now: float) -> None:
-        state = progress_of(self.attempt, self.plan.task)
+        state = self._records.read(lambda: progress_of(self.attempt, self.plan.task), otherwise=None)
         if state is not None:
             self.fleet.observe_progress(state.marker, now)
         if isinstance(state, OrchestratorState):
@@ -216,7 +238,7 @@ class Head(threading.Thread):
             if report is not None and report.state == ProcessState.READY:
                 ready.append(process.name)
         view = FleetView(
-            time=now,
+            time=self.wall(),
             ready=ready,
             states=states,
             units=fleet.orders,
@@ -228,13 +250,13 @@ class Head(threading.Thread):
             release=self._release(now),
             heartbeat_s=self.plan.heartbeat_s,
         )
-        if now - self._told.time < self.plan.heartbeat_s and view == msgspec.structs.replace(self._told, time=now):
+        if now - self._told_at < self.plan.heartbeat_s and view == msgspec.structs.replace(self._told, time=view.time):
             return
         try:
             write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
-            self._told = view
+            self._told, self._told_at = view, now
         except OSError as error:
-            if may_pass(error):
+            if may_pass(error) or files.is_transient(error):
                 raise
             self.journal.write(PublishFailed(str(error)))
 

@@ -1,7 +1,9 @@
-"""The job's time limit: does a last checkpoint still fit between Slurm's warning and the end? Pure."""
+"""The job's time limit: does a last checkpoint still fit between Slurm's warning and the end? Pure, but for a clock."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Mapping
 
 from primeslurm.plan.model import Plan
@@ -16,19 +18,28 @@ _PHASES = ("forward_backward", "optimizer", "publish", "checkpoint")
 """What a trainer that is asked to stop still does: the step it is in, and a checkpoint."""
 
 
-def end_of_job(plan: Plan, environ: Mapping[str, str], started_at: float) -> float:
-    """Find out when Slurm ends the job: as it says itself, or by the limit that was asked for.
+def boot_clock() -> float:
+    """Return seconds since boot. Nobody sets this clock, and it goes on while a virtual machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def seconds_left(plan: Plan, environ: Mapping[str, str], wall: float) -> float:
+    """Work out how many seconds the job has left, as Slurm says itself, or by the limit that was asked for.
 
     Args:
         plan: of the job.
         environ: of a process in the job.
-        started_at: when the job started, in Unix seconds.
-
-    Returns:
-        The time, in Unix seconds.
+        wall: Unix seconds, by this node's clock. Slurm's times are those of its controller: a difference that cannot
+            be is a difference between the two clocks.
     """
-    told = environ.get("SLURM_JOB_END_TIME")  # since Slurm 23.02
-    return float(told) if told else started_at + 60.0 * minutes(plan.job.time)
+    limit_s = 60.0 * minutes(plan.job.time)
+    end = environ.get("SLURM_JOB_END_TIME")  # since Slurm 23.02
+    start = environ.get("SLURM_JOB_START_TIME")
+    if not end:
+        return limit_s
+    left_s = float(end) - wall
+    longest_s = float(end) - float(start) if start else math.inf  # an administrator may have changed the limit
+    return left_s if 0.0 < left_s <= longest_s else min(longest_s, limit_s)
 
 
 def seconds_to_stop(trainer: TrainerState | None) -> float:
@@ -46,8 +57,8 @@ def ends_too_late(now: float, end: float, signal_s: float, stop_s: float) -> boo
     """Whether it is time to stop although Slurm has not warned yet: its warning will leave too little time.
 
     Args:
-        now: Unix seconds.
-        end: when Slurm ends the job, in Unix seconds.
+        now: seconds since boot.
+        end: when Slurm ends the job, by the same clock.
         signal_s: how long before that it warns.
         stop_s: how long stopping with a checkpoint may take.
     """

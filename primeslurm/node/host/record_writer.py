@@ -1,17 +1,22 @@
 """Writes the small files by which agents and head speak, also while the file system is full.
 
-Who cannot write, or sees that there is no space, takes nobody's silence for a sign: the others cannot write either.
+An agent that cannot write or read them, or sees that there is no space, takes nobody for unresponsive: the others may
+not be able to write either.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+from primeslurm.files import is_transient
 from primeslurm.records.reserve import GIVEN_UP, Reserve, free_bytes, may_pass
 
 FILL_S = 5.0
 """Between two looks whether the reserve can be filled again."""
+T = TypeVar("T")
 NO_SPACE = 2**20
 """With less than this, in bytes, some records can be written and others cannot."""
 
@@ -26,12 +31,14 @@ class RecordWriter:
 
     def __init__(self, run_dir: Path, patience_s: float) -> None:
         self._run_dir = run_dir
-        self._patience_s = patience_s
+        self.patience_s = patience_s
         self._reserve = Reserve(run_dir)
-        self._filled_at = 0.0
+        self._filled_at = -math.inf
         self._since: float | None = None
         self.fault = ""
         """What kept the newest record from being written; empty if it is."""
+        self.unread = ""
+        """What kept the others' records from being read at the last look; empty if they were."""
 
     def write(self, action: Callable[[], object]) -> bool:
         """Write a record, out of the reserve if need be. Returns whether it is written; if not, try again later.
@@ -42,18 +49,28 @@ class RecordWriter:
         try:
             self._reserve.spend_on(action)
         except OSError as error:
-            if not may_pass(error):
+            if not may_pass(error) and not is_transient(error):
                 raise
             self.fault = error.strerror or str(error)
             return False
         self.fault = ""
         return True
 
+    def read(self, action: Callable[[], T], otherwise: T) -> T:
+        """Read a record that is read again soon; `otherwise` while the file system is away, which is noted."""
+        try:
+            return action()
+        except OSError as error:
+            if not is_transient(error):
+                raise
+            self.unread = str(error)
+            return otherwise
+
     @property
     def trouble(self) -> str:
         """What is wrong with the file system as far as it can be seen here; empty: nothing."""
-        if self.fault or self._reserve.given_up:
-            return self.fault or GIVEN_UP
+        if self.fault or self.unread or self._reserve.given_up:
+            return self.fault or self.unread or GIVEN_UP
         free = free_bytes(self._run_dir)
         return GIVEN_UP if free is not None and free < NO_SPACE else ""
 
@@ -63,7 +80,7 @@ class RecordWriter:
             self._since = None
             return False
         self._since = now if self._since is None else self._since
-        return now - self._since <= self._patience_s
+        return now - self._since <= self.patience_s
 
     def fill_reserve(self, now: float) -> None:
         """Make the reserve, or fill it again, from time to time. For the head."""

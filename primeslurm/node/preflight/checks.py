@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.files import read_json, write_atomic
 from primeslurm.node.host.network import can_bind
 from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
@@ -153,11 +154,12 @@ def writable_check(directory: Path, rank: int) -> PreflightCheck:
     path, began, content = directory / f".preflight-{rank}", time.monotonic(), os.urandom(64).hex()
     try:
         write_atomic(path, content)
-        same = path.read_text() == content
-        path.unlink()
+        same = files.read_text(path) == content
+        files.unlink(path)
     except OSError as error:
         text = f"cannot write to {directory}: {_words(error)}"
-        return (SharedCheck if may_pass(error) else PreflightCheck)("shared file system", "failed", text)
+        shared = may_pass(error) or files.is_transient(error)
+        return (SharedCheck if shared else PreflightCheck)("shared file system", "failed", text)
     seconds = time.monotonic() - began
     if not same:
         return PreflightCheck("shared file system", "failed", f"{directory} does not give back what is written to it")
@@ -207,7 +209,8 @@ def model_check(directory: Path) -> PreflightCheck:
         if config is None:
             return PreflightCheck("model", "failed", f"{directory} has no readable config.json")
         names = sorted(set(index["weight_map"].values())) if index else []
-        sizes = {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
+        found = {path.name: files.status(path) for path in files.listing(directory, "*.safetensors")}
+        sizes = {name: about.st_size for name, about in found.items() if about}
     except OSError as error:
         return PreflightCheck("model", "failed", f"{directory}: {_words(error)}")
     missing = [name for name in names if not sizes.get(name)]

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches import batch_files
@@ -113,12 +112,12 @@ class ShareFiles:
         return self._directory / f"step_{step:06d}" / name
 
     def _remove(self) -> None:
-        for attempt in self._directory.parent.glob("*"):
+        for attempt in files.listing(self._directory.parent):
             if attempt != self._directory:
-                shutil.rmtree(attempt, ignore_errors=True)
-        for step in self._directory.glob("step_*"):
+                files.remove_tree(attempt, ignore_errors=True)
+        for step in files.listing(self._directory, "step_*"):
             if int(step.name.removeprefix("step_")) <= self._committed:
-                shutil.rmtree(step, ignore_errors=True)
+                files.remove_tree(step, ignore_errors=True)
 
     def _threaded(self, function: Callable[[], T]) -> asyncio.Future[T]:
         return asyncio.get_running_loop().run_in_executor(self._writers, function)

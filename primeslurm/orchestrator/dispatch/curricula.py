@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.orchestrator.dispatch.pools import Pools
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
@@ -111,12 +111,15 @@ class Curricula:
         return row
 
     def _append(self, learned: bytes) -> None:
-        self._path.touch()
-        with self._path.open("r+b") as file:
-            file.truncate(self._bytes)
-            file.seek(self._bytes)
-            file.write(learned)
-        durable.sync(self._path)  # its name with the record that counts its bytes, in the same directory
+        def once() -> None:
+            self._path.touch()
+            with self._path.open("r+b") as file:
+                file.truncate(self._bytes)
+                file.seek(self._bytes)
+                file.write(learned)
+            durable.sync(self._path)  # its name with the record that counts its bytes, in the same directory
+
+        files.retrying(self._path, once)
 
     def _learn(self, outcome: Outcome) -> None:
         group, task, solved = outcome
@@ -129,9 +132,8 @@ def _read(path: Path, known: int) -> Iterable[Outcome]:
     if not known:
         return ()
     try:
-        with path.open("rb") as file:
-            content = file.read(known)
-    except OSError as error:
+        content = files.reading(path, lambda file: file.read(known))
+    except FileNotFoundError as error:
         log.error("what was learned of examples is lost, and pools begin anew: %s", error)
         return ()
     if len(content) < known:

@@ -18,12 +18,11 @@ from statistics import fmean
 
 import msgspec
 
-from primeslurm import durable
-from primeslurm.files import write_atomic
+from primeslurm import durable, files
+from primeslurm.files import Appender, write_atomic
 from primeslurm.orchestrator.evaluation.statistics import Sample, SampleResult
 from primeslurm.records import evaluation as records
 from primeslurm.records.evaluation import EvaluationRecord
-from primeslurm.records.reading import whole_lines
 from primeslurm.wire.decoding import DamagedError, json_value
 
 log = logging.getLogger(__name__)
@@ -55,6 +54,12 @@ class Archive:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._appenders: dict[int, Appender] = {}
+
+    def _appender(self, step: int) -> Appender:
+        if step not in self._appenders:
+            self._appenders = {step: Appender(self._progress(step))}
+        return self._appenders[step]
 
     def records(self) -> list[EvaluationRecord]:
         """Read all that are done, by step."""
@@ -77,11 +82,14 @@ class Archive:
         return undone
 
     def unfinished(self) -> tuple[Begun, list[Sample]] | None:
-        """Read the newest evaluation that began and is not done, if it is the newest of all."""
+        """Read the newest evaluation that began and is not done, if it is the newest of all. Raises OSError."""
         steps = records.steps(self._run_dir)
-        if not steps or (records.step_dir(self._run_dir, steps[-1]) / records.SUMMARY).exists():
+        if not steps or files.exists(records.step_dir(self._run_dir, steps[-1]) / records.SUMMARY):
             return None
-        lines = whole_lines(self._progress(steps[-1]))
+        try:
+            lines = files.read_bytes(self._progress(steps[-1])).split(b"\n")[:-1]
+        except FileNotFoundError:
+            return None
         try:
             begun = json_value(lines[0], Begun)
         except (IndexError, DamagedError):
@@ -103,8 +111,7 @@ class Archive:
     def keep(self, step: int, sample: Sample) -> None:
         """Add a sample that ended. A full disk costs durability, never the evaluation."""
         try:
-            with self._progress(step).open("ab") as handle:
-                handle.write(msgspec.json.encode(sample) + b"\n")
+            self._appender(step).append(msgspec.json.encode(sample) + b"\n")
         except OSError as error:
             log.warning("a sample of the evaluation of step %d is not on disk: %s", step, error)
 
@@ -115,7 +122,7 @@ class Archive:
         for label, found in groupby(in_order, key=lambda each: each.label):
             write_atomic(directory / f"{label}.jsonl", _lines(list(found)))
         durable.write(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")
-        self._progress(record.step).unlink(missing_ok=True)
+        files.unlink(self._progress(record.step))
 
     def _progress(self, step: int) -> Path:
         return records.step_dir(self._run_dir, step) / PROGRESS

@@ -273,7 +273,7 @@ class Evaluator:
             oldest_version=min((sample.oldest_version for sample in sampled), default=begun.version),
             newest_version=max((sample.newest_version for sample in sampled), default=begun.version),
             time=now,
-            seconds=now - begun.time,
+            seconds=max(0.0, now - begun.time),
             results=results,
         )
 
@@ -281,7 +281,7 @@ class Evaluator:
         try:
             self._metrics.add_evaluation(record.step, record.row())
         except OSError as error:
-            log.warning("metrics of the evaluation of step %d are lost: %s", record.step, error)
+            log.warning("metrics of the evaluation of step %d are not in the file yet: %s", record.step, error)
 
     def _skip(self, step: int, why: str) -> None:
         self._schedule.settled.add(step)

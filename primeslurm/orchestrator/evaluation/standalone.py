@@ -54,6 +54,7 @@ class EvaluationServer:
         self._clock = clock
         self._arguments = arguments
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
+        self._journal.note_storage_faults()
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
         incarnation = uuid.uuid4().hex[:6]
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)

@@ -19,6 +19,7 @@ from renderers import RendererConfig, config_from_name
 from renderers.base import load_tokenizer
 from renderers.configs import CustomRendererConfig
 
+from primeslurm import files
 from primeslurm.families import family_of, model_types
 from primeslurm.families.renderers import AUTO, DEFAULT, is_import_path, renderer_traits, renderers_of, without_tools
 from primeslurm.model_files import model_directory
@@ -135,7 +136,7 @@ def model_type_of(model: str) -> str | None:
     """`model_type` of its config.json; None where there is none."""
     directory = model_directory(model) or Path(model)
     try:
-        found: dict[str, str] = json.loads((directory / "config.json").read_bytes())
+        found: dict[str, str] = json.loads(files.read_bytes(directory / "config.json"))
     except (OSError, ValueError):
         return None
     return found.get("model_type")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.wire.batches import data_uri
 from primeslurm.wire.batches.rollouts import ImageSpan, Rollout
@@ -34,7 +34,7 @@ def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
         raise RolloutError(str(error)) from error
     digest = hashlib.sha256(data).hexdigest()
     path = directory / digest
-    if not path.exists():
+    if not files.exists(path):
         durable.make_directory(directory)
         durable.write(path, data)
     return msgspec.structs.replace(image, source=str(path), sha256=digest)

@@ -9,10 +9,11 @@ import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.orchestrator.rollouts.groups import (
     PREFIX,
     GroupHead,
@@ -101,7 +102,7 @@ class SpooledGroup(RolloutGroup):
 
     def _read(self) -> memoryview:
         try:
-            return memoryview(self._path.read_bytes())
+            return memoryview(files.read_bytes(self._path))
         except OSError as error:
             raise DamagedError(str(error)) from error
 
@@ -121,16 +122,19 @@ def open_group(path: Path) -> RolloutGroup:
         DamagedError: it is damaged, as far as was looked.
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        first = file.read(4096)
-        if first and not has_head(first):
-            return RolloutGroup.from_bytes(path.read_bytes())
-        end = PREFIX + head_size(first[:PREFIX])
-        if end > size:
-            raise DamagedError(f"{size} bytes, of which the head alone would be {end}")
-        while len(first) < end and (more := file.read(end - len(first))):
-            first += more
+    return files.reading(path, lambda file: _opened(path, file))
+
+
+def _opened(path: Path, file: BinaryIO) -> RolloutGroup:
+    size = os.fstat(file.fileno()).st_size
+    first = file.read(4096)
+    if first and not has_head(first):
+        return RolloutGroup.from_bytes(path.read_bytes())
+    end = PREFIX + head_size(first[:PREFIX])
+    if end > size:
+        raise DamagedError(f"{size} bytes, of which the head alone would be {end}")
+    while len(first) < end and (more := file.read(end - len(first))):
+        first += more
     head = decode_head(first[PREFIX:end])
     if end + head.size != size:
         raise DamagedError(f"{size} bytes of {end + head.size}")
@@ -173,18 +177,39 @@ class Spool:
                 log.warning("group %s waits in memory: %s", group.id, why)
         return not why
 
-    def load(self) -> list[RolloutGroup]:
-        """Open all groups, by name: only heads are read. Files without a readable one are `damaged`."""
-        groups = []
-        for path in sorted(self._directory.glob(f"*{SUFFIX}")):
-            try:
-                group = open_group(path)
-                if self._path(group.id) != path:
-                    raise DamagedError(f"it is of group {group.id[:80]!r}")
-                groups.append(group)
-            except (OSError, DamagedError) as error:
+    def load(self, expected: Iterable[str] = ()) -> list[RolloutGroup]:
+        """Open all groups, by name: only heads are read. Files without a readable one are `damaged`.
+
+        Args:
+            expected: ids of groups that are on record, whose files this node may not see yet: they are waited for.
+
+        Raises:
+            OSError: the directory or a file cannot be read. That damages no group: another attempt may read it.
+        """
+        paths = {*files.settled_listing(self._directory, f"*{SUFFIX}"), *map(self._path, expected)}
+        groups: dict[Path, RolloutGroup] = {}
+        wrong: dict[Path, Exception] = {}
+
+        def look() -> bool | None:
+            wrong.clear()
+            for path in paths - groups.keys():
+                try:
+                    groups[path] = self._open(path)
+                except (FileNotFoundError, DamagedError) as error:
+                    wrong[path] = error
+            return None if wrong else True
+
+        files.until_seen(look, self._directory)
+        for path, error in sorted(wrong.items()):
+            if files.exists(path):
                 self.note_damaged(path.name.removesuffix(SUFFIX), error)
-        return groups
+        return [group for _, group in sorted(groups.items())]
+
+    def _open(self, path: Path) -> RolloutGroup:
+        group = open_group(path)
+        if self._path(group.id) != path:
+            raise DamagedError(f"it is of group {group.id[:80]!r}")
+        return group
 
     def on_disk(self, group: RolloutGroup) -> RolloutGroup | None:
         """Return a group with its rollouts on disk alone; None if they are not there."""
@@ -206,10 +231,11 @@ class Spool:
         for name in ids:
             self.waiting.pop(name, None)
             path = self._path(name)
-            if self.damaged.pop(name, None) is None:
-                path.unlink(missing_ok=True)
-            elif path.exists():
-                path.replace(path.with_suffix(".damaged"))
+            if (why := self.damaged.pop(name, None)) is None:
+                files.unlink(path)
+            elif files.exists(path):
+                files.write_atomic(path.with_suffix(".damaged.txt"), f"{why}\n")
+                files.rename(path, path.with_suffix(".damaged"))
 
     def _path(self, name: str) -> Path:
         return self._directory / f"{name.replace('/', '_')}{SUFFIX}"

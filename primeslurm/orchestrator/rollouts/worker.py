@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.imports import uncollected
 
 with uncollected():
@@ -214,13 +215,13 @@ def main(argv: list[str] | None = None) -> None:
     for chatty in ("httpx", "aiohttp.access", "verifiers", "renderers"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     environment = recipe.environment(options.environment)
     run_dir = options.attempt_dir.resolve().parents[1]
     # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
     name = f"{environment.label}-{options.worker}"
-    files = _scratch(name)
-    install(environment.runtime, files, run_dir / "containers", [run_dir])
+    scratch = _scratch(name)
+    install(environment.runtime, scratch, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
     shown = scripts.directories() if sees_packages(environment.runtime) else ()
     asked = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()

@@ -185,8 +185,8 @@ class WorkerPool:
         self._nodes: dict[str, _Node] = {}
         self._owners: dict[str, _Worker] = {}
         self._window = ReceiveWindow()
-        self._numbers = count(time.time_ns())
-        """Greater after a restart of the orchestrator, for workers that have seen others."""
+        self._numbers = count(time.monotonic_ns())
+        """Greater after a restart of the orchestrator, for workers that have seen others: it restarts on its node."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)

@@ -38,9 +38,14 @@ class EngineView:
 class EnginePool:
     """All engines against the wanted policy. Pure: observations go in, decisions come out."""
 
-    def __init__(self, names: Iterable[str], clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._views = {name: EngineView(since=clock(), answered=clock()) for name in names}
+    def __init__(
+        self,
+        names: Iterable[str],
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock, self._wall = clock, wall
+        self._views = {name: EngineView(since=wall(), answered=clock()) for name in names}
         self.wanted: PolicyVersion | None = None
         self.current_version: int | None = None
         """Newest version that every serving engine has acknowledged. Never falls."""
@@ -168,7 +173,7 @@ class EnginePool:
 
     def _enter(self, view: EngineView, state: EngineState) -> None:
         if view.state != state:
-            view.state, view.since = state, self._clock()
+            view.state, view.since = state, self._wall()
 
     def _advance(self) -> None:
         serving = [view.version for view in self._views.values() if view.version is not None]

@@ -93,6 +93,19 @@ class RouterRestarted(Event, frozen=True, tag="router_restarted"):
     reason: str
 
 
+class StorageFault(Event, frozen=True, tag="storage_fault"):
+    """The shared file system did not answer a process for a while. Further faults within a minute are not told."""
+
+    path: str
+    error: str = ""
+    failures: int = 0
+    """Tries that failed."""
+    seconds: float = 0.0
+    """From the first failure on."""
+    recovered: bool = True
+    """False: the process gave the operation up. What that means for it, it says itself."""
+
+
 ProcessEvent = (
     ProcessStarted
     | ProcessStartFailed
@@ -103,4 +116,5 @@ ProcessEvent = (
     | RouterIncomplete
     | RouterComplete
     | RouterRestarted
+    | StorageFault
 )

@@ -47,6 +47,16 @@ class CheckpointCommitted(Event, frozen=True, tag="committed"):
     step: int
 
 
+class CheckpointSetAside(Event, frozen=True, tag="checkpoint_damaged"):
+    """The trainer has renamed a committed checkpoint that is proven to be damaged, and resumes from an older one."""
+
+    step: int
+    reason: str = ""
+    """What differs from the record. It is also in a file beside the directory."""
+    path: str = ""
+    """Where the checkpoint is now."""
+
+
 class TrainerStopped(Event, frozen=True, tag="stop"):
     """A rank ends."""
 
@@ -150,6 +160,7 @@ TrainingEvent = (
     | StepSkipped
     | WeightsPublished
     | CheckpointCommitted
+    | CheckpointSetAside
     | TrainerStopped
     | OrchestratorUp
     | OrchestratorDone

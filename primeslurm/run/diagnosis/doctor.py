@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
@@ -153,7 +154,7 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], sig
     if end := attempt.end():
         return end.outcome, end.reason
     state = job_state(job) if (job := attempt.job()) else None
-    begun = attempt.fleet_file.exists()
+    begun = files.exists(attempt.fleet_file)
     if state is not None and state.startswith((*ALIVE, NO_ANSWER)):
         mute = "Slurm does not answer" if state == NO_ANSWER else state
         if signs.silence is not None:
@@ -175,7 +176,7 @@ def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[Exami
     found = []
     for agent in signs.agents:
         if agent.node not in told:
-            age = f"for {now - agent.since:.0f} s" if agent.since is not None else "for an unknown time"
+            age = f"for {max(0.0, now - agent.since):.0f} s" if agent.since is not None else "for an unknown time"
             how = f"its agent has not written {age}"
             at = agent.since or _last_time(happened)
             found.append(ExaminedFailure(Failure(at, f"node {agent.node}", agent.node, how), causes=[_AGENT_SILENT]))
@@ -255,8 +256,9 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failur
         if process.name == failure.component:
             return attempt.path / process.log
     if failure.component == "job" or re.match(r"agent-\d+$|head$", failure.component):
-        outputs = sorted([*run.path.glob("slurm-*.out"), *(run.path / "submitit").glob("*.out")])
-        return max(outputs, key=lambda path: path.stat().st_mtime, default=None)
+        outputs = [*files.listing(run.path, "slurm-*.out"), *files.listing(run.path / "submitit", "*.out")]
+        written = {path: about.st_mtime for path in outputs if (about := files.status(path))}
+        return max(sorted(written), key=lambda path: written[path], default=None)
     return None
 
 

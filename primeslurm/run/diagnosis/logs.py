@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import BinaryIO
 
+from primeslurm import files
 from primeslurm.run.diagnosis.failure_signatures import in_log, is_mild
 
 READ_BYTES = 4 * 1024 * 1024
@@ -27,10 +30,13 @@ _GENERIC = re.compile(r"(?i)\b(error|fatal|critical|panic(ked)?|aborted|killed|f
 
 def lines_until(path: Path, moment: float) -> list[str]:
     """Find the lines of the incarnation that was running at `moment` (Unix seconds); of a log without headers, all."""
+
+    def read(handle: BinaryIO) -> list[str]:
+        handle.seek(max(0, handle.seek(0, 2) - READ_BYTES))
+        return handle.read().decode(errors="replace").splitlines()
+
     try:
-        with path.open("rb") as handle:
-            handle.seek(max(0, handle.seek(0, 2) - READ_BYTES))
-            lines = handle.read().decode(errors="replace").splitlines()
+        lines = files.reading(path, read)
     except OSError:
         return []
     starts = [(i, match[1]) for i, line in enumerate(lines) if (match := _HEADER.match(line))]
@@ -49,9 +55,9 @@ def error_line(lines: Sequence[str]) -> str | None:
     return next((_bare(line) for line in reversed(lines) if _GENERIC.search(line) and not is_mild(line)), None)
 
 
-def last_words(path: Path, moment: float) -> str:
-    """Find why a process ended with an error at `moment` (Unix seconds), as far as its log says: at most a line."""
-    line = error_line(lines_until(path, moment)) or ""
+def last_words(path: Path) -> str:
+    """Find why a process that has just ended did so, as far as its log says: at most a line."""
+    line = error_line(lines_until(path, math.inf)) or ""
     return line if len(line) <= WORDS else f"{line[: WORDS - 3]}..."
 
 

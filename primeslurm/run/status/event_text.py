@@ -86,6 +86,13 @@ def task_words(event: training.TaskGivenUp) -> str:
     return f"task {event.example}{chosen} is given up: {event.reason}"
 
 
+def storage_words(event: processes.StorageFault) -> str:
+    """Tell of an outage of the shared file system."""
+    end = "it answers again" if event.recovered else "the operation was given up"
+    where = "" if event.path in event.error else f"{event.path}: "
+    return f"shared file system: {where}{event.error} ({event.failures} failures in {event.seconds:.1f} s), {end}"
+
+
 def _words(event: Event) -> EventText | None:
     """What a person wants to know of an event; None if that is nothing."""
     match event:
@@ -108,6 +115,11 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, event.process, text, "warning")
         case training.TaskGivenUp():
             return _tell(event, f"environment {event.environment}", task_words(event), "warning")
+        case training.CheckpointSetAside(step=step, reason=reason, path=path):
+            text = f"the checkpoint of step {step} is damaged, it is now {path}" + _because(reason)
+            return _tell(event, "trainer", text, "error")
+        case processes.StorageFault():
+            return _tell(event, event.process, storage_words(event), "warning" if event.recovered else "error")
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
             return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")

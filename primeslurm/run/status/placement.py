@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.errors import RunError
 from primeslurm.plan.plan_file import plain
 from primeslurm.run.directory import Attempt
@@ -65,7 +66,7 @@ def placement_of(attempt: Attempt) -> RunPlacement:
         RunError: there is no readable plan.
     """
     try:
-        plan = plain(attempt.plan_file.read_bytes(), PlacedProcess.__struct_fields__)
+        plan = plain(files.read_bytes(attempt.plan_file), PlacedProcess.__struct_fields__)
         return msgspec.convert(plan, RunPlacement)
     except (OSError, ValueError) as error:
         raise RunError(f"{attempt.plan_file} cannot be read: {error}") from None

@@ -284,7 +284,7 @@ def _way_on(job: JobRecord | None, state: str | None) -> str:
 def _elapsed(attempt: Attempt, until: float) -> float | None:
     """Since the first agent wrote its first line."""
     first = first_event(attempt, "agent-0")
-    return until - first.time if first and first.time else None
+    return max(0.0, until - first.time) if first and first.time else None
 
 
 def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:

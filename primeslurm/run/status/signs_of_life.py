@@ -3,7 +3,8 @@
 Head and agents replace their files every second, or as often as the head says. How old a file is, two clocks say: that
 of its writer in the record, that of the file system in its time of change. The older of the two counts. Neither has to
 agree with the clock of who looks: a file that seems old, or from the future, is therefore watched for a moment before
-its writer counts as silent.
+its writer counts as silent. For how long it has been silent is then told by the later of the two clocks: a clock that
+was set back by a day makes nobody silent for a day.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
@@ -92,7 +94,7 @@ def signs_of_life(
         second_look_s: for how long files that seem old are watched.
     """
     path = attempt.fleet_file
-    if fleet is None and not path.exists():
+    if fleet is None and not files.exists(path):
         return Signs()
     said = fleet.time if fleet else None
     silent_s = SILENT_S * (fleet.heartbeat_s if fleet else 1.0)
@@ -106,8 +108,8 @@ def signs_of_life(
         for rank, report in agent_reports(attempt).items()
         if not (report and report.ended) and (rank in names or not names)  # neither spares nor who was replaced
     }
-    files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
-    quiet = silent_writers(head_file | files, now, second_look_s, silent_s)
+    agent_files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
+    quiet = silent_writers(head_file | agent_files, now, second_look_s, silent_s)
     found = [
         SilentAgent(rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)])
         for rank, report in sorted(reports.items())
@@ -142,7 +144,7 @@ def silent_writers(
         silent_s: those are old that were written so long ago.
 
     Returns:
-        When each was last written, by the older of two clocks; None if both are wrong.
+        When each was last written, by the later of two clocks; None if both are wrong.
     """
     before = {path: _print(path) for path in files}
     doubtful = _doubtful(files, now, silent_s)
@@ -152,19 +154,21 @@ def silent_writers(
         if time.monotonic() >= deadline:
             break
         time.sleep(_GLANCE_S if doubtful else 0.0)
-    return {path: _written(before[path], said, now) for path, said in files.items() if path in doubtful}
+    return {
+        path: max(_clocks(before[path], said, now), default=None) for path, said in files.items() if path in doubtful
+    }
 
 
 def _doubtful(files: Mapping[Path, float | None], now: float, silent_s: float) -> set[Path]:
     """Those that are old, or from the future, or cannot be read, by what clocks say."""
-    ages = {path: _written(_print(path), said, now) for path, said in files.items()}
+    ages = {path: min(_clocks(_print(path), said, now), default=None) for path, said in files.items()}
     strange = {path for path, said in files.items() if said is None or said > now + SKEW_S}
     return strange | {path for path, at in ages.items() if at is None or at < now - silent_s}
 
 
 def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
     """Read the heartbeat of every agent by rank; None for a file that is no heartbeat."""
-    found = (attempt.path / "agents").glob("*.json")
+    found = files.listing(attempt.path / "agents", "*.json")
     return {int(path.stem): find_record(path, AgentReport) for path in found if path.stem.isdecimal()}
 
 
@@ -213,26 +217,26 @@ def _print(path: Path) -> tuple[int, int, int, float] | None:
     return seen.st_ino, seen.st_mtime_ns, seen.st_size, seen.st_mtime
 
 
-def _written(seen: tuple[int, int, int, float] | None, said: float | None, now: float) -> float | None:
-    """When a file was written: the older of what its writer and its file system say, but nothing from the future."""
+def _clocks(seen: tuple[int, int, int, float] | None, said: float | None, now: float) -> list[float]:
+    """When a file was written, as its writer and its file system say, but nothing from the future."""
     clocks = [said, seen[3] if seen else None]
-    past = [clock for clock in clocks if clock is not None and 0 < clock <= now + SKEW_S]
-    return min(past, default=None)
+    return [clock for clock in clocks if clock is not None and 0 < clock <= now + SKEW_S]
 
 
 def _size(path: Path) -> int:
     try:
-        return path.stat().st_size
+        found = files.status(path)
     except OSError:
         return 0
+    return found.st_size if found else 0
 
 
 def file_system_faults(directory: Path) -> list[str]:
     """Tell what keeps a run from writing its directory, as far as it can be seen from here without writing."""
     try:
-        seen = os.statvfs(directory)
-        parts = [part for name in _WRITTEN if (part := directory / name).exists()]
-        modes = {part: stat.S_IMODE(part.stat().st_mode) for part in parts}
+        seen = files.retrying(directory, lambda: os.statvfs(directory))
+        about = {directory / name: files.status(directory / name) for name in _WRITTEN}
+        modes = {part: stat.S_IMODE(found.st_mode) for part, found in about.items() if found}
     except OSError as error:
         return [f"{directory} cannot be looked at from here: {error.strerror}"]
     found = []

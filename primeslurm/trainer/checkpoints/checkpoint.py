@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,11 +20,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from primeslurm import durable
+from primeslurm import files
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
 from primeslurm.records.beats import pulse
-from primeslurm.records.events.training import CheckpointCommitted
+from primeslurm.records.events.training import CheckpointCommitted, CheckpointSetAside
 from primeslurm.records.journal import Journal
 from primeslurm.records.reserve import PAUSE_S, until_written
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
@@ -39,12 +38,12 @@ from primeslurm.trainer.checkpoints.shards import (
     wait_beating,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
-from primeslurm.trainer.distributed.space import for_want_of_space, waiting_for_space
+from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, is_away, waiting_for_space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
-from primeslurm.wire.stored import checkpoints, manifest
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
@@ -92,6 +91,8 @@ class Checkpoints:
         self._link = link
         self._pause_s = pause_s
         self._saved = 0
+        self._lost = 0
+        """Checkpoints in a row that were lost because the file system was away."""
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # A group of its own: the thread's collectives must not meet those of the training loop.
@@ -100,6 +101,8 @@ class Checkpoints:
         pinned = world.device.type == "cuda"
         self._staging = StagingOptions(pinned, False, False, pinned)
         self._stager: DefaultStager | None = None
+        self.damaged: list[CheckpointSetAside] = []
+        """Checkpoints that `restore` set aside, on rank 0."""
         self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
         """None until host memory has been looked at."""
         self._copies: LocalCopies | None = None
@@ -140,14 +143,14 @@ class Checkpoints:
     def restore(self, learner: Learner) -> int:
         """Load the newest sound checkpoint. Returns its step, or 0 if there is none.
 
-        A damaged one is renamed to `*.damaged-<attempt>`, so that every process agrees on what is the newest. It is
-        announced again: who committed it may have been killed before.
+        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`, so that every process agrees on
+        which is the newest. The newest is announced again: who committed it may have been killed before.
 
         Raises:
-            RankError: the orchestrator failed.
+            RankError: the orchestrator failed, or a committed checkpoint is not visible from a rank's node.
         """
         half_loaded = False
-        while step := self._world.decide(self._newest_whole() if self._world.is_main else 0):
+        while step := self._newest_whole():
             damage = self._damaged_before(step)
             if not damage:
                 damage = self._load(step, learner)
@@ -155,27 +158,39 @@ class Checkpoints:
             if not damage:
                 self._on_main(lambda: self._announce(step), f"resuming at step {step}")
                 break
-            aside = partial(checkpoints.set_aside, self._run_dir, step, self._attempt, damage)
-            self._on_main(aside, f"setting the checkpoint of step {step} aside")
+            self._on_main(partial(self._set_aside, step, damage), f"setting the checkpoint of step {step} aside")
         if half_loaded:
             raise RankError("no other checkpoint is there, and of the damaged one a part is loaded: start anew")
         self._saved = step
         return step
 
     def _newest_whole(self) -> int:
-        """The newest one that looks whole, on rank 0: shards are only looked at, ranks check them while they read."""
-        return checkpoints.set_damaged_aside(self._run_dir, self._attempt) or 0
+        """The newest one that looks whole: shards are only looked at, ranks check them while they read."""
+        steps: list[int] = []
+
+        def look() -> None:
+            steps.append(checkpoints.set_damaged_aside(self._run_dir, self._attempt, self._note_damage) or 0)
+
+        self._on_main(look, "looking for the newest checkpoint")
+        return self._world.decide(steps[0] if steps else 0)
+
+    def _set_aside(self, step: int, why: list[str]) -> None:
+        path = checkpoints.set_aside(self._run_dir, step, self._attempt, why)
+        self._note_damage(step, "; ".join(why), path)
+
+    def _note_damage(self, step: int, why: str, path: Path) -> None:
+        self.damaged.append(CheckpointSetAside(step, why, str(path)))
 
     def _damaged_before(self, step: int) -> list[str]:
         """Of a checkpoint of release 0.1.0, what is damaged: each rank reads some files, before any is loaded."""
         directory = checkpoints.step_dir(self._run_dir, step)
-        files = checkpoints.unchecked_shards(directory)
+        shards = checkpoints.unchecked_shards(directory)
         damage: list[str] = []
         failure: Exception | None = None
         try:
-            for record in files[self._world.rank :: self._world.size]:
+            for record in shards[self._world.rank :: self._world.size]:
                 pulse().beat()
-                damage += manifest.differing(directory, [record])
+                damage += checkpoints.proven_differences(directory, [record])
         except OSError as error:
             failure = error
         self._world.agree(failure, f"reading the checkpoint of step {step}")
@@ -242,7 +257,7 @@ class Checkpoints:
 
     def _begin(self, directory: Path, step: int, journal: Journal) -> None:
         """The orchestrator's part comes first, while its state is that of `step`. It flushes its records, too."""
-        _clear(directory)
+        checkpoints.clear(directory)
         journal.sync()
         if self._link is not None:
             self._link.save(step, str(directory))
@@ -260,12 +275,15 @@ class Checkpoints:
         try:
             self._conclude(timer)
         except RankError as error:
-            if writing is None or not for_want_of_space(self._world, self._run_dir, error):
+            full = for_want_of_space(self._world, self._run_dir, error)
+            self._lost += not full
+            if writing is None or not (full or (is_away(self._world, error) and self._lost < MOST_TRIES)):
                 raise
             log.warning("step %d is not saved: %s", writing.step, error)
             if self._world.is_main:
-                shutil.rmtree(checkpoints.step_dir(self._run_dir, writing.step), ignore_errors=True)
+                files.remove_tree(checkpoints.step_dir(self._run_dir, writing.step), ignore_errors=True)
             return False
+        self._lost = 0
         return True
 
     def _conclude(self, timer: PhaseTimer) -> None:
@@ -325,9 +343,3 @@ def _failure(done: Future[None]) -> OSError | None:
     except (CheckpointException, OSError) as error:  # the former is no Exception, and comes on every rank
         return OSError(str(error))
     return None
-
-
-def _clear(directory: Path) -> None:
-    """Remove what an earlier attempt left; COMMITTED first, so that a half-deleted checkpoint does not look sound."""
-    durable.remove(directory / checkpoints.COMMITTED)
-    durable.make_anew(directory)

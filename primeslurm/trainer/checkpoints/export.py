@@ -8,7 +8,6 @@ It does not matter how many ranks wrote the checkpoint.
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from primeslurm import durable
+from primeslurm import files as storage
 from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import models
@@ -57,14 +57,14 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     dtype = getattr(torch, recipe.model.dtype)
     encoding = Encoding(dtype, stored=stored, trained_in_fp8=recipe.trainer.fp8)
     partial = out.with_name(f".{out.name}.partial")
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
+    storage.remove_tree(partial)
+    storage.make_directory(partial)
     index: dict[str, str] = {}
     sizes: list[int] = []
 
     def write(tensors: dict[str, torch.Tensor], file: str) -> None:
-        save_file({name: t.contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
+        dense = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        storage.retrying(partial / file, lambda: save_file(dense, partial / file, metadata={"format": "pt"}))
         index.update(dict.fromkeys(tensors, file))
         sizes.extend(tensor.nbytes for tensor in tensors.values())
 
@@ -107,7 +107,8 @@ def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str
 
 def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     """The model's tensors, what belongs to no layer first, then one layer at a time."""
-    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    reading = dcp.FileSystemReader(directory).read_metadata
+    stored = storage.retrying(directory / ".metadata", reading).state_dict_metadata
     sizes = {
         name.removeprefix(_PREFIX): entry
         for name, entry in stored.items()
@@ -131,7 +132,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     try:
-        recipe = Recipe.model_validate_json(arguments.recipe.read_text())
+        recipe = Recipe.model_validate_json(storage.read_text(arguments.recipe))
         export(recipe, arguments.checkpoint, arguments.out)
     except (OSError, SafetensorError, ValueError) as error:
         print(error, file=sys.stderr)

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import set_crc32_options
 
+from primeslurm import files
 from primeslurm.records.beats import pulse
 from primeslurm.trainer.checkpoints.local_files import CopyFile
 from primeslurm.trainer.distributed.cores import allowed
@@ -92,9 +93,15 @@ class ShardWriter(dcp.FileSystemWriter):
         """On rank 0: keep the records of files, and write `.metadata`."""
         everything = [result for rank in results for result in rank]
         self.files = [each.storage_data for each in everything if isinstance(each.storage_data, FileRecord)]
-        super().finish(metadata, [[each for each in everything if not isinstance(each.storage_data, FileRecord)]])
+        rest = [[each for each in everything if not isinstance(each.storage_data, FileRecord)]]
+        write = super().finish
+        files.retrying(self._directory / ".metadata", lambda: write(metadata, rest))
 
     def _write(self, name: str, items: Sequence[Any], planner: Any) -> list[WriteResult]:
+        """Write one file. A failed flush loses what was written: each try writes the file from its beginning."""
+        return files.retrying(self._directory / name, lambda: self._write_once(name, items, planner))
+
+    def _write_once(self, name: str, items: Sequence[Any], planner: Any) -> list[WriteResult]:
         results: list[WriteResult] = []
         copy = CopyFile(self._copies / name if self._copies else None)
         with copy, (self._directory / name).open("wb", buffering=1 << 20) as file:
@@ -134,6 +141,11 @@ class ShardReader(dcp.FileSystemReader):
         self.bytes_of_copies = 0
         """How much did not come from the shared file system."""
 
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Read what is where."""
+        read = super().read_metadata
+        return files.retrying(self._directory / ".metadata", lambda: read(*args, **options))
+
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
         """Fill what the plan says. Raises DamagedError, with what is filled so far as it is."""
         parts: dict[tuple[str, int, int], _StoredShard] = {}
@@ -159,7 +171,7 @@ class ShardReader(dcp.FileSystemReader):
             if self._from_copy(part, data):
                 self.bytes_of_copies += part.length
             else:
-                _fill(self._directory / part.file, part, data, self._moved)
+                _fill_for_sure(self._directory / part.file, part, data, self._moved)
             for item in part.items:
                 if item.type == LoadItemType.BYTE_IO:
                     objects.append((item, io.BytesIO(bytes(data))))
@@ -306,6 +318,29 @@ def _shares(items: Sequence[Any], count: int) -> list[list[Any]]:
         found[number].append(item)
         heapq.heapreplace(heap, (size + _bytes_of(item), number))
     return found
+
+
+def _fill_for_sure(path: Path, part: _StoredShard, data: memoryview, moved: Moved) -> None:
+    """Fill from the shared file system. What differs, or is not there, is looked at again: this node may be behind.
+
+    Raises:
+        DamagedShardError: content differs at the second look, too.
+        OSError: the file is not there, or cannot be read.
+    """
+    failure: DamagedShardError | FileNotFoundError | None = None
+
+    def look() -> bool | None:
+        nonlocal failure
+        try:
+            files.retrying(path, lambda: _fill(path, part, data, moved))
+        except (DamagedShardError, FileNotFoundError) as error:
+            failure = error
+            return None
+        return True
+
+    if not files.until_seen(look, path.parent, path):
+        assert failure is not None
+        raise failure
 
 
 def _fill(path: Path, part: _StoredShard, data: memoryview, moved: Moved) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
+from primeslurm import files
 from primeslurm.wire.batches import data_uri
 from primeslurm.wire.batches.rollouts import Bool, Float32, ImageSpan, Int32
 
@@ -66,7 +67,7 @@ class ImageReader:
             OSError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
         """
         source = image.source
-        data = data_uri.decode(source) if data_uri.is_inline(source) else Path(source).read_bytes()
+        data = data_uri.decode(source) if data_uri.is_inline(source) else files.read_bytes(Path(source))
         with _naming(source):
             if image.sha256 is not None and hashlib.sha256(data).hexdigest() != image.sha256:
                 raise ValueError("it has changed since the rollout")

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from primeslurm import files
 from primeslurm.chat.lines import line_number, record_of
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
@@ -122,7 +123,7 @@ def batch(
 
 def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
     """The lines that begin in a part of a file, and where they begin."""
-    size = path.stat().st_size
+    size = files.retrying(path, path.stat).st_size
     begin, end = size * part // parts, size * (part + 1) // parts
     with path.open("rb") as file:
         if begin:

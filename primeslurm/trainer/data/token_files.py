@@ -12,7 +12,6 @@ of a hundred thousand conversations that would be half an hour and 15 GB for eac
 from __future__ import annotations
 
 import hashlib
-import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.records.beats import pulse
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
 from primeslurm.trainer.distributed.space import waiting_for_space
@@ -96,7 +95,7 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
     """
     directory = run_dir / "tokens"
     made_of = world.share(world.attempt(lambda: _made_of(conversations, source) if world.is_main else "", _DOING))
-    record = world.share(_read(directory, made_of) if world.is_main else None)
+    record = world.share(world.attempt(lambda: _read(directory, made_of) if world.is_main else None, _DOING))
     if record is None:
         make = partial(_make, directory, conversations, made_of, world)
         record = waiting_for_space(world, run_dir, make, directory)
@@ -105,7 +104,7 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
 
 def remove(run_dir: Path) -> None:
     """Delete the files of a run that needs them no more, as far as that is possible."""
-    shutil.rmtree(run_dir / "tokens", ignore_errors=True)
+    files.remove_tree(run_dir / "tokens", ignore_errors=True)
 
 
 def write_part(directory: Path, conversations: Conversations, index: int, parts: int) -> Part:
@@ -124,7 +123,7 @@ def write_part(directory: Path, conversations: Conversations, index: int, parts:
             if example.images:
                 image_bytes += of_images.write(msgspec.msgpack.encode(example.images))
             ends.append((tokens, image_bytes))
-    file("ends").write_bytes(np.asarray(ends, _END).tobytes())
+    files.write_atomic(file("ends"), np.asarray(ends, _END).tobytes())
     for kind in _KINDS:
         durable.sync(file(kind))
     return Part(len(ends), tokens, image_bytes, too_long)
@@ -147,25 +146,26 @@ def _complete(directory: Path, conversations: Conversations, record: TokensRecor
 def _read(directory: Path, made_of: str) -> TokensRecord | None:
     """The record of what is there, if it is whole and of the same."""
     try:
-        record = json_value((directory / "record.json").read_bytes(), TokensRecord)
+        record = json_value(files.read_bytes(directory / "record.json"), TokensRecord)
         whole = all(_is_whole(directory, i, part) for i, part in enumerate(record.parts))
-    except (OSError, DamagedError):
+    except (FileNotFoundError, DamagedError):
         return None
     return record if whole and record.made_of == made_of else None
 
 
 def _is_whole(directory: Path, index: int, part: Part) -> bool:
-    sizes = [_file(directory, index, kind).stat().st_size for kind in _KINDS]
+    about = [files.status(_file(directory, index, kind)) for kind in _KINDS]
+    sizes = [each.st_size if each else None for each in about]
     return sizes == [part.tokens * _TOKEN.itemsize, part.image_bytes, part.examples * 2 * _END.itemsize]
 
 
 def _made_of(conversations: Conversations, source: Path) -> str:
     """A digest of all that decides what the files hold."""
-    about = conversations.path.stat()
+    about = files.retrying(conversations.path, conversations.path.stat)
     found = hashlib.sha256(f"{conversations.path} {about.st_size} {about.st_mtime_ns}".encode())
     found.update(f"{conversations.seq_len} {conversations.every} {conversations.reader is not None} {_MASKS}".encode())
-    for path in sorted({path for pattern in _TOKENIZER for path in source.glob(pattern)}):
-        found.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path in sorted({path for pattern in _TOKENIZER for path in files.listing(source, pattern)}):
+        found.update(path.name.encode() + hashlib.sha256(files.read_bytes(path)).digest())
     return found.hexdigest()
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import shutil
+import errno
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from primeslurm import files
 from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass, pause, warn
 from primeslurm.trainer.distributed.world import RankError, World
 
 T = TypeVar("T")
+MOST_TRIES = 5
+"""How often something is written again that was lost because the file system was away, as after a failed flush."""
+_NUMBERS = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO)
+_AWAY = re.compile("|".join(re.escape(os.strerror(number)) for number in _NUMBERS))
 
 
 def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
@@ -22,10 +29,15 @@ def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
     return bool(world.decide(int(may_pass(error) or (free is not None and free < RESERVE_BYTES))))
 
 
+def is_away(world: World, error: RankError) -> bool:
+    """Whether something failed because a rank's node did not reach the file system; every rank is told the same."""
+    return bool(world.decide(int(bool(_AWAY.search(str(error))))))
+
+
 def waiting_for_space(
     world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = PAUSE_S
 ) -> T:
-    """Write until the file system takes it. All ranks call this together.
+    """Write until the file system takes it; five times at most if it is not full. All ranks call this together.
 
     Args:
         world: the ranks.
@@ -37,17 +49,19 @@ def waiting_for_space(
     Raises:
         RankError: it failed for another reason.
     """
-    reserve = Reserve(run_dir)
+    reserve, lost = Reserve(run_dir), 0
     while True:
         while world.decide(int(reserve.given_up)):  # what is left is for records
             pause(pause_s)
         try:
             return write()
         except RankError as error:
-            if not for_want_of_space(world, run_dir, error):
+            full = for_want_of_space(world, run_dir, error)
+            lost += not full
+            if not full and not (is_away(world, error) and lost < MOST_TRIES):
                 raise
             warn(error)
             if world.is_main:
                 for directory in partial:
-                    shutil.rmtree(directory, ignore_errors=True)
+                    files.remove_tree(directory, ignore_errors=True)
             pause(pause_s)

@@ -114,6 +114,8 @@ class RlTask:
     def _resume(self) -> int:
         """Load the newest checkpoint, and have engines take its policy."""
         self._timer.step = step = self._saver.restore(self._learner)
+        for damaged in self._saver.damaged:
+            self._journal.write(damaged)
         self._journal.write(CheckpointLoaded(step))
         with self._timer.phase("publish"):
             self._transfer.resume(step)

@@ -54,6 +54,8 @@ class SftTask:
             RankError: a disk or a rank failed; what was committed is intact.
         """
         self._timer.step = step = self._saver.restore(self._learner)
+        for damaged in self._saver.damaged:
+            self._journal.write(damaged)
         self._journal.write(CheckpointLoaded(step))
         metrics = MetricsLog(self._run_dir, step, **self._recipe.metrics_options()) if self._world.is_main else None
         interrupted = False

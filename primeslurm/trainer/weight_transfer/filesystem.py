@@ -6,17 +6,16 @@ given each version (`FilesystemTransfer`), or the run keeps the last one.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial as partial_of
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.records.reserve import until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.space import waiting_for_space
@@ -71,7 +70,8 @@ class Publisher:
         if self._world.is_main:
             if self._policy.lora is not None and adapter:
                 lora = self._policy.lora
-                failure = _attempt(lambda: peft.write(partial / "adapter", adapter, lora, self._policy.source))
+                write = partial_of(peft.write, partial / "adapter", adapter, lora, self._policy.source)
+                failure = _attempt(lambda: files.retrying(partial, write))
             failure = failure or _attempt(lambda: self._complete(partial, final, version, written))
         self._world.agree(failure, f"publishing v{version}")
         return final
@@ -92,7 +92,7 @@ class Publisher:
         if self._world.is_main:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
-                    until_written(partial(_remove, filesystem.version_dir(self._run_dir, newer)))
+                    until_written(partial_of(_remove, filesystem.version_dir(self._run_dir, newer)))
             until_written(lambda: filesystem.prune_behind(self._run_dir, self._keep, version))
         self._world.barrier()
 
@@ -115,11 +115,12 @@ class Publisher:
         self._check(index, sum(len(of_rank.index) for of_rank in written))
         encoding, total_size = self._encoding, sum(of_rank.size for of_rank in written)
         quantization = encoding.quantization(set(index))
-        huggingface.write_companions(self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
+        companions = (self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
+        files.retrying(partial, lambda: huggingface.write_companions(*companions))
         records = [record for of_rank in written for record in of_rank.records]
         filesystem.complete(partial, version, encoding.dtype_name, records)
         _remove(final)
-        partial.rename(final)
+        files.rename(partial, final)
         filesystem.prune_behind(self._run_dir, self._keep, version)
 
     def _check(self, index: dict[str, str], written: int) -> None:
@@ -208,8 +209,9 @@ class _Share:
 
     def _save(self) -> None:
         name = f"{_prefix(self._rank)}{len(self.records):05d}.safetensors"
-        save_file(self._held, self._directory / name, metadata={"format": "pt"})
-        self.records += manifest.describe(self._directory, [self._directory / name])
+        path = self._directory / name
+        files.retrying(path, lambda: save_file(self._held, path, metadata={"format": "pt"}))
+        self.records += manifest.describe(self._directory, [path])
         self.index |= dict.fromkeys(self._held, name)
         self.size += self._bytes
 
@@ -233,13 +235,12 @@ def _prefix(rank: int) -> str:
 def _flush(directory: Path, rank: int) -> None:
     """Flush a rank's own files; rank 0 flushes the rest and the directories."""
     if rank:
-        for path in directory.glob(f"{_prefix(rank)}*"):
+        for path in files.listing(directory, f"{_prefix(rank)}*"):
             durable.sync(path)
-    elif directory.is_dir():
+    elif files.is_dir(directory):
         durable.sync_tree(directory)
 
 
 def _remove(directory: Path) -> None:
     durable.remove(directory / filesystem.MANIFEST)  # first: a half-deleted version must not look complete
-    if directory.exists():
-        shutil.rmtree(directory)
+    files.remove_tree(directory)

@@ -9,11 +9,12 @@ import math
 import os
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import msgspec
 import torch
 
+from primeslurm import files
 from primeslurm.wire.decoding import DamagedError, Size, json_value
 
 _LENGTH = 8
@@ -73,12 +74,15 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         OSError: it cannot be read.
         ValueError: it is no safetensors file, or is cut short.
     """
-    with path.open("rb") as file:
+
+    def read(file: BinaryIO) -> tuple[int, int, bytes]:
         size, beginning = os.fstat(file.fileno()).st_size, file.read(_LENGTH)
         length = struct.unpack("<Q", beginning)[0] if len(beginning) == _LENGTH else size
         if length > min(size - _LENGTH, _LONGEST_HEADER):
             raise ValueError(f"{path}: no safetensors file, or cut short")
-        header = file.read(length)
+        return size, length, file.read(length)
+
+    size, length, header = files.reading(path, read)
     start = _LENGTH + length
     entries = _entries(path, header)
     end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)

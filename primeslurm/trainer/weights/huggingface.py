@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from primeslurm import files
 from primeslurm.families import model_types
 from primeslurm.families.stored import in_four_bits, in_fp8_blocks
 from primeslurm.trainer import models
@@ -25,7 +26,7 @@ def load_config(directory: Path) -> Any:
         ValueError: no such model type, or weights stored in a way that is not read.
     """
     # Before transformers reads it: the family's module may register a config that transformers lacks.
-    models.builder(json.loads((directory / "config.json").read_bytes()).get("model_type", ""))
+    models.builder(json.loads(files.read_bytes(directory / "config.json")).get("model_type", ""))
     config = AutoConfig.from_pretrained(directory)
     stored = _quantization(config)
     if stored and not (in_fp8_blocks(stored) or _reads_four_bits(config.model_type, stored)):
@@ -72,16 +73,16 @@ def write_companions(
         OSError: one cannot be read or written.
     """
     for pattern in _COMPANIONS:
-        for file in source.glob(pattern):
+        for file in files.listing(source, pattern):
             if file.name not in (INDEX, "MANIFEST.json"):
                 shutil.copyfile(file, target / file.name)
-    config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    config: dict[str, Any] = json.loads(files.read_bytes(source / "config.json"))
     config.pop("torch_dtype", None)
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
     config["dtype"] = dtype
     if quantization is not None:
         config["quantization_config"] = quantization
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    files.write_json(target / "config.json", config)
     document = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(index.items()))}
-    (target / INDEX).write_text(json.dumps(document, indent=2) + "\n")
+    files.write_json(target / INDEX, document)

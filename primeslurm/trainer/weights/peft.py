@@ -7,7 +7,6 @@ by one, or, in families whose checkpoints may stack them, stacked: gate and up h
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from primeslurm import files
 from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora as adapters
@@ -33,7 +33,7 @@ def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 
 def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Path) -> None:
     """Write an adapter directory. Raises OSError."""
-    directory.mkdir()
+    files.make_directory(directory)
     save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     modules = {name.split(".")[-3] for name in named}
     config = {
@@ -54,7 +54,7 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
             "rank_pattern": {gate_up: 2 * lora.rank},
             "alpha_pattern": {gate_up: 2 * lora.alpha},
         }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    files.write_json(directory / "adapter_config.json", config)
 
 
 def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from primeslurm import files
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
 from primeslurm.trainer.weights.headers import TensorLocation, read_header
@@ -126,26 +127,36 @@ class OpenFiles:
         width = place.torch_dtype.itemsize
         data = np.empty(count * width, np.uint8) if space is None or len(space) < count * width else space
         data = data[: count * width]
-        left, offset = data.data, place.offset + first * width
-        while left:
-            done = os.preadv(self._descriptor(place.file), [left], offset)
-            if not done:
-                raise OSError(f"{self._files.directory / place.file}: ends {len(left)} bytes too early")
-            offset, left = offset + done, left[done:]
+        path = self._files.directory / place.file
+        files.retrying(path, lambda: self._read(place.file, data.data, place.offset + first * width))
         return torch.from_numpy(data).view(place.torch_dtype)
+
+    def _read(self, file: str, left: memoryview, offset: int) -> None:
+        try:
+            while left:
+                done = os.preadv(self._descriptor(file), [left], offset)
+                if not done:
+                    raise OSError(f"{self._files.directory / file}: ends {len(left)} bytes too early")
+                offset, left = offset + done, left[done:]
+        except OSError as error:
+            if files.is_transient(error):  # the descriptor of a stale file stays stale
+                with self._lock:
+                    self._open.pop(file, None)
+            raise
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._open:
-                self._open[file] = os.open(self._files.directory / file, os.O_RDONLY | os.O_CLOEXEC)
+                path = self._files.directory / file
+                self._open[file] = files.retrying(path, lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC))
             return self._open[file]
 
 
 def _file_names(directory: Path) -> list[str]:
     index = directory / INDEX
-    if index.is_file():
+    if files.is_file(index):
         try:
-            return sorted(set(json_value(index.read_bytes(), _Index).weight_map.values()))
+            return sorted(set(json_value(files.read_bytes(index), _Index).weight_map.values()))
         except DamagedError as error:
             raise ValueError(f"{index}: cannot be read: {error}") from error
-    return sorted(file.name for file in directory.glob("*.safetensors"))
+    return [file.name for file in files.listing(directory, "*.safetensors")]

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.wire.batches.file_ranges import PIECE, Part, loaded
 from primeslurm.wire.batches.rollouts import Batch, Incoming
 from primeslurm.wire.decoding import DamagedError, Size, value
@@ -58,7 +58,8 @@ def write(path: Path, parts: Sequence[Part]) -> None:
         state.update(frame)
     sizes = [len(part) for part in parts]
     head = msgspec.msgpack.encode(_Head(sizes[0], sum(sizes[1:]), XXH3 + state.hexdigest()))
-    durable.write(path, chain([_PREFIX.pack(MAGIC, len(head), zlib.crc32(head)), head], loaded(parts)))
+    prefix = _PREFIX.pack(MAGIC, len(head), zlib.crc32(head))
+    durable.write(path, lambda: chain([prefix, head], loaded(parts)))
 
 
 def read(
@@ -76,22 +77,28 @@ def read(
         DamagedError: it is not what was written.
         OSError: it cannot be read.
     """
-    with path.open("rb", buffering=0) as file:
-        head, _ = _head(file)
-        if head.header > LARGEST_HEADER:
-            raise DamagedError(f"a header of {head.header} bytes")
-        state, header = hasher(), np.empty(head.header, np.uint8)
-        for piece in _filled(file, header, on_piece):
+    incoming = files.reading(path, lambda file: _incoming(file, empty, most, on_piece))
+    return Batch.decode(incoming.frames())
+
+
+def _incoming(
+    file: Any, empty: Callable[[int], NDArray[np.uint8]], most: int, on_piece: Callable[[], None]
+) -> Incoming:
+    head, _ = _head(file)
+    if head.header > LARGEST_HEADER:
+        raise DamagedError(f"a header of {head.header} bytes")
+    state, header = hasher(), np.empty(head.header, np.uint8)
+    for piece in _filled(file, header, on_piece):
+        state.update(piece)
+    incoming = Incoming(header.tobytes(), empty, most)
+    if incoming.size != head.arrays:
+        raise DamagedError(f"{head.arrays} bytes of arrays, where the header announces {incoming.size}")
+    for place in incoming.places:
+        for piece in _filled(file, place, on_piece):
             state.update(piece)
-        incoming = Incoming(header.tobytes(), empty, most)
-        if incoming.size != head.arrays:
-            raise DamagedError(f"{head.arrays} bytes of arrays, where the header announces {incoming.size}")
-        for place in incoming.places:
-            for piece in _filled(file, place, on_piece):
-                state.update(piece)
     if XXH3 + state.hexdigest() != head.digest:
         raise DamagedError("its bytes are not what was written")
-    return Batch.decode(incoming.frames())
+    return incoming
 
 
 def is_there(path: Path, *, whole: bool) -> bool:
@@ -101,19 +108,22 @@ def is_there(path: Path, *, whole: bool) -> bool:
         path: of the file.
         whole: read all of it, not its head alone.
     """
+
+    def read(file: Any) -> bool:
+        head, left = _head(file)
+        if not whole:
+            return True
+        state, room = hasher(), np.empty(min(PIECE, left), np.uint8)
+        while left:
+            for piece in _filled(file, room[: min(left, len(room))]):
+                state.update(piece)
+                left -= len(piece)
+        return bool(XXH3 + state.hexdigest() == head.digest)
+
     try:
-        with path.open("rb", buffering=0) as file:
-            head, left = _head(file)
-            if not whole:
-                return True
-            state, room = hasher(), np.empty(min(PIECE, left), np.uint8)
-            while left:
-                for piece in _filled(file, room[: min(left, len(room))]):
-                    state.update(piece)
-                    left -= len(piece)
+        return files.reading(path, read)
     except (OSError, DamagedError):
         return False
-    return XXH3 + state.hexdigest() == head.digest
 
 
 def _head(file: Any) -> tuple[_Head, int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from primeslurm import files
 from primeslurm.wire.batches.rollouts import Frame
 from primeslurm.wire.decoding import DamagedError
 
@@ -39,12 +40,16 @@ class FileRange:
             DamagedError: the file cannot be read, or has fewer bytes.
         """
         room = np.empty(len(self), np.uint8)
+
+        def read(file: Any) -> int:
+            file.seek(self.start)
+            done = 0
+            while done < len(room) and (count := file.readinto(room[done:].data)):
+                done += count
+            return done
+
         try:
-            with self.path.open("rb", buffering=0) as file:
-                file.seek(self.start)
-                done = 0
-                while done < len(room) and (count := file.readinto(room[done:].data)):
-                    done += count
+            done = files.reading(self.path, read)
         except OSError as error:
             raise DamagedError(str(error)) from error
         if done < len(room):

@@ -11,7 +11,7 @@ cost twenty times the CPU seconds and keep nobody out.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from primeslurm import files
 
@@ -33,8 +33,11 @@ def same(path: Path, digest: str) -> bool:
     """Whether a file has this digest, in whichever of the two forms. Raises OSError."""
     if not digest.startswith(XXH3):
         return files.digest(path) == digest
-    found, chunk = hasher(), bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as handle:
+
+    def read(handle: Any) -> str:
+        found, chunk = hasher(), bytearray(_CHUNK)
         while count := handle.readinto(chunk):
             found.update(memoryview(chunk)[:count])
-    return XXH3 + found.hexdigest() == digest
+        return XXH3 + found.hexdigest()
+
+    return files.reading(path, read) == digest

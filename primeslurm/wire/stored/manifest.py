@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -10,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.files import digest
 from primeslurm.wire.decoding import DamagedError, json_value
 from primeslurm.wire.stored import digests
@@ -36,21 +37,26 @@ class FileRecord(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.name[:80]!r} is outside of what is described, or no file's name")
 
 
-def describe(directory: Path, files: Iterable[Path]) -> list[FileRecord]:
-    """Make records of `files` below `directory`, sorted by path."""
-    return [FileRecord(str(p.relative_to(directory)), p.stat().st_size, digest(p)) for p in sorted(files)]
+def describe(directory: Path, parts: Iterable[Path]) -> list[FileRecord]:
+    """Make records of files below `directory`, sorted by path."""
+    return [FileRecord(str(p.relative_to(directory)), _size(p), digest(p)) for p in sorted(parts)]
 
 
 def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
     """Say in words which files are missing or differ from their records. All are read, by several threads."""
     with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
-        sound = list(readers.map(lambda record: _matches(directory / record.name, record), records))
-    return [differs(directory / record.name) for record, fine in zip(records, sound, strict=True) if not fine]
+        found = readers.map(lambda record: _misplaced(directory, record) or _differing(directory, record), records)
+        return [text for text in found if text]
 
 
 def misplaced(directory: Path, records: Iterable[FileRecord]) -> list[str]:
     """Say in words which files are missing or have another size than in their records. None is read."""
-    return [differs(directory / record.name) for record in records if not _in_place(directory / record.name, record)]
+    return [text for record in records if (text := _misplaced(directory, record))]
+
+
+def absent(directory: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Name the files that are not there, or that this node does not see yet."""
+    return [record.name for record in records if not files.is_file(directory / record.name)]
 
 
 def differs(path: Path) -> str:
@@ -66,14 +72,38 @@ def write(path: Path, value: object) -> None:
 def read(path: Path, kind: type[T]) -> T | None:
     """Read a manifest; None if there is no readable one."""
     try:
-        return json_value(path.read_bytes(), kind)
-    except (FileNotFoundError, NotADirectoryError, DamagedError):
+        return parsed(path, kind)
+    except DamagedError:
         return None
 
 
-def _matches(path: Path, record: FileRecord) -> bool:
-    return _in_place(path, record) and digests.same(path, record.digest)
+def parsed(path: Path, kind: type[T]) -> T | None:
+    """Read a manifest; None if there is none.
+
+    Raises:
+        DamagedError: there is one, and its content is no manifest.
+        OSError: it cannot be read.
+    """
+    try:
+        return json_value(files.read_bytes(path), kind)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
-def _in_place(path: Path, record: FileRecord) -> bool:
-    return path.is_file() and path.stat().st_size == record.bytes
+def _misplaced(directory: Path, record: FileRecord) -> str:
+    path = directory / record.name
+    found = files.status(path)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return f"{path}: is not there"
+    if found.st_size != record.bytes:
+        return f"{differs(path)}: {found.st_size} bytes instead of {record.bytes}"
+    return ""
+
+
+def _differing(directory: Path, record: FileRecord) -> str:
+    path = directory / record.name
+    return "" if digests.same(path, record.digest) else differs(path)
+
+
+def _size(path: Path) -> int:
+    return files.retrying(path, path.stat).st_size

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from primeslurm import files
 from primeslurm.files import digest, write_atomic
 
 RUNTIMES = ("apptainer", "docker", "podman")
@@ -45,7 +46,7 @@ def image_directory(tasks: Path, said: Path | None = None) -> Path:
 
 def task_directories(tasks: Path, names: Sequence[str] | None = None) -> list[Path]:
     """Find tasks at any depth below a directory: all, or those whose directories have these names."""
-    found = sorted(path.parent for path in tasks.rglob("task.toml"))
+    found = sorted(path.parent for path in files.retrying(tasks, lambda: list(tasks.rglob("task.toml"))))
     return [path for path in found if names is None or path.name in names]
 
 
@@ -56,12 +57,14 @@ def read_task(directory: Path) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is no TOML.
     """
-    return tomllib.loads((directory / "task.toml").read_text())
+    return tomllib.loads(files.read_text(directory / "task.toml"))
 
 
 def must_be_built(directory: Path, about: Mapping[str, Any]) -> bool:
     """Tell whether a task's container is described by a Dockerfile alone."""
-    return (directory / "environment" / "Dockerfile").is_file() and not about.get("environment", {}).get("docker_image")
+    return files.is_file(directory / "environment" / "Dockerfile") and not about.get("environment", {}).get(
+        "docker_image"
+    )
 
 
 def environment_digest(environment: Path) -> str:
@@ -70,6 +73,10 @@ def environment_digest(environment: Path) -> str:
     Args:
         environment: the directory of the Dockerfile, which is the build's context.
     """
+    return files.retrying(environment, lambda: _digest_below(environment))
+
+
+def _digest_below(environment: Path) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     for path in _files(environment):
         status = path.lstat()
@@ -80,9 +87,12 @@ def environment_digest(environment: Path) -> str:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    for place, directories, files in os.walk(directory):
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for place, directories, names in os.walk(directory, onerror=refuse):
         directories.sort()
-        yield from (Path(place, name) for name in sorted((*directories, *files)))
+        yield from (Path(place, name) for name in sorted((*directories, *names)))
 
 
 def image_name(images: Path, name: str, runtime: str) -> str:
@@ -100,17 +110,17 @@ def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
     """
     image = image_name(images, name, runtime)
     try:
-        workdir = (images / f"{name}.{runtime}").read_text().strip()
+        workdir = files.read_text(images / f"{name}.{runtime}").strip()
     except FileNotFoundError:
         return None
-    if runtime == "apptainer" and not Path(image).is_file():
+    if runtime == "apptainer" and not files.is_file(Path(image)):
         return None
     return TaskImage(image, workdir or None)
 
 
 def note_built(images: Path, name: str, runtime: str, workdir: str) -> None:
     """Say that an image is there: `built_image` finds it from now on. Raises OSError."""
-    (images / f"{name}.{runtime}").unlink(missing_ok=True)
+    files.unlink(images / f"{name}.{runtime}")
     write_atomic(images / f"{name}.{runtime}", f"{workdir}\n")
 
 

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from primeslurm import files
+
 if TYPE_CHECKING:  # what most processes of a run do without is imported where it is used: some are hundreds
     from multiprocessing.process import BaseProcess
     from pathlib import Path
@@ -47,13 +49,18 @@ class SecretError(RuntimeError):
 
 def create(run_dir: Path) -> None:
     """Make the secret of a run, on disk when this returns; one that is there, and not empty, stays. Raises OSError."""
-    from primeslurm import durable
+    from primeslurm import durable, files
 
     path = run_dir / FILE
-    if path.exists() and path.stat().st_size:
+    found = files.status(path)
+    if found is not None and found.st_size:
         return
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-        file.write(os.urandom(32).hex())
+
+    def write() -> None:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(os.urandom(32).hex())
+
+    files.retrying(path, write)
     durable.sync(path)
     durable.sync(run_dir)
 
@@ -61,7 +68,7 @@ def create(run_dir: Path) -> None:
 def read(run_dir: Path) -> str:
     """Read the secret of a run. Raises SecretError."""
     try:
-        found = (run_dir / FILE).read_text().strip()
+        found = files.read_text(run_dir / FILE).strip()
     except OSError as error:
         raise SecretError(f"{run_dir / FILE}: {error.strerror}") from None
     if not found:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.wire.stored import checkpoints, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
@@ -41,8 +40,9 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
         described: records of files that their writers made; only the others are read.
     """
     done = {MANIFEST, *(record.name for record in described)}
-    files = [p for p in directory.iterdir() if p.is_file() and p.name not in done and not p.name.startswith(".")]
-    records = sorted([*described, *manifest.describe(directory, files)], key=lambda record: record.name)
+    rest = [path for path in files.listing(directory) if path.name not in done and not path.name.startswith(".")]
+    more = manifest.describe(directory, [path for path in rest if files.is_file(path)])
+    records = sorted([*described, *more], key=lambda record: record.name)
     value = WeightManifest(version=version, layout="hf", dtype=dtype, files=records)
     manifest.write(directory / MANIFEST, value)
     return value
@@ -65,15 +65,16 @@ def damage(directory: Path) -> list[str]:
 
 def published(run_dir: Path) -> list[int]:
     """List all complete versions, ascending."""
-    return [version for version in _directories(run_dir) if (version_dir(run_dir, version) / MANIFEST).is_file()]
+    return [version for version in _directories(run_dir) if _is_complete(run_dir, version)]
+
+
+def _is_complete(run_dir: Path, version: int) -> bool:
+    return files.is_file(version_dir(run_dir, version) / MANIFEST)
 
 
 def _directories(run_dir: Path) -> list[int]:
     """The versions that have a directory, complete or not, ascending."""
-    root = run_dir / "weights"
-    if not root.is_dir():
-        return []
-    return sorted(int(match[1]) for path in root.iterdir() if (match := _NAME.match(path.name)))
+    return sorted(int(match[1]) for path in files.listing(run_dir / "weights") if (match := _NAME.match(path.name)))
 
 
 def prune_behind(run_dir: Path, keep: int, version: int) -> list[int]:
@@ -90,10 +91,12 @@ def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
         The versions that were deleted, ascending.
     """
     whole = published(run_dir)
-    kept = {*whole[-keep:], *(version for version in whole if version in needed)}
+    kept = {*whole[-keep:], *needed}
     doomed = [version for version in _directories(run_dir) if version not in kept]
+    if any(version not in whole and _is_complete(run_dir, version) for version in doomed):
+        return []  # this node did not see one that is complete: what else it does not see may be needed
     for version in doomed:
         directory = version_dir(run_dir, version)
         durable.remove(directory / MANIFEST)  # first: a half-deleted version must not look complete
-        shutil.rmtree(directory, ignore_errors=True)
+        files.remove_tree(directory, ignore_errors=True)
     return doomed

@@ -69,7 +69,8 @@ class Agents:
             node = assignment.node_of(rank)
             runs = [p.name for p in self.fleet.plan.processes() if node is not None and assignment.home(p) == node]
             states = {name: ProcessReport("ready", healthy=True) for name in runs}
-            beat = AgentReport(rank, f"n{rank}", "", now, 1, Fitness.FIT, node=node, processes=states)
+            number = round(1000 * now)
+            beat = AgentReport(rank, f"n{rank}", "", 0.0, 1, number, Fitness.FIT, node=node, processes=states)
             self.fleet.observe(beat, now)
         return self.fleet.decide(now)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.node.head.walltime import end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.node.head.walltime import ends_too_late, seconds_left, seconds_to_stop
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
 from primeslurm.records.state import TrainerState
@@ -53,5 +53,13 @@ def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
 
 def test_the_end_of_a_job() -> None:
     plan = plan_of(Path("/runs/x"), ())
-    assert end_of_job(plan, {}, 1000.0) == 1000.0 + 600
-    assert end_of_job(plan, {"SLURM_JOB_END_TIME": "5000"}, 1000.0) == 5000.0
+    assert seconds_left(plan, {}, 1000.0) == 600.0
+    assert seconds_left(plan, {"SLURM_JOB_END_TIME": "5000"}, 1000.0) == 4000.0
+
+
+@pytest.mark.parametrize(("wall", "left_s"), [(1400.0, 200.0), (900.0, 600.0), (-1000.0, 600.0), (3000.0, 600.0)])
+def test_a_node_whose_clock_is_wrong_goes_by_the_length_of_the_job(tmp_path: Path, wall: float, left_s: float) -> None:
+    """Slurm's end of the job is by its controller's clock. A time that cannot be left is a wrong clock."""
+    plan = plan_of(tmp_path, ())
+    environ = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1600"}
+    assert seconds_left(plan, environ, wall) == left_s

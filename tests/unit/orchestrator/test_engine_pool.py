@@ -47,7 +47,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def pool(clock: Clock) -> EnginePool:
-    return EnginePool(["a", "b"], clock)
+    return EnginePool(["a", "b"], clock, clock)
 
 
 def states(pool: EnginePool) -> dict[str, str]:

@@ -79,7 +79,7 @@ def test_all_that_a_commit_names_is_flushed_before_it(calls: Calls, tmp_path: Pa
     named = calls.seen.index(f"name {step}/COMMITTED")
     parts = {f"{step}/trainer/weights", f"{step}/orchestrator.bin", f"{step}/trainer", step, "checkpoints"}
     assert {f"flush {part}" for part in parts} <= set(calls.seen[:named])
-    assert calls.seen[named + 1 :] == [f"flush {step}"]
+    assert calls.seen[named + 1 :] == [f"flush {step}", "flush *", "name checkpoints/NEWEST", "flush checkpoints"]
 
 
 def test_what_a_requeue_starts_from_is_flushed(calls: Calls, tmp_path: Path) -> None:

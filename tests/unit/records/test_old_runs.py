@@ -30,7 +30,7 @@ EVALUATION = (f"evaluation_{what}" for what in ("started", "done", "skipped", "s
 NEW_KINDS = frozenset(
     {
         *("continued", "engine_silent", "environment_fails", "file_system_fault", "hangs", "loop_stood_still"),
-        *("engine_answers_damaged", "moved", "nothing_kept", "task_given_up"),
+        *("checkpoint_damaged", "engine_answers_damaged", "moved", "nothing_kept", "storage_fault", "task_given_up"),
         *("port_taken", "ranks_wait", "router_complete", "router_incomplete", "router_restarted", "step_skipped"),
         *EVALUATION,
     }

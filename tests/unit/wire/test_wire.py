@@ -220,6 +220,10 @@ def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path) == 5
     assert checkpoints.damage(first) == []
     (first / "trainer" / "part").unlink()
+    assert checkpoints.damage(first) == [f"{first}/trainer/part: is not there"]
+    (first / "trainer" / "part").write_text("xy")
+    assert checkpoints.damage(first) == [f"{first}/trainer/part: differs from its record: 2 bytes instead of 1"]
+    (first / "trainer" / "part").write_text("y")
     assert checkpoints.damage(first) == [f"{first}/trainer/part: differs from its record"]
     assert checkpoints.damage(checkpoints.step_dir(tmp_path, 10))[0].endswith("not committed")
 
@@ -230,7 +234,8 @@ def test_pruning_keeps_the_newest_and_whatever_is_being_written(tmp_path: Path) 
     save(tmp_path, 12, committed=False)
     save(tmp_path, 20, committed=False)
     assert checkpoints.prune(tmp_path, keep=2) == [5, 12]
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015", "step_000020"]
+    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert left == ["NEWEST", "step_000010", "step_000015", "step_000020"]
 
 
 KILLED = """
