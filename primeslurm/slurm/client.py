@@ -12,6 +12,7 @@ from typing import Literal
 
 from primeslurm.errors import ClusterError
 from primeslurm.hostlists import compress, expand
+from primeslurm.slurm.environment import clean
 
 TIMEOUT_S = 60.0
 """For the answer to a command, in seconds."""
@@ -113,9 +114,7 @@ class SlurmClient:
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
         self._timeout_s = timeout_s
-        self._environment = dict(os.environ)
-        if slurm_conf is not None:
-            self._environment["SLURM_CONF"] = slurm_conf
+        self._environment = clean(os.environ, slurm_conf)
 
     def ping(self) -> bool:
         """Whether the controller answers."""

@@ -53,7 +53,8 @@ def _step_options(plan: Plan) -> list[str]:
     groups = ",".join(str(group.index) for group in plan.groups)
     het = [f"--het-group={groups}"] if len(plan.groups) > 1 else []
     keep = ["--kill-on-bad-exit=0", *(["--no-kill"] if plan.survives_nodes else [])]
-    return [*het, "--ntasks-per-node=1", "--cpu-bind=none", *keep, "--label", "--unbuffered"]
+    # Agents need the variables of the batch script, and a site's cli_filter may have set SLURM_EXPORT_ENV=NONE for it.
+    return [*het, "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none", *keep, "--label", "--unbuffered"]
 
 
 def exports(plan: Plan) -> dict[str, str]:

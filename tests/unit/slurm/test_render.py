@@ -130,6 +130,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "slurm",
         "--het-group=0,1",
         "--ntasks-per-node=1",
+        "--export=ALL",
         "--cpu-bind=none",
         "--kill-on-bad-exit=0",
         "--label",
@@ -150,8 +151,17 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
         program.chmod(0o755)
     script = render(PLANS["quoting"].model_copy(update={"python": str(python), "job": PLANS["het"].job}))
     batch_epilogue = ["-m", "primeslurm.node.attempt.batch_epilogue", "/runs/it's 100% $x", "9"]
-    step = ["srun", "--het-group=0,1", *["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]]
-    step += ["--label", "--unbuffered", str(python), "-u", "-m", "primeslurm.node.load", "/runs/it's 100% $x/submitit"]
+    step = ["srun", "--het-group=0,1", "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"]
+    step += [
+        "--kill-on-bad-exit=0",
+        "--label",
+        "--unbuffered",
+        str(python),
+        "-u",
+        "-m",
+        "primeslurm.node.load",
+        "/runs/it's 100% $x/submitit",
+    ]
     for code, expected in ((0, []), (9, [*batch_epilogue, *step])):
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
         seen = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
