@@ -44,6 +44,7 @@ def render(plan: Plan) -> str:
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
         command=(*python, "-u", "-m", LOAD, submitit_folder(plan)),
+        setup_failure=(*python, "-m", "primeslurm.node.attempt.setup_failure", plan.run_dir),
         batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),
     )
 
