@@ -10,6 +10,7 @@ from pathlib import Path
 from primeslurm import durable
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
+from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import Planned, refuse
 from primeslurm.recipe import Site
@@ -192,25 +193,39 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
     return avoiding(plan, avoided, now, needed=needed)
 
 
-def forget_bad_nodes(runs: Path, names: Sequence[str], now: float) -> None:
+def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every: bool = False) -> list[str]:
     """Let jobs use these nodes again.
 
     Args:
         runs: directory of the runs whose ledger names them.
-        names: the nodes.
+        hostlists: names or host lists. Of a host list, at least one node must be in the ledger.
         now: seconds since 1970.
+        every: forget all nodes of the ledger.
+
+    Returns:
+        The names of the nodes, sorted.
 
     Raises:
-        UsageError: one is not in the ledger; then none is forgotten.
+        UsageError: a host list names no node of the ledger; then none is forgotten.
     """
     ledger = Ledger(runs)
     known = [entry.node for entry in ledger.entries(now)]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        why = "is not in the ledger of bad nodes"
-        raise UsageError([Violation("--forget", name, why, suggestion(name, known)) for name in unknown])
-    for name in names:
+    nodes, problems = set(known) if every else set[str](), list[Violation]()
+    for hostlist in hostlists:
+        try:
+            named = set(expand(hostlist)) & set(known)
+        except ValueError as error:
+            problems.append(Violation("--forget", hostlist, str(error), "for example node[001-003],login1"))
+            continue
+        if not named:
+            why = "is not in the ledger of bad nodes"
+            problems.append(Violation("--forget", hostlist, why, suggestion(hostlist, known)))
+        nodes |= named
+    if problems:
+        raise UsageError(problems)
+    for name in sorted(nodes):
         ledger.forget(name)
+    return sorted(nodes)
 
 
 @dataclass(frozen=True)
