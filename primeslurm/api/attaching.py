@@ -14,6 +14,7 @@ from primeslurm.run.status.placement import placement_of
 from primeslurm.run.status.target import ProcessTarget, find_target
 from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.environment import clean
 from primeslurm.slurm.local import submit
 
 
@@ -49,8 +50,8 @@ def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -
     with reading(run):
         target = find_target(placement_of(attempt), attempt, word)
     inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.exec_in_process", *_pids(target), *command]
-    environment = {**os.environ, **({"SLURM_CONF": job.slurm_conf} if job.slurm_conf else {})}
-    return Attachment(_argv(plan, job, target, inside, terminal), environment, target.process, target.host)
+    argv = _argv(plan, job, target, inside, terminal)
+    return Attachment(argv, clean(os.environ, job.slurm_conf), target.process, target.host)
 
 
 def _argv(plan: Plan, job: JobRecord, target: ProcessTarget, inside: list[str], terminal: bool) -> list[str]:

@@ -100,11 +100,32 @@ class LoadedRecipe:
         return strict_plan_of(self.recipe, self.site, self.files, local=self.local)
 
     def check(self) -> Check:
-        """Say everything that is wrong or doubtful: placement, compatibility, memory, files. Raises nothing for it."""
+        """Say everything that is wrong or doubtful: placement, compatibility, memory, files, and what Slurm says.
+
+        Raises nothing for it. Slurm is asked if it answers.
+        """
+        violations: tuple[Violation, ...] = ()
         try:
-            return Check(self.to_run().plan)
+            plan = self.to_run().plan
         except UsageError as error:
-            return Check(None, error.violations)
+            violations = error.violations
+            try:
+                plan = self.plan()
+            except UsageError:  # these are among the violations
+                return Check(None, violations)
+        problems, unasked = self._ask_slurm(plan)
+        if violations:
+            return Check(None, (*violations, *problems))
+        notes = [Finding(level="note", field="slurm", text=unasked)] if unasked else []
+        findings = (*plan.findings, *as_findings(problems, "error"), *notes)
+        return Check(plan.model_copy(update={"findings": findings}))
+
+    def _ask_slurm(self, plan: Plan) -> tuple[list[Violation], str]:
+        """What Slurm has against the plan, and why it could not be asked; nothing where no cluster is there yet."""
+        from primeslurm.api import submission
+
+        asked = plan.executor == "slurm" and self.cluster is None
+        return submission.ask_slurm(plan, self.site.slurm_conf) if asked else ([], "")
 
     def render(self) -> str:
         """Render the batch script, byte for byte as it would be submitted.

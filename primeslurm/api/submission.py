@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primeslurm import durable
+from primeslurm.api.jobs import ANSWER_S
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
+from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import Planned, refuse
 from primeslurm.recipe import Site
@@ -22,7 +24,7 @@ from primeslurm.run.ownership import unsafe
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import InstalledDifference, Parts
-from primeslurm.slurm.placement import placement_problems
+from primeslurm.slurm.placement import cluster_facts, placement_problems
 from primeslurm.slurm.render import render
 from primeslurm.wire.transport import secret
 
@@ -65,9 +67,11 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
     if plan.executor == "slurm" and ask:
         try:
             plan = avoid_bad_nodes(plan, slurm_conf)
-            problems += _placement(plan, slurm_conf)
         except ClusterError as error:
-            unasked = (f"placement not checked, because Slurm gives no answer: {error}",)
+            unasked = (f"bad nodes not looked up, because Slurm gives no answer: {error}",)
+        reasons, why = ask_slurm(plan, slurm_conf)
+        problems += reasons
+        unasked = (why,) if why else unasked
     if problems:
         raise UsageError(problems)
     return DryRun(plan, _script(plan), unasked)
@@ -131,7 +135,23 @@ def _script(plan: Plan) -> str:
 
 
 def _placement(plan: Plan, slurm_conf: str | None) -> list[Violation]:
-    return placement_problems(plan, SlurmClient(slurm_conf))
+    return placement_problems(plan, cluster_facts(SlurmClient(slurm_conf)))
+
+
+def ask_slurm(plan: Plan, slurm_conf: str | None) -> tuple[list[Violation], str]:
+    """Ask Slurm whether it would ever run a plan's job. Nothing is submitted.
+
+    Returns:
+        Every reason why not, and why Slurm could not be asked; empty if it could.
+    """
+    client = SlurmClient(slurm_conf, ANSWER_S)
+    try:
+        problems = placement_problems(plan, cluster_facts(client))
+        if not problems and (words := client.refusal(render(plan))):
+            problems.append(Violation("slurm", "", f"sbatch would refuse the job: {words}"))
+        return problems, ""
+    except ClusterError as error:
+        return [], f"placement not checked, because Slurm gives no answer: {error}"
 
 
 def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) -> Submitted:
@@ -185,40 +205,55 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
     bad = bad_nodes(Path(plan.run_dir).parent, now)
     if not bad:
         return avoiding(plan, [], now)
-    partitions = SlurmClient(slurm_conf).nodes_by_partition({group.partition for group in plan.groups})
+    names = {group.partition for group in plan.groups}
+    partitions = SlurmClient(slurm_conf).nodes_by_partition(names, plan.job.reservation)
     known = {node for nodes in partitions.values() for node in nodes}
     avoided = spared(plan, bad, partitions)
     needed = [entry for entry in bad if entry.node in known and entry not in avoided]
     return avoiding(plan, avoided, now, needed=needed)
 
 
-def forget_bad_nodes(runs: Path, names: Sequence[str], now: float) -> None:
+def forget_bad_nodes(runs: Path, hostlists: Sequence[str], now: float, *, every: bool = False) -> list[str]:
     """Let jobs use these nodes again.
 
     Args:
         runs: directory of the runs whose ledger names them.
-        names: the nodes.
+        hostlists: names or host lists. Of a host list, at least one node must be in the ledger.
         now: seconds since 1970.
+        every: forget all nodes of the ledger.
+
+    Returns:
+        The names of the nodes, sorted.
 
     Raises:
-        UsageError: one is not in the ledger; then none is forgotten.
+        UsageError: a host list names no node of the ledger; then none is forgotten.
     """
     ledger = Ledger(runs)
     known = [entry.node for entry in ledger.entries(now)]
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        why = "is not in the ledger of bad nodes"
-        raise UsageError([Violation("--forget", name, why, suggestion(name, known)) for name in unknown])
-    for name in names:
+    nodes, problems = set(known) if every else set[str](), list[Violation]()
+    for hostlist in hostlists:
+        try:
+            named = set(expand(hostlist)) & set(known)
+        except ValueError as error:
+            problems.append(Violation("--forget", hostlist, str(error), "for example node[001-003],login1"))
+            continue
+        if not named:
+            why = "is not in the ledger of bad nodes"
+            problems.append(Violation("--forget", hostlist, why, suggestion(hostlist, known)))
+        nodes |= named
+    if problems:
+        raise UsageError(problems)
+    for name in sorted(nodes):
         ledger.forget(name)
+    return sorted(nodes)
 
 
 @dataclass(frozen=True)
 class Installed:
     """What nodes have."""
 
-    nodes: Mapping[str, Parts | None]
-    """Version by part, by node; None for a node that is down."""
+    nodes: Mapping[str, Parts]
+    """Version by part, by node. Of a node that runs no jobs now, the only part is `node`, with its state."""
     differences: Sequence[InstalledDifference]
 
     @property
@@ -243,7 +278,7 @@ def installed(site_file: Path | None, node: str | None = None, *, every: bool = 
         raise UsageError([Violation("--node", node, "contradicts --all", "keep one of them")])
     site = find_site(site_file) if node or every or site_file else None
     pins = inventory.lock(site.device if site else _device())
-    nodes: dict[str, Parts | None] = {}
+    nodes: dict[str, Parts] = {}
     gpu_nodes: list[str] = []
     if site is not None and (node or every):
         nodes |= inventory.on_nodes(site, SlurmClient(site.slurm_conf), node)

@@ -11,7 +11,7 @@ from primeslurm.hostlists import expand
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes
+from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes, times
 from primeslurm.recipe.sections.slurm import (
     DEFAULT_TIME,
     Apptainer,
@@ -23,14 +23,17 @@ from primeslurm.recipe.sections.slurm import (
 )
 from primeslurm.wire.transport import secret
 
+_MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")
+"""Options that say how much memory a component gets."""
+
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
     """Find options that contradict one another, and host lists that are none."""
     found = [*_host_problems(recipe, site), *_time_problems(recipe, site)]
     for field, options in _component_options(recipe, site):
-        if options.mem and options.mem_per_gpu:
-            fix = "keep one of them"
-            found.append(Violation(f"{field}.mem_per_gpu", options.mem_per_gpu, "contradicts mem", fix))
+        said = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
+        why = f"contradicts {said[0][0]}" if said else ""
+        found += [Violation(f"{field}.{name}", value, why, "keep one of them") for name, value in said[1:]]
     return found + _said_twice(recipe)
 
 
@@ -40,7 +43,7 @@ def _said_twice(recipe: Recipe) -> list[Violation]:
     if nodes is None:
         return []
     pairs: list[tuple[str, object, str, object]] = [("cpus", nodes.cpus, "cpus_per_task", slurm.cpus_per_task)]
-    pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in ("mem", "mem_per_gpu")]
+    pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in _MEMORY]
     return [
         Violation(f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one")
         for name, value, other, there in pairs
@@ -54,9 +57,23 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
         widest = max(requests, key=lambda request: request.gpus)
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
         return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
+    return _with_memory_alike(
+        tuple(
+            _group(index, request.role, request.nodes, request.spares, request, _component(recipe, request.role))
+            for index, request in enumerate(requests)
+        )
+    )
+
+
+def _with_memory_alike(groups: tuple[HetGroup, ...]) -> tuple[HetGroup, ...]:
+    """Ask for memory per node in all components if one does: srun refuses --mem beside --mem-per-cpu of another."""
+    if not any(group.mem for group in groups):
+        return groups
     return tuple(
-        _group(index, request.role, request.nodes, request.spares, request, _component(recipe, request.role))
-        for index, request in enumerate(requests)
+        group.model_copy(update={"mem": times(group.mem_per_cpu, group.cpus_per_task), "mem_per_cpu": None})
+        if group.mem_per_cpu
+        else group
+        for group in groups
     )
 
 
@@ -127,20 +144,31 @@ def _component(recipe: Recipe, role: NodeRole) -> Component:
 
 def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:
     kind = request.kind
+    gpus = f"{kind.gres}:{request.gpus}" if request.gpus else None
+    per_node = gpus.partition(":")[2] if gpus else None
+    memory = component if any(getattr(component, name) for name in _MEMORY) else kind
     return HetGroup(
         index=index,
         name=name,
         nodes=nodes + spares,
         spares=spares,
         partition=component.partition or kind.partition,
-        gres=f"{kind.gres}:{request.gpus}" if request.gpus else None,
+        gres=gpus if kind.request_gpus == "gres" else None,
+        gpus_per_node=per_node if kind.request_gpus == "gpus-per-node" else None,
         cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=_memory(component, request),
+        mem=None if memory.mem_per_cpu else _memory(component, request),
+        mem_per_cpu=memory.mem_per_cpu,
         constraint=component.constraint or kind.constraint,
         nodelist=component.nodelist or kind.nodelist,
         switches=component.switches or kind.switches,
-        exclusive=bool(kind.exclusive if component.exclusive is None else component.exclusive),
+        exclusive=_exclusive(component, request),
     )
+
+
+def _exclusive(component: Component, request: ResourceRequest) -> bool:
+    """Whether a component shares no node with other jobs. If Slurm does not count GPUs, only that keeps jobs apart."""
+    asked = request.kind.exclusive if component.exclusive is None else component.exclusive
+    return request.kind.request_gpus == "none" and request.gpus > 0 if asked is None else asked
 
 
 def node_memory(recipe: Recipe, request: ResourceRequest) -> int | None:
@@ -160,11 +188,10 @@ def _memory(component: Component, request: ResourceRequest) -> str | None:
 
     Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here.
     """
-    options = component if component.mem or component.mem_per_gpu else request.kind
-    if options.mem_per_gpu is None:
-        return options.mem
-    amount = options.mem_per_gpu.rstrip("KMGT")
-    return f"{int(amount) * max(request.gpus, 1)}{options.mem_per_gpu[len(amount) :]}"
+    options = component if any(getattr(component, name) for name in _MEMORY) else request.kind
+    if options.mem_per_cpu is not None:
+        return times(options.mem_per_cpu, component.cpus_per_task or request.kind.cpus)
+    return options.mem if options.mem_per_gpu is None else times(options.mem_per_gpu, max(request.gpus, 1))
 
 
 def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:

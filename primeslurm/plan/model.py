@@ -112,12 +112,22 @@ class HetGroup(Section):
     partition: str
     gres: str | None
     """For example gpu:8; None asks for none."""
+    gpus_per_node: str | None = None
+    """For example 8 or h200:8, in place of `gres`."""
     cpus_per_task: int
     mem: str | None = None
+    """Per node."""
+    mem_per_cpu: str | None = None
+    """Per core, in place of `mem`."""
     constraint: str | None = None
     nodelist: str | None = None
     switches: str | None = None
     exclusive: bool = False
+
+    @property
+    def asked_gres(self) -> str | None:
+        """GPUs per node that Slurm is asked for, as a generic resource: gpu:8."""
+        return self.gres or (f"gpu:{self.gpus_per_node}" if self.gpus_per_node else None)
 
 
 class Replica(Section):

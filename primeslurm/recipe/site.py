@@ -21,6 +21,9 @@ class NodeKind(ComponentOptions):
     """CPU cores per node that a job may use. As of `mem`, a role that uses some of a node's GPUs asks for its share."""
     gres: Name = "gpu"
     """Name of the generic resource, for example gpu or gpu:h200."""
+    request_gpus: Literal["gres", "gpus-per-node", "none"] = "gres"
+    """How a job asks for GPUs: with `--gres` or `--gpus-per-node`, or not at all, where Slurm does not count GPUs. Then
+    a job gets whole nodes, unless `exclusive` is false."""
     gpu: str | None = None
     """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
     memory_gib: PositiveFloat | None = None
@@ -36,7 +39,7 @@ class NodeKind(ComponentOptions):
 
         A job that takes all memory of a node with one of its GPUs waits for an empty node, and leaves the others idle.
         """
-        if not 0 < gpus < self.gpus:
+        if not 0 < gpus < self.gpus or self.request_gpus == "none":
             return self
         update = {
             "cpus": max(1, self.cpus * gpus // self.gpus),
@@ -83,9 +86,10 @@ class Site(Section):
     slurm: Submission = Submission()
     """Options of every job, unless its recipe says otherwise."""
     modules: tuple[Module, ...] = ()
-    """Loaded with `module load` before anything starts."""
+    """Loaded with `module load` before anything starts. If one does not load, the run ends and names it."""
     prologue: tuple[str, ...] = Field((), max_length=12)
-    """Shell lines run in the batch script before anything starts, as they are. For more, `source` a file."""
+    """Shell lines run in the batch script before anything starts, as they are. For more, `source` a file. If a command
+    fails, the run ends and names it; add `|| true` to one that may fail."""
     env: dict[EnvironmentName, str] = {}
     """Environment variables of every process."""
     pass_env: tuple[EnvironmentName, ...] = ()

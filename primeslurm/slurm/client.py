@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import os
-import re
+import pwd
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from primeslurm.errors import ClusterError
 from primeslurm.hostlists import compress, expand
+from primeslurm.slurm.accounting import (
+    ASSOCIATION_FORMAT,
+    NO_ACCOUNTING,
+    QOS_FORMAT,
+    Accounting,
+    config_value,
+    parse_associations,
+    parse_enforced,
+    parse_qos,
+)
+from primeslurm.slurm.environment import clean, inherited_by_jobs
+from primeslurm.slurm.partitions import (
+    NODE_FORMAT,
+    Partition,
+    Reservation,
+    fields,
+    is_usable,
+    parse_partitions,
+    parse_reservations,
+    plain_state,
+)
 
+if TYPE_CHECKING:
+    from primeslurm.recipe import Site
+
+_TRANSIENT = (
+    *("Requested node configuration is not available", "Required node not available", "Requested nodes are busy"),
+    *("Unable to contact", "Socket timed out", "Requested partition configuration not available now"),
+    *("Zero Bytes", "temporarily"),
+)
+"""Refusals of `sbatch --test-only` that say something about now. `placement` finds what nodes never have."""
 TIMEOUT_S = 60.0
 """For the answer to a command, in seconds."""
 _ENDED = frozenset(
@@ -21,22 +51,6 @@ _ENDED = frozenset(
         *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
     ]
 )
-
-
-@dataclass(frozen=True)
-class Partition:
-    """A partition and how many of its nodes are free."""
-
-    name: str
-    up: bool
-    nodes: int
-    usable: int
-    """Nodes that are idle or working: not down, drained or in maintenance."""
-    idle: int
-    cpus_per_node: int
-    """The smallest number, where nodes differ."""
-    gres: str
-    """As Slurm prints it, for example gpu:8; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +127,7 @@ class SlurmClient:
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
         self._timeout_s = timeout_s
-        self._environment = dict(os.environ)
-        if slurm_conf is not None:
-            self._environment["SLURM_CONF"] = slurm_conf
+        self._environment = clean(os.environ, slurm_conf)
 
     def ping(self) -> bool:
         """Whether the controller answers."""
@@ -125,42 +137,98 @@ class SlurmClient:
             return False
 
     def partitions(self) -> dict[str, Partition]:
-        """Return all partitions by name."""
-        found: dict[str, Partition] = {}
-        for name, up, counts, cpus, gres in self._table("sinfo", "--noheader", "--format=%R|%a|%F|%c|%G"):
-            allocated, idle, _, total = (int(part) for part in counts.split("/"))
-            usable = allocated + idle
-            this = Partition(
-                name, up == "up", total, usable, idle, int(cpus.rstrip("+")), "" if gres == "(null)" else gres
-            )
-            # sinfo prints a line per kind of node; a partition with several kinds is their sum.
-            found[name] = _sum(found[name], this) if name in found else this
-        return found
+        """Return all partitions by name, those that are hidden from this user, too."""
+        nodes = self._nodes(NODE_FORMAT)
+        return parse_partitions(self._run("scontrol", "--all", "--oneliner", "show", "partition"), nodes)
 
     def nodes(self) -> list[NodeState]:
         """Return all nodes, once each."""
         found: dict[str, NodeState] = {}
-        for name, state, reason in self._table("sinfo", "--noheader", "--Node", "--format=%N|%t|%E"):
-            found[name] = NodeState(
-                name, state.rstrip("*~#!%$@^-"), not state.endswith("*"), "" if reason == "none" else reason
-            )
+        for name, state, reason in self._nodes("%N|%t|%E"):
+            found[name] = NodeState(name, plain_state(state), "*" not in state, "" if reason == "none" else reason)
         return list(found.values())
 
-    def nodes_of(self, partition: str) -> dict[str, bool]:
-        """Return the nodes of a partition, and whether each can be used."""
-        rows = self._table("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t")
-        return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in rows}
+    def nodes_of(self, partition: str, reservation: str | None = None) -> dict[str, str]:
+        """Return the nodes of a partition and their states, in sinfo's short words.
 
-    def nodes_by_partition(self, partitions: Iterable[str]) -> dict[str, dict[str, bool]]:
-        """Return `nodes_of` each of some partitions, by name."""
-        return {name: self.nodes_of(name) for name in sorted(partitions)}
+        Args:
+            partition: its name.
+            reservation: name, or names with commas, of reservations; then nodes outside of them are left out.
+        """
+        reserved = self._reserved(reservation)
+        rows = self._nodes("%N|%R|%t")
+        return {name: state for name, there, state in rows if there == partition and (not reserved or name in reserved)}
 
-    def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
-        """Run a command once on each of some nodes.
+    def nodes_by_partition(self, names: Iterable[str], reservation: str | None = None) -> dict[str, dict[str, bool]]:
+        """Return the nodes of some partitions, and whether each runs jobs now or soon; arguments as of `nodes_of`."""
+        return {
+            name: {
+                node: is_usable(state, reserved=reservation is not None)
+                for node, state in self.nodes_of(name, reservation).items()
+            }
+            for name in sorted(names)
+        }
+
+    def _nodes(self, columns: str) -> list[list[str]]:
+        # Not --partition: sinfo refuses it beside --all, without which it leaves out hidden partitions.
+        return self._table("sinfo", "--noheader", "--all", "--Node", f"--format={columns}")
+
+    def reservations(self) -> list[Reservation]:
+        """Return the reservations that this user may see."""
+        try:
+            return parse_reservations(self._run("scontrol", "--all", "--oneliner", "show", "reservation"))
+        except ClusterError as error:
+            if "No reservations" in str(error):
+                return []
+            raise
+
+    def _reserved(self, names: str | None) -> set[str]:
+        wanted = (names or "").split(",")
+        found = [each.nodes for each in (self.reservations() if names else ()) if each.name in wanted and each.nodes]
+        return {node for hostlist in found for node in expand(hostlist)}
+
+    def accounting(self) -> Accounting:
+        """Return the accounts, QOS and limits of this user; nothing if the accounting enforces nothing or is away."""
+        config = self._run("scontrol", "show", "config")
+        enforced = parse_enforced(config)
+        if not enforced:
+            return NO_ACCOUNTING
+        try:
+            user = pwd.getpwuid(os.geteuid()).pw_name
+            mine = ("where", f"user={user}", f"cluster={config_value(config, 'ClusterName')}")
+            associations = self._sacctmgr("associations", *mine, columns=ASSOCIATION_FORMAT)
+            default = self._sacctmgr("user", "where", f"name={user}", columns="user,defaultaccount")
+            qos = self._sacctmgr("qos", columns=QOS_FORMAT)
+        except (ClusterError, KeyError):
+            return NO_ACCOUNTING
+        account = next((row[1] for row in default if row[0] == user), "")
+        return Accounting(enforced, account, parse_associations(associations), parse_qos(qos))
+
+    def _sacctmgr(self, *what: str, columns: str) -> list[list[str]]:
+        text = self._run("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={columns}")
+        rows = [line.split("|") for line in text.splitlines() if line]
+        return [row for row in rows if len(row) == columns.count(",") + 1]
+
+    def refusal(self, script: str) -> str:
+        """Return the words with which sbatch would refuse a batch script; empty if it would not.
+
+        A refusal that may be over in a while is none: nodes that are down or have not reported yet.
+        """
+        unset = {name: value for name, value in self._environment.items() if name not in inherited_by_jobs([name])}
+        done = self._call(["sbatch", "--test-only"], input=script, env=unset)
+        if done.returncode == 0:
+            return ""
+        lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines()]
+        words = "; ".join(line.removeprefix("allocation failure: ") for line in lines if line.strip())
+        return "" if any(transient in words for transient in _TRANSIENT) else words
+
+    def run_on(self, site: Site, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
+        """Run a command once on each of some nodes, under the site's account, QOS and reservation.
 
         Nodes that are busy to the last core are waited for, up to the time-out of a command.
 
         Args:
+            site: whose options of jobs count.
             partition: of the nodes.
             nodes: their names.
             argv: the command.
@@ -172,8 +240,13 @@ class SlurmClient:
             ClusterError: srun failed, or took too long.
         """
         where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
-        size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=256M", "--time=00:02:00")
-        return self._run("srun", "--job-name=primeslurm-doctor", *where, *size, *argv)
+        per_cpu = any(kind.mem_per_cpu for kind in site.nodes.values() if kind.partition == partition)
+        size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--time=00:02:00")
+        memory = "--mem-per-cpu=256M" if per_cpu else "--mem=256M"
+        said = {"account": site.slurm.account, "qos": site.slurm.qos, "reservation": site.slurm.reservation}
+        whose = [f"--{name}={value}" for name, value in said.items() if value]
+        options = (*where, *size, memory, *whose, *site.slurm.extra)
+        return self._run("srun", "--job-name=primeslurm-doctor", *options, *argv)
 
     def job(self, job_id: str) -> JobState | None:
         """Find a job with all its components, or None if neither the controller nor the accounting knows it."""
@@ -218,23 +291,30 @@ class SlurmClient:
         return rows
 
     def _run(self, *argv: str) -> str:
-        require_conf(self._slurm_conf)
-        try:
-            done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=self._timeout_s)
-        except FileNotFoundError as error:
-            raise ClusterError(f"{argv[0]} is not installed on this machine") from error
-        except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"{argv[0]} gave no answer within {self._timeout_s:g} s") from error
+        done = self._call(argv)
         if done.returncode:
             text = (done.stderr or done.stdout).strip()
             raise ClusterError(f"{' '.join(argv[:3])}: {text or f'exit code {done.returncode}'}")
         return done.stdout
 
-
-def _sum(a: Partition, b: Partition) -> Partition:
-    cpus = min(a.cpus_per_node, b.cpus_per_node)
-    nodes, usable, idle = a.nodes + b.nodes, a.usable + b.usable, a.idle + b.idle
-    return Partition(a.name, a.up or b.up, nodes, usable, idle, cpus, a.gres or b.gres)
+    def _call(
+        self, argv: Sequence[str], *, input: str | None = None, env: dict[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        require_conf(self._slurm_conf)
+        try:
+            return subprocess.run(
+                argv,
+                env=env or self._environment,
+                input=input,
+                capture_output=True,
+                text=True,
+                timeout=self._timeout_s,
+                check=False,
+            )
+        except FileNotFoundError as error:
+            raise ClusterError(f"{argv[0]} is not installed on this machine") from error
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(f"{argv[0]} gave no answer within {self._timeout_s:g} s") from error
 
 
 def parse_job(text: str) -> JobState:
@@ -242,7 +322,7 @@ def parse_job(text: str) -> JobState:
     lines = [line for line in text.splitlines() if line.strip()]
     components = []
     for line in lines:
-        value = _fields(line)
+        value = fields(line)
         components.append(
             JobComponent(
                 value["JobId"],
@@ -253,7 +333,7 @@ def parse_job(text: str) -> JobState:
             )
         )
     components.sort(key=lambda component: component.offset)
-    leader = next(_fields(line) for line in lines if _fields(line)["JobId"] == components[0].job_id)
+    leader = next(fields(line) for line in lines if fields(line)["JobId"] == components[0].job_id)
     return JobState(
         job_id=leader.get("HetJobId", leader["JobId"]),
         state=leader["JobState"],
@@ -265,11 +345,6 @@ def parse_job(text: str) -> JobState:
         source="scontrol",
         size=len(expand(f"[{ids}]")) if (ids := leader.get("HetJobIdSet")) else 1,
     )
-
-
-def _fields(line: str) -> dict[str, str]:
-    # A value with spaces (Comment) may hold what looks like a field; that comes late in the line, so the first wins.
-    return dict(reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line)))
 
 
 _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")

@@ -15,6 +15,7 @@ from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.client import require_conf
+from primeslurm.slurm.environment import inherited_by_jobs
 from primeslurm.slurm.render import submitit_folder
 
 Agent = Callable[[], object]
@@ -75,7 +76,7 @@ class PlanExecutor(submitit.SlurmExecutor):
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         durable.sync_tree(self.folder)  # a job that is taken finds its pickle, whatever happens to this machine
-        # Slurm prefers a variable SBATCH_PARTITION to a line of the script; what the plan says must count.
-        unset = [word for name in sorted(os.environ) if name.startswith("SBATCH_") for word in ("-u", name)]
+        # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
+        unset = [word for name in inherited_by_jobs(os.environ) for word in ("-u", name)]
         conf = [] if self._slurm_conf is None else [f"SLURM_CONF={self._slurm_conf}"]
         return ["env", *unset, *conf, "sbatch", str(submission_file_path)]

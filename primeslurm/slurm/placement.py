@@ -1,35 +1,264 @@
-"""Can this cluster run this Plan at all? Asked of Slurm before anything is written."""
+"""Whether this cluster can ever run a Plan: what the Plan asks for, compared with what Slurm says.
+
+A job that asks for too much is often accepted, and then waits forever with a reason that only squeue shows. Busy or
+reserved nodes are no problem: the job waits for them.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import grp
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from primeslurm.errors import Violation
-from primeslurm.plan.model import Plan
+from primeslurm.hostlists import compress, expand
+from primeslurm.plan.model import HetGroup, Plan
 from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.slurm.accounting import NO_ACCOUNTING, Accounting
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.limits import limit_problems, memory_mib, qos_of
+from primeslurm.slurm.partitions import (
+    Gres,
+    Partition,
+    PartitionNode,
+    Reservation,
+    count_of,
+    is_broken,
+    parse_gres,
+)
+
+_FEATURES = re.compile(r"[\w.+-]+(&[\w.+-]+)*")
+_NODES = {
+    "train": "deployment.train.nodes",
+    "inference": "deployment.inference.num_replicas",
+    "prefill": "deployment.inference.prefill",
+    "decode": "deployment.inference.decode",
+    "teacher": "teacher.nodes",
+    "environments": "deployment.environments.nodes",
+}
+"""Field of the recipe that says how many nodes a component has."""
+_GPUS = {
+    "inference": "deployment.inference.gpus_per_node",
+    "prefill": "deployment.inference.prefill.gpus_per_node",
+    "decode": "deployment.inference.decode.gpus_per_node",
+    "teacher": "teacher.gpus_per_node",
+}
 
 
-def placement_problems(plan: Plan, client: SlurmClient) -> list[Violation]:
-    """Find partitions that do not exist, are down, or have too few usable nodes.
+@dataclass(frozen=True)
+class ClusterFacts:
+    """What Slurm says about itself and about this user."""
 
-    Busy nodes are no problem: the job waits for them.
+    partitions: dict[str, Partition]
+    """All of them, hidden ones, too."""
+    reservations: tuple[Reservation, ...] = ()
+    accounting: Accounting = NO_ACCOUNTING
+    groups: frozenset[str] | None = None
+    """Unix groups of the user; None for root, whom no partition refuses."""
 
-    Raises:
-        ClusterError: Slurm does not answer.
-    """
-    partitions = client.partitions()
-    wanted: Counter[str] = Counter()
-    for group in plan.groups:
-        wanted[group.partition] += group.nodes
-    problems = []
-    for name, nodes in wanted.items():
-        partition = partitions.get(name)
-        if partition is None:
-            problems.append(Violation("partition", name, "no such partition", suggestion(name, list(partitions))))
-        elif not partition.up:
-            problems.append(Violation("partition", name, "is down", "ask `sinfo` why"))
-        elif nodes > partition.usable:
-            why = f"has {partition.usable} usable nodes of {partition.nodes}, the recipe asks for {nodes}"
-            problems.append(Violation("partition", name, why, "lower the nodes or replicas of a role"))
-    return problems
+
+def cluster_facts(client: SlurmClient) -> ClusterFacts:
+    """Ask Slurm. Raises ClusterError if it does not answer."""
+    groups = None
+    if os.geteuid() != 0:
+        names = set()
+        for number in {os.getegid(), *os.getgroups()}:
+            with contextlib.suppress(KeyError):
+                names.add(grp.getgrgid(number).gr_name)
+        groups = frozenset(names)
+    return ClusterFacts(client.partitions(), tuple(client.reservations()), client.accounting(), groups)
+
+
+def placement_problems(plan: Plan, facts: ClusterFacts) -> list[Violation]:
+    """Find every reason why the job could never start, each once. Pure."""
+    partitions = {name: facts.partitions[name] for name in _asked_partitions(plan) if name in facts.partitions}
+    found = [*_unknown_partitions(plan, facts), *_reservation_problems(plan, facts)]
+    for partition in partitions.values():
+        groups = [group for group in plan.groups if group.partition == partition.name]
+        found += _access_problems(plan, groups[0], partition, facts)
+        found += _resource_problems(plan, groups, partition, facts)
+    return [*found, *limit_problems(plan, facts.partitions, facts.accounting)]
+
+
+def _asked_partitions(plan: Plan) -> list[str]:
+    return list(dict.fromkeys(group.partition for group in plan.groups))
+
+
+def _field(group: HetGroup, option: str) -> str:
+    """The field of the recipe that sets an option of a component."""
+    return f"slurm.{'train' if group.name == 'all' else group.name}.{option}"
+
+
+def _unknown_partitions(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
+    for name in _asked_partitions(plan):
+        if name not in facts.partitions:
+            group = next(group for group in plan.groups if group.partition == name)
+            fix = suggestion(name, list(facts.partitions))
+            yield Violation(_field(group, "partition"), name, "no such partition", fix)
+
+
+def _reservation_problems(plan: Plan, facts: ClusterFacts) -> Iterator[Violation]:
+    known = [reservation.name for reservation in facts.reservations]
+    for name in (plan.job.reservation or "").split(","):
+        if name and name not in known:
+            why = "no such reservation, or it is not for this user"
+            yield Violation("slurm.reservation", name, why, suggestion(name, known))
+
+
+# Access
+
+
+def _access_problems(plan: Plan, group: HetGroup, partition: Partition, facts: ClusterFacts) -> Iterator[Violation]:
+    field, name = _field(group, "partition"), partition.name
+    other = "use another partition, or ask an administrator"
+    if partition.state != "UP":
+        yield Violation(field, name, f"is {partition.state.lower()}: it starts no jobs", other)
+    if facts.groups is not None and partition.groups is not None and not facts.groups & partition.groups:
+        yield Violation(field, name, f"is only for members of {_listed(partition.groups)}", other)
+    if facts.groups is not None and partition.root_only:
+        yield Violation(field, name, "is only for root", other)
+    if partition.needs_reservation and not plan.job.reservation:
+        yield Violation(field, name, "only runs jobs that name a reservation", "set slurm.reservation")
+    accounting = facts.accounting
+    account, qos = plan.job.account or accounting.default_account, qos_of(plan, partition, accounting)
+    if account and "associations" in accounting.enforced:
+        allowed = partition.accounts is None or account in partition.accounts
+        if not allowed or account in partition.denied_accounts:
+            fix = f"use {_listed(partition.accounts)}" if partition.accounts else "use another account"
+            yield Violation("slurm.account", account, f"may not use partition {name}", fix)
+    if qos and "qos" in accounting.enforced:
+        allowed = partition.qos_names is None or qos in partition.qos_names
+        if not allowed or qos in partition.denied_qos:
+            fix = f"use {_listed(partition.qos_names)}" if partition.qos_names else "use another QOS"
+            yield Violation("slurm.qos", qos, f"may not use partition {name}", fix)
+
+
+# Nodes and what they have
+
+
+def _resource_problems(
+    plan: Plan, groups: Sequence[HetGroup], partition: Partition, facts: ClusterFacts
+) -> list[Violation]:
+    nodes = _candidates(plan, partition, facts)
+    found = list(_partition_size_problems(plan, groups, partition, facts))
+    seen: set[tuple[str, str]] = set()
+    for group in groups:
+        for problem in _node_problems(group, partition, nodes):
+            kind = problem.field.rpartition(".")[2], problem.value
+            if kind not in seen:  # the same mistake, which another component has, too
+                seen.add(kind)
+                found.append(problem)
+    wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]
+    if not found and wanted > len(usable):
+        why = f"has {len(usable)} usable nodes of {len(partition.nodes)}, the recipe asks for {wanted}"
+        fix = "lower the nodes or replicas of a role"
+        found.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
+    return found
+
+
+def _candidates(plan: Plan, partition: Partition, facts: ClusterFacts) -> list[PartitionNode]:
+    """Return the nodes that the job may get: not those that it excludes, and of its reservation only."""
+    excluded = set(expand(plan.job.exclude or ""))
+    names = (plan.job.reservation or "").split(",")
+    reserved = {node for each in facts.reservations if each.name in names and each.nodes for node in expand(each.nodes)}
+    return [node for node in partition.nodes if node.name not in excluded and (not reserved or node.name in reserved)]
+
+
+def _partition_size_problems(
+    plan: Plan, groups: Sequence[HetGroup], partition: Partition, facts: ClusterFacts
+) -> Iterator[Violation]:
+    qos = facts.accounting.qos.get(qos_of(plan, partition, facts.accounting))
+    flags = qos.flags if qos else frozenset[str]()
+    for group in groups:
+        field, value = _NODES.get(group.name, "deployment"), f"{group.nodes} nodes"
+        most, least = partition.max_nodes, partition.min_nodes
+        if most is not None and group.nodes > most and "PartitionMaxNodes" not in flags:
+            why = f"partition {partition.name} gives a job at most {most}"
+            yield Violation(field, value, why, "ask for fewer, or use another partition")
+        if group.nodes < least and "PartitionMinNodes" not in flags:
+            why = f"partition {partition.name} only runs jobs of at least {least} nodes"
+            yield Violation(field, value, why, "use another partition")
+
+
+def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[PartitionNode]) -> Iterator[Violation]:
+    there = {node.name for node in partition.nodes}
+    if absent := [name for name in expand(group.nodelist or "") if name not in there]:
+        yield Violation(_field(group, "nodelist"), compress(absent), f"not in partition {partition.name}")
+    if not nodes:
+        return
+    if lack := _lack(group, partition, nodes, lambda node: _cores(node, partition), group.cpus_per_task, "CPU cores"):
+        fix = f"nearest: {lack.nearest}, or correct `cpus` of the site's nodes"
+        yield Violation(_field(group, "cpus_per_task"), str(group.cpus_per_task), lack.why, fix)
+    memory = memory_mib(group)
+    if memory and (lack := _lack(group, partition, nodes, lambda node: _memory(node, partition), memory, "MiB")):
+        fix = f"nearest: {lack.nearest}M, or correct `mem` of the site's nodes"
+        yield Violation(_field(group, "mem"), f"{memory}M", lack.why, fix)
+    for wanted in parse_gres(group.asked_gres or ""):
+        yield from _gres_problems(group, partition, nodes, wanted)
+    if group.constraint and _FEATURES.fullmatch(group.constraint):
+        for feature in group.constraint.split("&"):
+            count = sum(feature in node.features for node in nodes)
+            if count < min(group.nodes, len(nodes)):
+                known = sorted({name for node in nodes for name in node.features})
+                why = f"{count} nodes of partition {partition.name} have this feature, {group.nodes} are needed"
+                yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, known))
+
+
+def _gres_problems(
+    group: HetGroup, partition: Partition, nodes: Sequence[PartitionNode], wanted: Gres
+) -> Iterator[Violation]:
+    there = {each for node in nodes for each in parse_gres(node.gres)}
+    types = sorted({f"{each.name}:{each.type}" if each.type else each.name for each in there})
+    asked = f"{wanted.name}:{wanted.type}" if wanted.type else wanted.name
+    field = "site: nodes.{}.gres".format("train" if group.name == "all" else group.name)
+    if not any(each.name == wanted.name and wanted.type in ("", each.type) for each in there):
+        if types:
+            why, fix = f"nodes of partition {partition.name} have {_listed(types)}", f"nearest: {types[0]}"
+        else:
+            why = f"nodes of partition {partition.name} have no generic resources"
+            fix = "`request_gpus: none` of the site's nodes, if Slurm does not count GPUs there"
+        yield Violation(field, asked, why, fix)
+    elif lack := _lack(group, partition, nodes, lambda node: count_of(node.gres, wanted), wanted.count, asked):
+        fix = f"nearest: {lack.nearest}, or correct `gpus` of the site's nodes"
+        yield Violation(_GPUS.get(group.name, "deployment.train.gpus_per_node"), str(wanted.count), lack.why, fix)
+
+
+@dataclass(frozen=True)
+class _Lack:
+    why: str
+    nearest: int
+    """The most that enough nodes have."""
+
+
+def _lack(
+    group: HetGroup,
+    partition: Partition,
+    nodes: Sequence[PartitionNode],
+    amount: Callable[[PartitionNode], int],
+    wanted: int,
+    unit: str,
+) -> _Lack | None:
+    """Say what is missing if too few nodes have `wanted` of something. That nodes are too few is another mistake."""
+    values, needed = sorted(map(amount, nodes), reverse=True), min(group.nodes, len(nodes))
+    enough = sum(value >= wanted for value in values)
+    if enough >= needed:
+        return None
+    if not enough:
+        return _Lack(f"nodes of partition {partition.name} have at most {values[0]} {unit}", values[needed - 1])
+    why = f"{enough} nodes of partition {partition.name} have as many {unit}, {group.nodes} are needed"
+    return _Lack(why, values[needed - 1])
+
+
+def _cores(node: PartitionNode, partition: Partition) -> int:
+    return min(node.cpus, partition.max_cpus_per_node or node.cpus)
+
+
+def _memory(node: PartitionNode, partition: Partition) -> int:
+    return min(node.memory_mib, partition.max_memory_mib or node.memory_mib)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -44,6 +44,7 @@ def render(plan: Plan) -> str:
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
         command=(*python, "-u", "-m", LOAD, submitit_folder(plan)),
+        setup_failure=(*python, "-m", "primeslurm.node.attempt.setup_failure", plan.run_dir),
         batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),
     )
 
@@ -53,7 +54,8 @@ def _step_options(plan: Plan) -> list[str]:
     groups = ",".join(str(group.index) for group in plan.groups)
     het = [f"--het-group={groups}"] if len(plan.groups) > 1 else []
     keep = ["--kill-on-bad-exit=0", *(["--no-kill"] if plan.survives_nodes else [])]
-    return [*het, "--ntasks-per-node=1", "--cpu-bind=none", *keep, "--label", "--unbuffered"]
+    # Agents need the variables of the batch script, and a site's cli_filter may have set SLURM_EXPORT_ENV=NONE for it.
+    return [*het, "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none", *keep, "--label", "--unbuffered"]
 
 
 def exports(plan: Plan) -> dict[str, str]:
@@ -140,7 +142,9 @@ def _resources(plan: Plan, group: HetGroup) -> Options:
         "ntasks-per-node": 1,
         "cpus-per-task": group.cpus_per_task,
         "gres": group.gres,
+        "gpus-per-node": group.gpus_per_node,
         "mem": group.mem,
+        "mem-per-cpu": group.mem_per_cpu,
         "constraint": group.constraint,
         "nodelist": group.nodelist,
         "exclude": plan.job.excluded,

@@ -48,10 +48,10 @@ def test_everything_is_up(cluster: Cluster) -> None:
     assert len(status.daemons) == 2 + 5
     assert set(status.nodes) == {f"shared-n00{i}" for i in range(1, 5)} | {"shared-c001"}
     partitions = cluster.client.partitions()
-    assert {name: (p.nodes, p.gres, p.up) for name, p in partitions.items()} == {
-        "gpu": (4, "gpu:2", True),
-        "urgent": (4, "gpu:2", True),
-        "cpu": (1, "", True),
+    assert {name: (len(p.nodes), p.nodes[0].gres, p.state) for name, p in partitions.items()} == {
+        "gpu": (4, "gpu:2", "UP"),
+        "urgent": (4, "gpu:2", "UP"),
+        "cpu": (1, "", "UP"),
     }
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
     assert set(site.network.addresses) == set(status.nodes)

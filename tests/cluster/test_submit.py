@@ -40,11 +40,11 @@ def test_a_dry_run_against_the_cluster_writes_nothing(place: Path) -> None:
     [
         (
             {"slurm": {"train": {"partition": "gpus"}}},
-            "error: partition = gpus: no such partition (did you mean gpu?)\n",
+            "error: slurm.train.partition = gpus: no such partition (did you mean gpu?)\n",
         ),
         (
             {"deployment": {"train": {"nodes": 9}}},
-            "error: partition = gpu: has 4 usable nodes of 4, the recipe asks for 10 "
+            "error: slurm.train.partition = gpu: has 4 usable nodes of 4, the recipe asks for 10 "
             "(lower the nodes or replicas of a role)\n",
         ),
     ],

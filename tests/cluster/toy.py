@@ -83,3 +83,20 @@ def notes(directory: Path) -> list[dict[str, Any]]:
     """All notes of all tasks, oldest first."""
     lines = [line for path in directory.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda note: note["time"])
+
+
+class EnvironmentNote:
+    """Write down the environment of every task, and end."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def __call__(self) -> None:
+        """Run on every node."""
+        rank = submitit.JobEnvironment().global_rank
+        (self.directory / f"environment-{rank}.json").write_text(json.dumps(dict(os.environ)))
+
+    @staticmethod
+    def read(directory: Path) -> list[dict[str, str]]:
+        """Return the environments of all tasks, by rank."""
+        return [json.loads(path.read_text()) for path in sorted(directory.glob("environment-*.json"))]

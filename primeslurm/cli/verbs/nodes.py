@@ -16,17 +16,23 @@ from primeslurm.cli.views.tables import light_table, out
 from primeslurm.run.ledger import HOUR_S
 
 ForgetOpt = Annotated[
-    list[str] | None, typer.Option("--forget", help="Let jobs use this node again.", metavar="NODE", show_default=False)
+    list[str] | None,
+    typer.Option(
+        "--forget",
+        help="Let jobs use these nodes again: a host list, for example node[001-003], or --all.",
+        metavar="NODES",
+        show_default=False,
+    ),
 ]
+_EVERY = "--all"
 
 
 def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     """List the nodes that failed lately, which new jobs keep away from."""
     directory, now = runs_directory(runs), time.time()
-    if forget:
-        forget_bad_nodes(directory, forget, now)
-        for name in forget:
-            note(f"{name} may be used again")
+    hostlists = [value for value in forget or () if value != _EVERY]
+    for name in forget_bad_nodes(directory, hostlists, now, every=_EVERY in (forget or ())):
+        note(f"{name} may be used again")
     known = bad_nodes(directory, now)
     if as_json:
         print_json(msgspec.to_builtins(known))

@@ -81,12 +81,12 @@ def show_installed(found: Installed, as_json: bool) -> None:
         _show_parts(found.nodes, found.differences)
 
 
-def _show_parts(nodes: Mapping[str, Parts | None], wrong: Sequence[InstalledDifference]) -> None:
+def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]) -> None:
     """One row a part; nodes that have the same share a column."""
     marked = {(each.node, each.part): each for each in wrong}
     columns: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
     for name, found in nodes.items():
-        columns.setdefault(tuple((found or {"node": "down"}).items()), []).append(name)
+        columns.setdefault(tuple(found.items()), []).append(name)
     table = Table("part", *(compress(names) for names in columns.values()))
     for part in dict.fromkeys(part for parts in columns for part, _ in parts):
         cells = []

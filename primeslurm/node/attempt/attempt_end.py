@@ -172,7 +172,8 @@ def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
         return
 
     def exclude() -> list[BadNode]:
-        bad = nodes_to_avoid(plan, client.nodes_by_partition({group.partition for group in plan.groups}))
+        names = {group.partition for group in plan.groups}
+        bad = nodes_to_avoid(plan, client.nodes_by_partition(names, plan.job.reservation))
         job = plan.job.model_copy(update={"avoid": tuple(entry.node for entry in bad)})
         client.exclude(job_id, job.excluded or "")
         return bad

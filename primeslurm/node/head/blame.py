@@ -7,8 +7,10 @@ from enum import StrEnum
 
 from primeslurm.records.fleet import AgentReport, Fitness
 
-COMMON = frozenset({"model", "shared file system", "versions"})
-"""Checks in which all nodes look at the same, whatever runs on them."""
+COMMON = frozenset({"address", "model", "shared file system", "temporary directory", "versions"})
+"""Checks that depend on what all nodes share, whatever runs on them: files, packages, and the site file."""
+LASTING = frozenset({"address", "hca", "locked memory", "model", "temporary directory", "versions"})
+"""Checks that all nodes fail again in the next attempt if all of them failed now."""
 
 
 class Fault(StrEnum):
@@ -47,6 +49,11 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
     if not failed or any(not _alike(other, failed) for other in decided):
         return Fault.NODE
     return Fault.ALIKE if len(decided) == len(others) else Fault.OPEN
+
+
+def fails_again(report: AgentReport) -> bool:
+    """Whether the next attempt would end in the same way, after a failure that all nodes share."""
+    return not LASTING.isdisjoint(report.failed)
 
 
 def _alike(other: AgentReport, failed: set[str]) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
-from primeslurm.node.head.blame import Fault, whose_fault
+from primeslurm.node.head.blame import Fault, fails_again, whose_fault
 from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.node.head.hangs import PATIENCE, Patience, Standstill, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
@@ -99,6 +99,8 @@ class Fleet:
         self._processes = {process.name: process for process in self.plan.processes()}
         self._failed_starts = FailedStarts(self._processes.values())
         self._enough_since: float | None = None
+        self._exits: dict[str, str] = {}
+        """Names of nodes whose task has ended, and how."""
         self._killed: dict[str, str] = {}
         """Names of nodes whose agent was killed, and how."""
         self._waited_until = self.started_at
@@ -119,10 +121,16 @@ class Fleet:
             self.progress, self.progress_at = marker, now
 
     def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
-        """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run."""
+        """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run.
+
+        No node is to blame if this happened to all of its peers. Until that is known, nothing is decided.
+        """
+        self._exits = {**exits, **self._exits}
         for rank in self.unheard:
-            if (name := self._name(rank)) in exits:
-                self._lose(rank, f"no agent could be started: {exits[name]}", now)
+            name, peers = self._name(rank), self._peers(rank)
+            if name in self._exits and (self._works(peers) or all(self._name(peer) in self._exits for peer in peers)):
+                why = f"no agent could be started: {self._exits[name]}"
+                self._lose(rank, why, now, blame=self._works(peers))
 
     def observe_kills(self, kills: Mapping[str, str]) -> None:
         """Take in nodes whose agent was killed, and how: nobody has to wait until it has been silent for long."""
@@ -262,7 +270,8 @@ class Fleet:
                 alone = f"no other node of the job contradicts {agent.name}"
                 alike = f"all {len(kind)} of its kind are like {agent.name}" if len(kind) > 1 else alone
                 reason = f"no node is to blame, as {alike}"
-                return Ending(Outcome.FAILED, f"{reason}: {agent.unfit_because}", "all nodes alike")
+                final = fails_again(agent)
+                return Ending(Outcome.FAILED, f"{reason}: {agent.unfit_because}", "all nodes alike", final=final)
             case Fault.OPEN:
                 return None
 
@@ -291,7 +300,17 @@ class Fleet:
                     self._lose(rank, f"its agent was killed: {how}", now)
         if self._late(now):
             for rank in self.unheard:
-                self._lose(rank, f"no sign of its agent within {self.plan.node_start_s} s", now)
+                why = f"no sign of its agent within {self.plan.node_start_s} s"
+                self._lose(rank, why, now, blame=self._works(self._peers(rank)))
+
+    def _peers(self, rank: int) -> set[int]:
+        """Return the other nodes of its kind; if there are none, all other nodes but the head."""
+        kind = set(self.plan.ranks(self.plan.group_of_rank(rank).index))
+        return (kind if len(kind) > 1 else set(range(1, self.plan.allocated))) - {rank}
+
+    def _works(self, peers: set[int]) -> bool:
+        """Whether an agent could be started on one of these nodes, or nobody knows because there are none."""
+        return not peers or not peers.isdisjoint(self.agents)
 
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):

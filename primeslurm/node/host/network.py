@@ -19,6 +19,9 @@ _ELSEWHERE = range(10000, 32768)
 """Where nobody foresees what is taken; below what the kernel gives to connections."""
 
 
+_ADDRESS_FIX = "give the nodes' addresses in network.addresses of the site file, or an interface in network.interface"
+
+
 class NetworkError(RuntimeError):
     """This node has no usable address, or no free port."""
 
@@ -48,7 +51,8 @@ def own_address(name: str, interface: str | None, addresses: Mapping[str, str]) 
     try:
         return socket.gethostbyname(name)
     except OSError as error:
-        raise NetworkError(f"{name} does not resolve ({error}); set network.interface in the site file") from None
+        why = error.strerror or error
+        raise NetworkError(f"the name {name} does not resolve ({why}); {_ADDRESS_FIX}") from None
 
 
 def interface_address(interface: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -27,6 +28,8 @@ ENOUGH_SHM = 2 * GIB
 SKEW_S = 5.0
 CACHED_S = 60.0
 """How old a file on a network file system may look."""
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+"""Errors of a path that somebody has to correct; others come from a file system that may recover."""
 SLOW_S = 5.0
 """A file system that takes longer than this for a small file is slow."""
 
@@ -212,7 +215,8 @@ def model_check(directory: Path) -> PreflightCheck:
         found = {path.name: files.status(path) for path in files.listing(directory, "*.safetensors")}
         sizes = {name: about.st_size for name, about in found.items() if about}
     except OSError as error:
-        return PreflightCheck("model", "failed", f"{directory}: {_words(error)}")
+        name = "model" if error.errno in _LASTING else "shared file system"
+        return PreflightCheck(name, "failed", f"{directory} cannot be read: {_words(error)}")
     missing = [name for name in names if not sizes.get(name)]
     if missing:
         text = f"{directory} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}"

@@ -39,12 +39,12 @@ RESERVED = {
     "cpus-per-task": "cpus_per_task of a component",
     "gres": "gpus_per_node under deployment",
     "gpus": "gpus_per_node under deployment",
-    "gpus-per-node": "gpus_per_node under deployment",
+    "gpus-per-node": "gpus_per_node under deployment, and request_gpus of the site's nodes",
     "gpus-per-socket": "gpus_per_node under deployment",
     "gpus-per-task": "gpus_per_node under deployment",
     "mem": "mem of a component",
     "mem-per-gpu": "mem_per_gpu of a component",
-    "mem-per-cpu": "mem of a component",
+    "mem-per-cpu": "mem_per_cpu of a component",
     "constraint": "constraint of a component",
     "nodelist": "nodelist of a component",
     "switches": "switches of a component",
@@ -110,6 +110,12 @@ def share_of(memory: str, part: int, whole: int) -> str:
     if int(number) * part % whole == 0:
         return f"{int(number) * part // whole}{memory[len(number) :]}"
     return f"{bytes_of(memory) * part // whole // _UNITS['M']}M"
+
+
+def times(memory: str, count: int) -> str:
+    """Write `count` times an amount of memory, in its own unit."""
+    number = memory.rstrip("KMGT")
+    return f"{int(number) * count}{memory[len(number) :]}"
 
 
 def fault(why: str, fix: str = "") -> PydanticCustomError:

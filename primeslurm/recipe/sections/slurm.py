@@ -37,6 +37,8 @@ class ComponentOptions(Section):
     """Memory per node, for example 2000G. Default: the partition's own."""
     mem_per_gpu: Memory | None = None
     """Memory per allocated GPU, instead of `mem`."""
+    mem_per_cpu: Memory | None = None
+    """Memory per core, instead of `mem`, for clusters that take `--mem-per-cpu` only."""
     switches: Switches | None = None
     """Most leaf switches that the nodes may lie under, and how long to wait for that: "1@02:00:00"."""
     exclusive: bool | None = None

@@ -179,6 +179,10 @@ _SLURM = {
     "FAILED": Cause("the batch script failed before the agents could say why", "see the job's output file"),
 }
 _REASONS = (
+    (
+        re.compile(r"^a command of the site's set-up failed"),
+        Cause("`modules` or `prologue` of the site file does not work in a job", "correct it in the site file"),
+    ),
     (re.compile(r"USR2|time limit|preempt"), Cause("preemption or the time limit", "nothing: the run resumes")),
     (
         re.compile(r"no sign of its agent|preflight has not ended"),

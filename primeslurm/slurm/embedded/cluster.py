@@ -22,6 +22,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.embedded import config, equal_pages
 from primeslurm.slurm.embedded.config import ClusterSpec
 from primeslurm.slurm.embedded.daemons import OsProcess, end, job_processes
+from primeslurm.slurm.environment import clean
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"
@@ -148,9 +149,8 @@ class Cluster:
 
     def _start(self, name: str, argv: list[str], pid_file: Path, log: Path) -> None:
         """Start a daemon that detaches itself; its pid is recorded before anything else starts."""
-        environment = {**os.environ, "SLURM_CONF": str(self.spec.slurm_conf)}
         # A daemon must not believe that it belongs to a job from which the cluster may have been started.
-        environment.pop("SLURM_JOB_ID", None)
+        environment = clean(os.environ, str(self.spec.slurm_conf))
         with log.open("ab") as stream:
             code = subprocess.run(
                 argv,

@@ -19,6 +19,7 @@ from primeslurm import durable
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.slurm.environment import clean
 from primeslurm.slurm.executor import Agent
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
@@ -88,7 +89,7 @@ class PlanLocalExecutor(submitit.LocalExecutor):
         durable.sync_tree(self.folder)
         tasks = self._num_tasks()
         environment = {
-            **os.environ,
+            **clean(os.environ),  # a shell inside salloc: this run is no part of that job
             **exports(self._plan),
             **self._libraries(),
             "SUBMITIT_EXECUTOR": "local",

@@ -203,7 +203,8 @@ def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None
 
 def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
     commands = {
-        "sinfo": 'case "$*" in *Node*) ;; *) echo "cpu|up|0/9/0/9|96|(null)"; echo "gpu|up|0/9/0/9|96|gpu:8";; esac',
+        "sinfo": 'for n in 1 2 3 4; do echo "c$n|cpu|idle|96|9999|(null)|"; echo "g$n|gpu|idle|96|9999|gpu:8|"; done',
+        "scontrol": 'case "$*" in *partition) echo PartitionName=cpu; echo PartitionName=gpu;; esac',
         "sbatch": 'echo "sbatch: error: Invalid account" >&2; exit 1',
     }
     for name, text in commands.items():

@@ -63,6 +63,8 @@ def test_what_all_nodes_of_a_kind_see_is_no_nodes_fault(others: tuple[AgentRepor
         (["model"], [report(1, "model"), report(2, "model", "gpus")], Fault.ALIKE),
         (["model"], [report(1, "model"), report(2, "gpus")], Fault.NODE),
         (["versions"], [report(1, "versions"), report(2, checking=True)], Fault.OPEN),
+        (["address"], [report(1, "address"), report(2, "address")], Fault.ALIKE),
+        (["address"], [report(1, "address"), report(2)], Fault.NODE),
         (["shared file system", "gpus"], [report(1, "shared file system")], Fault.ALIKE),
         (["gpus"], [report(1, "gpus")], Fault.NODE),
         (["space"], [report(1, "space")], Fault.NODE),
@@ -141,6 +143,68 @@ def test_what_one_train_and_one_inference_node_lack_is_no_nodes_fault() -> None:
         and "no other node of the job contradicts n0" in ending.reason
     )
     assert fleet.news == []
+
+
+@pytest.mark.parametrize(
+    ("failed", "final"), [("address", True), ("model", True), ("versions", True), ("shared file system", False)]
+)
+def test_a_mistake_that_all_nodes_share_ends_the_run_if_it_lasts(failed: str, final: bool) -> None:
+    fleet = one_and_one()
+    ending = decide(fleet, 1.0, report(0, failed), report(1, failed))
+    assert ending is not None and ending.final is final
+    assert fleet.news == []
+
+
+def kinds(*sizes: int) -> Fleet:
+    """A head, and groups of so many nodes of other kinds, whose agents have not reported."""
+    made = fleet_of(1 + sum(sizes)).plan
+    group_of = [0, *(index for index, size in enumerate(sizes, start=1) for _ in range(size))]
+    groups = tuple(
+        made.groups[0].model_copy(update={"index": i, "name": f"g{i}", "nodes": size})
+        for i, size in enumerate((1, *sizes))
+    )
+    nodes = tuple(node.model_copy(update={"group": group_of[node.index]}) for node in made.nodes)
+    fleet = Fleet(made.model_copy(update={"groups": groups, "nodes": nodes}), started_at=0.0)
+    fleet.hosts = [f"n{rank}" for rank in range(len(nodes))]
+    fleet.observe(report(0), 0.0)
+    return fleet
+
+
+def blamed(fleet: Fleet) -> list[str]:
+    return [item.blamed for item in fleet.news if item.blamed]
+
+
+NO_PYTHON = "Exited with exit code 2"
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 1), (2, 1)])
+def test_agents_that_start_on_no_node_but_the_heads_blame_no_node(sizes: tuple[int, ...]) -> None:
+    fleet = kinds(*sizes)
+    names = fleet.hosts[1:]
+    fleet.observe_exits({names[0]: NO_PYTHON}, 1.0)
+    fleet.decide(1.0)
+    assert fleet.gone == {}, "the others have not said yet"
+    fleet.observe_exits(dict.fromkeys(names, NO_PYTHON), 2.0)
+    ending = fleet.decide(2.0)
+    assert ending is not None and NO_PYTHON in ending.reason
+    assert blamed(fleet) == []
+
+
+def test_an_agent_that_starts_on_one_node_of_a_kind_makes_the_others_to_blame() -> None:
+    fleet = kinds(3)
+    fleet.observe_exits({"n1": NO_PYTHON, "n2": NO_PYTHON}, 1.0)
+    fleet.observe(report(3), 2.0)
+    fleet.observe_exits({}, 2.0)
+    assert blamed(fleet) == ["n1", "n2"]
+
+
+@pytest.mark.parametrize(("heard", "names"), [((), []), ((3,), ["n1", "n2"])])
+def test_nodes_that_are_all_late_are_not_to_blame(heard: tuple[int, ...], names: list[str]) -> None:
+    fleet = kinds(3)
+    for rank in heard:
+        fleet.observe(report(rank), 1.0)
+    fleet.decide(fleet.plan.node_start_s + 1.0)
+    assert blamed(fleet) == names
 
 
 def test_the_one_of_two_nodes_that_alone_is_not_fit_is_blamed() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.host import network
-from primeslurm.node.host.network import NetworkError, Ports
+from primeslurm.node.host.network import NetworkError, Ports, own_address
 from primeslurm.plan.model import Process
 from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.fleet import FleetView
@@ -147,3 +147,16 @@ def test_a_server_whose_port_a_stranger_took_after_it_was_claimed_is_started_on_
             manager.close()
     told = [event for event in all_events(RunDirectory(tmp_path / "run")) if isinstance(event, PortTaken)]
     assert [(event.name, event.port, event.instead) for event in told] == [("server", first, other)]
+
+
+def test_a_name_that_does_not_resolve_is_told_with_the_fields_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> str:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "gethostbyname", fail)
+    with pytest.raises(NetworkError) as caught:
+        own_address("n1", None, {})
+    assert str(caught.value) == (
+        "the name n1 does not resolve (Name or service not known); give the nodes' addresses in network.addresses of "
+        "the site file, or an interface in network.interface"
+    )

@@ -311,3 +311,17 @@ def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: p
     found.start()
     fitness, why = verdict(found)
     assert fitness is Fitness.UNFIT and "mlx5_77" in why
+
+
+def test_a_model_that_may_not_be_read_is_told_from_a_file_system_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(code: int) -> PreflightCheck:
+        def fail(path: Path) -> None:
+            raise OSError(code, os.strerror(code), str(path))
+
+        monkeypatch.setattr(checks, "read_json", fail)
+        return checks.model_check(tmp_path)
+
+    assert refuse(errno.EACCES) == PreflightCheck("model", "failed", f"{tmp_path} cannot be read: Permission denied")
+    assert refuse(errno.ESTALE).name == "shared file system"

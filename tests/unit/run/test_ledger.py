@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
 from primeslurm.node.attempt.attempt_end import nodes_to_avoid, remember_bad_node
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
@@ -72,6 +74,32 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
     assert "--forget = gpu-03: is not in the ledger of bad nodes (did you mean gpu-0" in wrong.err
     done = primeslurm("nodes", "--runs", runs, "--forget", "gpu-01", cwd=tmp_path)
     assert done.code == 0 and "gpu-02" in done.out and "gpu-01" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("hostlists", "left"),
+    [
+        (["n[1-2]"], ["n3", "x1"]),
+        (["n[2-9],x1"], ["n1"]),
+        (["n1", "n[2-3]"], ["x1"]),
+        (["--all"], []),
+    ],
+)
+def test_host_lists_and_all_nodes_are_forgotten(tmp_path: Path, hostlists: list[str], left: list[str]) -> None:
+    for node in ("n1", "n2", "n3", "x1"):
+        Ledger(tmp_path).record(node, "silent", "demo", 2, now=time.time(), hours=24)
+    words = [word for hostlist in hostlists for word in ("--forget", hostlist)]
+    result = primeslurm("nodes", "--runs", tmp_path, *words, "--json", cwd=tmp_path)
+    assert (result.code, sorted(entry["node"] for entry in json.loads(result.out))) == (0, left)
+
+
+def test_nothing_is_forgotten_if_one_host_list_is_wrong(tmp_path: Path) -> None:
+    Ledger(tmp_path).record("n1", "silent", "demo", 2, now=time.time(), hours=24)
+    words = ("--forget", "n1", "--forget", "m[1-2]", "--forget", "n[3-1]")
+    result = primeslurm("nodes", "--runs", tmp_path, *words, cwd=tmp_path)
+    assert result.code == 2
+    assert "--forget = m[1-2]: is not in the ledger" in result.err and "runs backwards" in result.err
+    assert [entry.node for entry in Ledger(tmp_path).entries(time.time())] == ["n1"]
 
 
 @needs_second_user

@@ -53,11 +53,17 @@ def test_an_optional_part_may_be_missing_but_not_of_another_version() -> None:
 
 
 def test_what_is_required_is_named_by_node() -> None:
-    nodes = {"n1": GOOD | {"vllm": None}, "n2": GOOD | {"vllm": "0.31"}, "n3": None}
+    nodes = {
+        "n1": GOOD | {"vllm": None},
+        "n2": GOOD | {"vllm": "0.31"},
+        "n3": {"node": "drain"},
+        "n4": {"node": "maint"},
+    }
     assert differences(nodes, {"vllm": "0.32"}, []) == [
         InstalledDifference("n1", "vllm", None, "0.32", required=True),
         InstalledDifference("n2", "vllm", "0.31", "0.32", required=True),
-        InstalledDifference("n3", "node", "down", "up", required=True),
+        InstalledDifference("n3", "node", "drain", "up", required=True),
+        InstalledDifference("n4", "node", "maint", "up", required=False),
     ]
     assert [each.part for each in differences({"n1": GOOD}, {}, ["n1"])] == ["gpus"]
 

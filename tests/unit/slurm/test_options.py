@@ -12,6 +12,7 @@ from primeslurm.errors import UsageError
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.slurm.render import render
 from tests.support.recipes import site, write_recipe
 
 
@@ -175,4 +176,62 @@ def test_a_site_is_held_to_the_same_rules(tmp_path: Path) -> None:
     fields = [violation.field for violation in caught.value.violations]
     assert fields == [
         *("runs", "nodes.default.partition", "slurm.time", "modules.0", "prologue", "env.A B", "library_path.0")
+    ]
+
+
+def asked(given: Plan) -> dict[str, tuple[str | None, str | None, str | None, str | None, bool]]:
+    return {g.name: (g.gres, g.gpus_per_node, g.mem, g.mem_per_cpu, g.exclusive) for g in given.groups}
+
+
+def kinds(**options: Any) -> dict[str, Any]:
+    """A site whose nodes with GPUs, 8 of each 96 cores, have these options."""
+    return {"nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96, **options}}}
+
+
+TWO_GPUS = {"deployment": {"train": {"gpus_per_node": 2}}}
+
+
+def plan_on(path: Path, changes: dict[str, Any], **recipe: Any) -> Plan:
+    return derive(load_recipe(write_recipe(path / "r.yaml", **recipe)), site(**changes), Path("/runs/x"))
+
+
+def test_gpus_are_asked_for_as_the_site_says(tmp_path: Path) -> None:
+    typed = plan_on(tmp_path, kinds(request_gpus="gpus-per-node", gres="gpu:h200"), **TWO_GPUS)
+    assert asked(typed)["train"] == (None, "h200:2", None, None, False)
+    assert "--gpus-per-node=h200:2" in render(typed) and "--gres" not in render(typed)
+    plain = plan_on(tmp_path, kinds(request_gpus="gpus-per-node"))
+    assert asked(plain)["inference"] == (None, "8", None, None, False)
+
+
+def test_a_site_without_generic_resources_gets_whole_nodes(tmp_path: Path) -> None:
+    given = plan_on(tmp_path, kinds(request_gpus="none", mem="800G"), **TWO_GPUS)
+    train = next(group for group in given.groups if group.name == "train")
+    assert asked(given)["train"] == (None, None, "800G", None, True)
+    assert train.cpus_per_task == 96, "nobody else uses the rest of the node"
+    assert "gres" not in render(given) and "gpus-per-node" not in render(given)
+    shared = plan_on(tmp_path, kinds(request_gpus="none", exclusive=False))
+    assert not any(group.exclusive for group in shared.groups)
+
+
+def test_memory_per_core(tmp_path: Path) -> None:
+    given = plan_on(tmp_path, kinds(mem_per_cpu="3968M"), **TWO_GPUS)
+    assert asked(given)["train"] == ("gpu:2", None, None, "3968M", False)
+    assert asked(given)["inference"][3] == "3968M"
+    assert "--mem-per-cpu=3968M" in render(given) and "--mem=" not in render(given)
+
+
+def test_memory_per_core_and_per_node_do_not_meet_in_one_job(tmp_path: Path) -> None:
+    given = plan_on(tmp_path, kinds(mem_per_cpu="4G"), **TWO_GPUS, slurm={"inference": {"mem": "100G"}})
+    memory = {name: options[2:4] for name, options in asked(given).items()}
+    assert memory["inference"] == ("100G", None) and memory["train"] == ("96G", None)
+    assert "--mem-per-cpu" not in render(given)
+
+
+def test_memory_is_said_once(tmp_path: Path) -> None:
+    said = {"train": {"mem": "1G", "mem_per_gpu": "2G", "mem_per_cpu": "3G"}}
+    with pytest.raises(UsageError) as caught:
+        plan(tmp_path, said)
+    assert [str(violation) for violation in caught.value.violations] == [
+        "slurm.train.mem_per_gpu = 2G: contradicts mem (keep one of them)",
+        "slurm.train.mem_per_cpu = 3G: contradicts mem (keep one of them)",
     ]

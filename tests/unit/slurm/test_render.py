@@ -101,7 +101,7 @@ def golden(name: str, given: Plan) -> Path:
 @pytest.mark.parametrize("name", PLANS)
 def test_golden(name: str) -> None:
     path = golden(name, PLANS[name])
-    assert len(path.read_text().splitlines()) < 60
+    assert len(path.read_text().splitlines()) < 70
     subprocess.run(["bash", "-n", path], check=True)
     # SC2016 warns of $ in single quotes, which is what quoting is for here.
     checked = subprocess.run([SHELLCHECK, "--exclude=SC2016", path], capture_output=True, text=True)
@@ -130,6 +130,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "slurm",
         "--het-group=0,1",
         "--ntasks-per-node=1",
+        "--export=ALL",
         "--cpu-bind=none",
         "--kill-on-bad-exit=0",
         "--label",
@@ -150,8 +151,9 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
         program.chmod(0o755)
     script = render(PLANS["quoting"].model_copy(update={"python": str(python), "job": PLANS["het"].job}))
     batch_epilogue = ["-m", "primeslurm.node.attempt.batch_epilogue", "/runs/it's 100% $x", "9"]
-    step = ["srun", "--het-group=0,1", *["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]]
-    step += ["--label", "--unbuffered", str(python), "-u", "-m", "primeslurm.node.load", "/runs/it's 100% $x/submitit"]
+    step = ["srun", "--het-group=0,1", "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"]
+    step += ["--kill-on-bad-exit=0", "--label", "--unbuffered"]
+    step += [str(python), "-u", "-m", "primeslurm.node.load", "/runs/it's 100% $x/submitit"]
     for code, expected in ((0, []), (9, [*batch_epilogue, *step])):
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
         seen = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)

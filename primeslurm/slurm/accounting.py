@@ -1,0 +1,136 @@
+"""Accounts, QOS and their limits, as far as this user may read them; parsed from sacctmgr and scontrol. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from primeslurm.recipe.fields.slurm_syntax import bytes_of
+from primeslurm.slurm.partitions import parse_minutes
+
+ASSOCIATION_FORMAT = "account,partition,qos,defaultqos,maxwall,maxtres,maxtrespernode,grptres,maxjobs,grpjobs"
+QOS_FORMAT = "name,flags,maxwall,maxtres,maxtrespernode,maxtresperuser,grptres,mintres,maxjobsperuser,grpjobs"
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class TresLimits:
+    """TresLimits of a QOS or an association. Amounts are by TRES: cpu, node, mem [MiB], gres/gpu, gres/gpu:h100."""
+
+    minutes: int | None = None
+    per_job: Mapping[str, int] = field(default_factory=dict)
+    per_node: Mapping[str, int] = field(default_factory=dict)
+    per_user: Mapping[str, int] = field(default_factory=dict)
+    total: Mapping[str, int] = field(default_factory=dict)
+    """Of all jobs of the QOS or association together."""
+    least: Mapping[str, int] = field(default_factory=dict)
+    """Least that a job must ask for."""
+    jobs: int | None = None
+    """Jobs that run at a time; each component of a heterogeneous job is one."""
+
+
+@dataclass(frozen=True)
+class Qos:
+    """A quality of service."""
+
+    name: str
+    limits: TresLimits = TresLimits()
+    flags: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Association:
+    """A user's membership in an account, maybe for one partition only."""
+
+    account: str
+    partition: str
+    """Empty: all."""
+    qos_names: frozenset[str]
+    default_qos: str
+    limits: TresLimits = TresLimits()
+
+
+@dataclass(frozen=True)
+class Accounting:
+    """What the accounting enforces on this user."""
+
+    enforced: frozenset[str] = frozenset()
+    """Of AccountingStorageEnforce: associations, limits, qos ... Empty: nothing."""
+    default_account: str = ""
+    associations: tuple[Association, ...] = ()
+    qos: Mapping[str, Qos] = field(default_factory=dict)
+
+    def association(self, account: str | None, partition: str) -> Association | None:
+        """Find the association of a job; one for its partition comes first."""
+        account = account or self.default_account
+        mine = [each for each in self.associations if each.account == account and each.partition in ("", partition)]
+        return max(mine, key=lambda each: each.partition, default=None)
+
+
+NO_ACCOUNTING = Accounting()
+
+
+def parse_enforced(config: str) -> frozenset[str]:
+    """Find what the accounting enforces in `scontrol show config`."""
+    words = frozenset(config_value(config, "AccountingStorageEnforce").lower().split(",")) - {"", "none", "(null)"}
+    # Slurm's own rule: limits need associations, and safe and qos need limits or associations.
+    return words | ({"associations"} if words & {"limits", "safe", "qos", "wckeys"} else frozenset())
+
+
+def config_value(config: str, name: str) -> str:
+    """Find a value in `scontrol show config`; empty if it is not there."""
+    found = re.search(rf"^{name}\s*=\s*(\S+)", config, re.MULTILINE)
+    return found[1] if found else ""
+
+
+def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]:
+    """Parse rows of `ASSOCIATION_FORMAT`."""
+    found = []
+    for account, partition, qos, default_qos, wall, per_job, per_node, total, max_jobs, group_jobs in rows:
+        limits = TresLimits(
+            minutes=parse_minutes(wall),
+            per_job=parse_tres(per_job),
+            per_node=parse_tres(per_node),
+            total=parse_tres(total),
+            jobs=_least(max_jobs, group_jobs),
+        )
+        names = frozenset(qos.split(",")) - {""}
+        found.append(Association(account, partition, names, default_qos, limits))
+    return tuple(found)
+
+
+def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
+    """Parse rows of `QOS_FORMAT`."""
+    found = {}
+    for name, flags, wall, per_job, per_node, per_user, total, least, jobs_per_user, group_jobs in rows:
+        limits = TresLimits(
+            minutes=parse_minutes(wall),
+            per_job=parse_tres(per_job),
+            per_node=parse_tres(per_node),
+            per_user=parse_tres(per_user),
+            total=parse_tres(total),
+            least=parse_tres(least),
+            jobs=_least(jobs_per_user, group_jobs),
+        )
+        found[name] = Qos(name, limits, frozenset(flags.split(",")) - {""})
+    return found
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """Parse amounts such as cpu=16,gres/gpu=4,mem=1.50T."""
+    found = {}
+    for entry in text.split(","):
+        name, _, value = entry.partition("=")
+        if (match := re.fullmatch(r"(\d+)(\.\d+)?([KMGTP]?)", value)) and name:
+            number = float(match[1] + (match[2] or ""))
+            if name == "mem":
+                unit = match[3] or "M"
+                size = bytes_of("1T") * 1024 if unit == "P" else bytes_of(f"1{unit}")
+                number = number * size / _MIB
+            found[name] = int(number)
+    return found
+
+
+def _least(*numbers: str) -> int | None:
+    return min((int(number) for number in numbers if number.isdigit()), default=None)

@@ -1,0 +1,170 @@
+"""TresLimits of time, accounts and QOS that a Plan exceeds by itself, so that its job would wait forever. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from primeslurm.errors import Violation
+from primeslurm.plan.model import HetGroup, Plan
+from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes
+from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.slurm.accounting import Accounting, TresLimits
+from primeslurm.slurm.partitions import Partition, parse_gres
+
+Kind = Literal["per_job", "per_node", "per_user", "total", "least"]
+
+
+def limit_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> list[Violation]:
+    """Find limits that the job exceeds, and accounts and QOS that this user may not use."""
+    found = [*_account_problems(plan, accounting), *_time_problems(plan, partitions, accounting)]
+    if "limits" not in accounting.enforced:
+        return found
+    return list(dict.fromkeys([*found, *_size_problems(plan, partitions, accounting)]))
+
+
+def qos_of(plan: Plan, partition: Partition, accounting: Accounting) -> str:
+    """Return the name of the QOS that the job gets in a partition; empty if nobody says."""
+    association = accounting.association(plan.job.account, partition.name)
+    return plan.job.qos or (association.default_qos if association else "")
+
+
+def memory_mib(group: HetGroup) -> int:
+    """Return the memory per node that a component asks for [MiB]; 0: it does not say, or takes all of it."""
+    if group.mem_per_cpu:
+        return bytes_of(group.mem_per_cpu) * group.cpus_per_task // 2**20
+    return bytes_of(group.mem or "0") // 2**20
+
+
+def clock(total: int) -> str:
+    """Write minutes as Slurm does."""
+    days, rest = divmod(total, 1440)
+    text = f"{rest // 60:02d}:{rest % 60:02d}:00"
+    return f"{days}-{text}" if days else text
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A QOS or an account that sets limits."""
+
+    kind: Literal["qos", "account"]
+    name: str
+    limits: TresLimits
+
+    def problem(self, why: str, fix: str = "") -> Violation:
+        other = f"use another {self.kind.replace('qos', 'QOS')}"
+        return Violation(f"slurm.{self.kind}", self.name, why, f"{fix}, or {other}" if fix else other)
+
+
+def _sources(plan: Plan, group: HetGroup, partitions: Mapping[str, Partition], accounting: Accounting) -> list[_Source]:
+    """Return what limits a component. Slurm takes each limit from the first that sets it."""
+    partition = partitions.get(group.partition)
+    if partition is None or "limits" not in accounting.enforced:
+        return []
+    of_job, of_partition = accounting.qos.get(qos_of(plan, partition, accounting)), accounting.qos.get(partition.qos)
+    both = [of_partition, of_job]
+    if of_job is not None and "OverPartQOS" in of_job.flags:
+        both.reverse()
+    found = [_Source("qos", each.name, each.limits) for each in both if each is not None]
+    association = accounting.association(plan.job.account, partition.name)
+    return [*found, *([_Source("account", association.account, association.limits)] if association else [])]
+
+
+def _in_force(sources: Sequence[_Source], kind: Kind) -> dict[str, tuple[int, _Source]]:
+    """Return the limit of each TRES that counts, and who sets it."""
+    found: dict[str, tuple[int, _Source]] = {}
+    for source in sources:
+        amounts: Mapping[str, int] = getattr(source.limits, kind)
+        for tres, limit in amounts.items():
+            found.setdefault(tres, (limit, source))
+    return found
+
+
+def _account_problems(plan: Plan, accounting: Accounting) -> Iterator[Violation]:
+    account, qos = plan.job.account, plan.job.qos
+    if "associations" not in accounting.enforced or not accounting.associations:
+        return
+    known = sorted({each.account for each in accounting.associations})
+    if account is not None and account not in known:
+        yield Violation("slurm.account", account, "this user has no such account", suggestion(account, known))
+        return
+    for partition in dict.fromkeys(group.partition for group in plan.groups):
+        association = accounting.association(account, partition)
+        if association is None:
+            if account is not None:
+                why = f"this user may not use partition {partition} with this account"
+                yield Violation("slurm.account", account, why, suggestion("", known))
+            continue
+        names = sorted(association.qos_names)
+        if qos and names and qos not in names and "qos" in accounting.enforced:
+            why = f"account {association.account} may not use this QOS"
+            yield Violation("slurm.qos", qos, why, suggestion(qos, names))
+            return
+
+
+def _time_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> Iterator[Violation]:
+    limits: list[tuple[int, str]] = []
+    for group in plan.groups:
+        partition = partitions.get(group.partition)
+        if partition is None:
+            continue
+        qos = accounting.qos.get(qos_of(plan, partition, accounting))
+        if partition.max_minutes is not None and not (qos and "PartitionTimeLimit" in qos.flags):
+            limits.append((partition.max_minutes, f"partition {partition.name}"))
+        for source in _sources(plan, group, partitions, accounting):
+            if source.limits.minutes is not None:
+                limits.append((source.limits.minutes, f"{source.kind.replace('qos', 'QOS')} {source.name}"))
+                break
+    # Slurm starts the job with as little as time_min if its limits allow no more.
+    option, asked = ("time_min", plan.job.time_min) if plan.job.time_min else ("time", plan.job.time)
+    if limits and minutes(asked) > min(limits)[0]:
+        most, source_name = min(limits)
+        yield Violation(f"slurm.{option}", asked, f"{source_name} allows {clock(most)}", f'nearest: "{clock(most)}"')
+
+
+def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> Iterator[Violation]:
+    sums: Counter[tuple[str, str, str]] = Counter()
+    in_sum: dict[tuple[str, str, str], tuple[int, _Source]] = {}
+    for group in plan.groups:
+        sources, asked = _sources(plan, group, partitions, accounting), _tres(group)
+        for tres, (limit, source) in _in_force(sources, "per_job").items():
+            if asked[tres] > limit:
+                why = f"allows {tres}={limit} to each component, {group.name} asks for {asked[tres]}"
+                yield source.problem(why, "ask for less")
+        for tres, (limit, source) in _in_force(sources, "per_node").items():
+            if asked[tres] > limit * group.nodes:
+                why = f"allows {tres}={limit} on a node, {group.name} asks for {asked[tres] // group.nodes}"
+                yield source.problem(why, "ask for less")
+        for tres, (limit, source) in _in_force(sources, "least").items():
+            if asked[tres] < limit and (asked[tres] or tres.startswith("gres/")):
+                why = f"needs {tres}={limit} in each component, {group.name} asks for {asked[tres]}"
+                yield source.problem(why)
+        kinds: tuple[Kind, ...] = ("per_user", "total")
+        for kind in kinds:
+            for tres, (limit, source) in _in_force(sources, kind).items():
+                sums[kind, source.name, tres] += asked[tres]
+                in_sum[kind, source.name, tres] = limit, source
+        if (counted := next((each for each in sources if each.limits.jobs is not None), None)) is not None:
+            sums["jobs", counted.name, "jobs"] += 1
+            in_sum["jobs", counted.name, "jobs"] = counted.limits.jobs or 0, counted
+    for (kind_of_sum, _, tres), (limit, source) in in_sum.items():
+        amount = sums[kind_of_sum, source.name, tres]
+        if amount > limit and tres == "jobs":
+            why = f"runs {limit} jobs at a time, and each of the {amount} components is one"
+            yield source.problem(why, "set deployment.layout: single")
+        elif amount > limit:
+            whom = "a user" if kind_of_sum == "per_user" else "all jobs together"
+            yield source.problem(f"allows {tres}={limit} to {whom}, the recipe asks for {amount}", "ask for less")
+
+
+def _tres(group: HetGroup) -> Counter[str]:
+    """Return what a component asks for in all, by TRES; memory in MiB."""
+    found = Counter({"node": group.nodes, "cpu": group.nodes * group.cpus_per_task})
+    found["mem"] = group.nodes * memory_mib(group)
+    for each in parse_gres(group.asked_gres or ""):
+        found[f"gres/{each.name}"] += group.nodes * each.count
+        if each.type:
+            found[f"gres/{each.name}:{each.type}"] += group.nodes * each.count
+    return found

@@ -1,0 +1,204 @@
+"""What Slurm says of partitions, nodes and reservations, parsed: states, limits and resources. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from primeslurm.recipe.fields.slurm_syntax import minutes
+
+NODE_FORMAT = "%N|%R|%t|%c|%m|%G|%f"
+"""Of sinfo: name, partition, state, cores, memory [MiB], generic resources, features."""
+_BROKEN = ("down", "drain", "drng", "fail", "err", "inval", "futr", "npc", "block")
+"""States that end when somebody repairs the node."""
+_AWAY = ("resv", "maint", "boot", "rebo", "unk")
+"""States that end by themselves: a reservation, maintenance, a reboot, a daemon that has not reported yet."""
+_SUFFIXES = "*~#!%$@^-+"
+_UNLIMITED = frozenset({"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "n/a"})
+
+
+def plain_state(state: str) -> str:
+    """Return sinfo's short word for a state without the signs after it, for example idle of idle~."""
+    return state.rstrip(_SUFFIXES)
+
+
+def is_broken(state: str) -> bool:
+    """Whether a node in this state, in sinfo's short word, needs a repair before it runs jobs."""
+    return state.startswith(_BROKEN)
+
+
+def is_usable(state: str, *, reserved: bool = False) -> bool:
+    """Whether a node in this state runs jobs now or when its present job ends.
+
+    Args:
+        state: sinfo's short word, with the signs after it. `*` means that the node does not respond, `$` that it is in
+            maintenance, `^` that it reboots. Planned (`plnd`, `-`) and powered-down (`~`) nodes start jobs.
+        reserved: the job runs in a reservation that the node belongs to.
+    """
+    if is_broken(state) or "*" in state or "^" in state:
+        return False
+    return (reserved and state.startswith(("resv", "maint"))) or not (state.startswith(_AWAY) or "$" in state)
+
+
+@dataclass(frozen=True)
+class PartitionNode:
+    """A node of a partition."""
+
+    name: str
+    state: str
+    """sinfo's short word, with the signs after it."""
+    cpus: int
+    memory_mib: int
+    gres: str
+    """As sinfo prints it, for example gpu:h100:8(S:0-1); empty for none."""
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, with everything that decides whether a job may start in it. None: no limit, or everybody."""
+
+    name: str
+    state: str
+    """UP, DOWN, DRAIN or INACTIVE."""
+    nodes: tuple[PartitionNode, ...] = ()
+    max_minutes: int | None = None
+    min_nodes: int = 0
+    max_nodes: int | None = None
+    max_cpus_per_node: int | None = None
+    max_memory_mib: int | None = None
+    """Per node."""
+    groups: frozenset[str] | None = None
+    accounts: frozenset[str] | None = None
+    denied_accounts: frozenset[str] = frozenset()
+    qos_names: frozenset[str] | None = None
+    """QOS that jobs may have."""
+    denied_qos: frozenset[str] = frozenset()
+    qos: str = ""
+    """QOS whose limits hold for all jobs of the partition."""
+    root_only: bool = False
+    needs_reservation: bool = False
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """A reservation of nodes."""
+
+    name: str
+    start: str
+    end: str
+    nodes: str
+    """Host list."""
+    maintenance: bool
+    active: bool
+
+
+@dataclass(frozen=True)
+class Gres:
+    """One kind of generic resource of a node, or what a job asks for per node."""
+
+    name: str
+    type: str
+    """Empty: any."""
+    count: int
+
+
+def parse_gres(text: str) -> list[Gres]:
+    """Parse what sinfo prints of a node's generic resources, or what follows --gres=.
+
+    Counts with a unit, such as bandwidth:4G, are left out: nothing here asks for them.
+    """
+    found = []
+    for entry in re.sub(r"\([^)]*\)", "", text).split(","):
+        name, *rest = [part for part in entry.strip().split(":") if part not in ("no_consume", "null")]
+        count = rest.pop() if rest and rest[-1][:1].isdigit() else "1"
+        if name and count.isdigit():
+            found.append(Gres(name, ":".join(rest), int(count)))
+    return found
+
+
+def count_of(gres: str, wanted: Gres) -> int:
+    """Count how many of a generic resource a node has: of the wanted type, or of all types if none is wanted."""
+    return sum(each.count for each in parse_gres(gres) if each.name == wanted.name and wanted.type in ("", each.type))
+
+
+def parse_partitions(text: str, rows: Iterable[Sequence[str]]) -> dict[str, Partition]:
+    """Parse `scontrol --all --oneliner show partition`, and rows of sinfo's `NODE_FORMAT`."""
+    nodes: dict[str, dict[str, PartitionNode]] = {}
+    for name, partition, state, cpus, memory, gres, features in rows:
+        node = PartitionNode(
+            name, state, _number(cpus) or 0, _number(memory) or 0, _words(gres), _names(features) or frozenset()
+        )
+        nodes.setdefault(partition, {})[name] = node
+    found = {}
+    for value in map(fields, text.splitlines()):
+        if "PartitionName" in value:
+            name = value["PartitionName"]
+            found[name] = _partition(name, value, tuple(nodes.get(name, {}).values()))
+    return found
+
+
+def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, ...]) -> Partition:
+    return Partition(
+        name=name,
+        state=value.get("State", "UP"),
+        nodes=nodes,
+        max_minutes=parse_minutes(value.get("MaxTime", "")),
+        min_nodes=_number(value.get("MinNodes", "")) or 0,
+        max_nodes=_number(value.get("MaxNodes", "")),
+        max_cpus_per_node=_number(value.get("MaxCPUsPerNode", "")),
+        max_memory_mib=_number(value.get("MaxMemPerNode", "")),
+        groups=_names(value.get("AllowGroups", "ALL")),
+        accounts=_names(value.get("AllowAccounts", "ALL")),
+        denied_accounts=_names(value.get("DenyAccounts", "")) or frozenset(),
+        qos_names=_names(value.get("AllowQos", "ALL")),
+        denied_qos=_names(value.get("DenyQos", "")) or frozenset(),
+        qos=_words(value.get("QoS", "")),
+        root_only=value.get("RootOnly") == "YES",
+        needs_reservation=value.get("ReqResv") == "YES",
+    )
+
+
+def parse_reservations(text: str) -> list[Reservation]:
+    """Parse `scontrol --all --oneliner show reservation`."""
+    found = []
+    for line in text.splitlines():
+        value = fields(line)
+        if name := value.get("ReservationName"):
+            nodes, flags = _words(value.get("Nodes", "")), value.get("Flags", "").split(",")
+            times = value.get("StartTime", ""), value.get("EndTime", "")
+            found.append(Reservation(name, *times, nodes, "MAINT" in flags, value.get("State") == "ACTIVE"))
+    return found
+
+
+def fields(line: str) -> dict[str, str]:
+    """Parse the NAME=VALUE words of a line of scontrol.
+
+    A value with spaces (Comment) may hold text that looks like a field. It stands late in the line: the first wins.
+    """
+    return dict(reversed(re.findall(r"(?:^| )([\w:/]+)=(\S*)", line)))
+
+
+def parse_minutes(value: str) -> int | None:
+    """Read a time limit as whole minutes; None: unlimited."""
+    if value in _UNLIMITED:
+        return None
+    try:
+        return minutes(value)
+    except ValueError:
+        return None
+
+
+def _number(value: str) -> int | None:
+    digits = value.rstrip("+")
+    return int(digits) if digits.isdigit() else None
+
+
+def _words(value: str) -> str:
+    return "" if value in _UNLIMITED else value
+
+
+def _names(value: str) -> frozenset[str] | None:
+    """None: everybody."""
+    return None if value == "ALL" or value in _UNLIMITED else frozenset(value.split(","))

@@ -1,0 +1,44 @@
+"""A site's set-up that fails in a real job: one attempt, which ends with the words of the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from primeslurm.api.runs import find_run
+from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.embedded.cluster import Cluster
+from tests.support.cli import primeslurm
+from tests.support.recipes import recipe_data
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ({"modules": ["no-such/1.0"]}, "module load no-such/1.0 (exit code 127)"),
+        ({"prologue": ["source /nowhere/setup.sh"]}, "/nowhere/setup.sh: No such file or directory"),
+    ],
+)
+def test_a_failing_set_up_ends_the_run(
+    cluster: Cluster, tmp_path: Path, lines: dict[str, list[str]], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("BASH_FUNC_module%%", raising=False)
+    site = yaml.safe_load((cluster.spec.directory / "site.yaml").read_text())
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site | {"runs": str(tmp_path / "runs")} | lines))
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(name="setup")))
+    submitted = primeslurm("submit", "r.yaml", "--emulate", "--site", "site.yaml", cwd=tmp_path)
+    assert submitted.code == 0, submitted.err
+
+    status = find_run("setup", tmp_path / "runs").wait(timeout_s=120, poll_s=0.5)
+    assert (status.phase, status.attempt) == ("failed", 1)
+    assert words in status.reason
+    assert status.reason.endswith("another attempt would end in the same way")
+    doctor = json.loads(primeslurm("doctor", "setup", "--runs", "runs", "--json", cwd=tmp_path).out)
+    assert doctor["first"]["failure"]["component"] == "site set-up"
+    assert [cause["fix"] for cause in doctor["first"]["causes"]] == ["correct it in the site file"]
+    assert len(RunDirectory(tmp_path / "runs" / "setup").attempts()) == 1

@@ -1,0 +1,74 @@
+"""Variables of the calling shell's allocation reach neither Slurm's commands nor the job."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+import pytest
+
+from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.environment import clean, inherited_by_jobs
+from primeslurm.slurm.executor import PlanExecutor
+from tests.support.slurm_plans import group, plan
+
+FOREIGN = {
+    "SLURM_JOB_ID": "5",
+    "SLURM_CPUS_PER_TASK": "3",
+    "SLURM_MEM_PER_CPU": "100",
+    "SLURM_EXPORT_ENV": "NONE",
+    "SLURM_RESTART_COUNT": "3",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_CLUSTERS": "other",
+    "SLURM_TIME_FORMAT": "relative",
+    "SLURMD_NODENAME": "n1",
+    "SRUN_CPUS_PER_TASK": "32",
+    "SBATCH_PARTITION": "debug",
+    "SALLOC_PARTITION": "debug",
+    "SINFO_PARTITION": "debug",
+    "SQUEUE_FORMAT": "%i",
+    "SACCT_FORMAT": "JobID",
+    "SCANCEL_INTERACTIVE": "1",
+    "PMIX_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "8",
+    "PMI_RANK": "1",
+    "PRIMESLURM_NODES": "n1,n2",
+}
+OWN = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "token", "WANDB_API_KEY": "k", "MY_SLURM_ID": "1"}
+
+
+def test_what_belongs_to_the_shells_allocation_is_left_out() -> None:
+    assert clean(FOREIGN | OWN) == OWN
+    assert clean(FOREIGN | OWN, "/other.conf") == OWN | {"SLURM_CONF": "/other.conf"}
+
+
+def test_a_job_does_not_inherit_the_gpus_of_the_shell() -> None:
+    assert inherited_by_jobs(["CUDA_VISIBLE_DEVICES", "SLURM_GPUS", "PATH"]) == ["CUDA_VISIBLE_DEVICES", "SLURM_GPUS"]
+    assert "CUDA_VISIBLE_DEVICES" in clean({"CUDA_VISIBLE_DEVICES": "0"}), "a local run uses the GPUs of its shell"
+
+
+def test_commands_of_the_client_see_none_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in FOREIGN.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "squeue").write_text("#!/bin/sh\nenv | cut -d= -f1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    seen = set(SlurmClient().job_ids())
+    assert "PATH" in seen
+    assert not seen & FOREIGN.keys()
+
+
+def test_sbatch_hands_none_of_it_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (FOREIGN | OWN).items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "run").mkdir()
+    executor = PlanExecutor(plan(tmp_path / "run", group(0, "train")), tmp_path / "job.sbatch", "/own.conf")
+    executor.folder.mkdir(parents=True, exist_ok=True)
+    program, *words = executor._make_submission_command(tmp_path / "job.sbatch")
+    assert program == "env"
+    unset = {name for option, name in itertools.pairwise(words) if option == "-u"}
+    assert unset >= FOREIGN.keys()
+    assert not unset & OWN.keys()
+    assert words[-3:] == ["SLURM_CONF=/own.conf", "sbatch", str(tmp_path / "job.sbatch")]
+    assert set(os.environ) >= FOREIGN.keys(), "this process keeps its own"
