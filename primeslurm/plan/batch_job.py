@@ -9,7 +9,7 @@ from typing import get_args
 from primeslurm.errors import Violation
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
-from primeslurm.plan.placement.resources import ResourceRequest
+from primeslurm.plan.placement.resources import ResourceRequest, together
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes, times
 from primeslurm.recipe.sections.slurm import (
@@ -52,7 +52,10 @@ def _said_twice(recipe: Recipe) -> list[Violation]:
 
 
 def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
-    """List the job's components in order: one per role, or one for all of them (`layout: single`)."""
+    """List the job's components in order: one per role, or one for all of them."""
+    if recipe.deployment.layout == "one_node":
+        request = together(requests)
+        return (_group(0, "all", 1, 0, request, recipe.slurm.train),)
     if recipe.deployment.layout == "single":
         widest = max(requests, key=lambda request: request.gpus)
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
@@ -82,7 +85,8 @@ def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
     train = next((request for request in requests if request.role == "train"), None)
     if train is None or not train.gpus:
         return 1
-    return max(1, (_component(recipe, "train").cpus_per_task or train.kind.cpus) // train.gpus)
+    on_node = together(requests).gpus if recipe.deployment.layout == "one_node" else train.gpus
+    return max(1, (_component(recipe, "train").cpus_per_task or train.kind.cpus) // on_node)
 
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:

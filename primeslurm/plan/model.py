@@ -95,13 +95,14 @@ class Node(Section):
 
     index: int
     group: int
-    role: NodeRole
+    role: NodeRole | Literal["all"]
+    """all: the processes of all roles share the node (`layout: one_node`)."""
     index_in_group: int
     processes: tuple[Process, ...] = ()
 
 
 class HetGroup(Section):
-    """One component of the batch job (`layout: single` has exactly one)."""
+    """One component of the batch job. The layouts `single` and `one_node` have exactly one."""
 
     index: int
     name: str
@@ -208,7 +209,7 @@ class Plan(Section):
     run: str
     run_dir: str
     task: Literal["rl", "sft", "serve", "eval"]
-    layout: Literal["het", "single"]
+    layout: Literal["het", "single", "one_node"]
     executor: Literal["slurm", "local"]
     emulated: bool = False
     """Stand-ins run in place of engines, trainer ranks and environments: nothing needs the model's files."""

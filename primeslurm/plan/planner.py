@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -23,7 +24,7 @@ from primeslurm.plan.memory.forecast import Amount
 from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Beats, Finding, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
-from primeslurm.plan.placement.node_builder import NodeBuilder
+from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, local_problems, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.teacher import ServedTeacher
@@ -202,7 +203,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         python=site.python or "python3",
         job=batch_job.job_options(recipe, site, run_dir),
         groups=batch_job.groups(recipe, requests),
-        nodes=tuple(builder.node() for builder in builders),
+        nodes=finish(builders),
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
         env=batch_job.environment(site),
@@ -220,21 +221,23 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
 
 
 def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
-    single = recipe.deployment.layout == "single"
+    layout = recipe.deployment.layout
+    shared = layout == "one_node"
+    ports_of_node_0 = count(site.port_base)
     builders: list[NodeBuilder] = []
     for group, request in enumerate(requests):
         for i in range(request.nodes):
             builders.append(
                 NodeBuilder(
-                    index=len(builders),
-                    group=0 if single else group,
+                    index=0 if shared else len(builders),
+                    group=group if layout == "het" else 0,
                     role=request.role,
                     index_in_group=i,
                     replica=i // request.nodes_per_replica if request.nodes_per_replica else None,
                     gpus=request.gpus,
-                    first_gpu=sum(builder.gpus for builder in builders) if local else 0,
+                    first_gpu=sum(builder.gpus for builder in builders) if local or shared else 0,
                     port_base=site.port_base,
-                    port=site.port_base,
+                    free_ports=ports_of_node_0 if shared else count(site.port_base),
                 )
             )
     return builders
@@ -307,12 +310,12 @@ def _totals(
     teacher_engines: int,
 ) -> Totals:
     return Totals(
-        nodes=len(builders),
+        nodes=len({builder.index for builder in builders}),
         spares=sum(request.spares for request in requests),
         gpus=sum(builder.gpus for builder in builders),
         trainer_gpus=trainer_gpus,
         engines=sum(len(replica.engines) for replica in replicas),
-        inference_nodes=sum(builder.role in ("inference", "prefill", "decode") for builder in builders),
+        inference_nodes=len({b.index for b in builders if b.role in ("inference", "prefill", "decode")}),
         routers=len(replicas),
         teacher_engines=teacher_engines,
         environment_nodes=sum(builder.role == "environments" for builder in builders),

@@ -101,7 +101,7 @@ def _environment_nodes(recipe: Recipe) -> list[Violation]:
         found.append(
             Violation(field, f"{nodes.nodes} nodes", f"task {recipe.task} runs no environments", "leave it out")
         )
-    if nodes is not None and deployment.layout == "single":
+    if nodes is not None and deployment.layout != "het":
         why = "one allocation has nodes of one kind, and environments need none with GPUs"
         found.append(Violation(field, f"{nodes.nodes} nodes", why, "layout: het, or leave it out"))
     return found

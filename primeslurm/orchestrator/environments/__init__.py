@@ -20,7 +20,7 @@ from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first
 from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("harbor-local", "math-problems", "reverse-text", "tool-use")
+BUNDLED = ("arithmetic", "harbor-local", "math-problems", "reverse-text", "tool-use")
 HARNESSES = ("chat", "shell")
 """Harnesses of our own, whose loop runs in the worker: `harness: {id: chat}` takes one for any taskset."""
 

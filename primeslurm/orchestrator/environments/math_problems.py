@@ -1,8 +1,15 @@
-"""`math-problems`: problems of a file of your own, answered in a LaTeX box and checked by math-verify.
+"""`math-problems`: problems from a JSONL or parquet file, answered in a LaTeX box and checked by math-verify.
 
     {"question": "What is 1/3 + 1/6?", "answer": "1/2"}
 
-A line of the file is one problem. Data sets of Hugging Face write such files: `dataset.to_json("math.jsonl")`.
+Each line or row is one problem. `question` and `answer` say under which key the two stand; a key may be a path into
+nested values, such as `prompt.0.content`. With `answer_marker`, the answer is the text after the last marker.
+
+| data set of the Hugging Face hub | args besides `path` |
+|---|---|
+| `openai/gsm8k` | `{answer_marker: "####"}` |
+| `open-r1/DAPO-Math-17k-Processed` | `{question: prompt, answer: solution}` |
+| `BytedTsinghua-SIA/DAPO-Math-17k` | `{question: prompt.0.content, answer: reward_model.ground_truth}` |
 """
 
 from __future__ import annotations
@@ -11,9 +18,10 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import verifiers.v1 as vf
-from pydantic import field_validator
+from pydantic import Field, field_validator
 from verifiers.v1.runtimes import Runtime
 
 from primeslurm.orchestrator.environments.chat import ChatHarness
@@ -41,13 +49,15 @@ class MathConfig(vf.TasksetConfig):  # type: ignore[misc]
     """The arguments of the environment."""
 
     path: Path
-    """Of the problems: a JSON object a line."""
+    """File with the problems: parquet if its name ends in `.parquet`, otherwise one JSON object per line."""
     question: str = "question"
-    """Key of the problem's text."""
+    """Key of the problem's text, for example `question` or `prompt.0.content`."""
     answer: str = "answer"
-    """Key of its answer: LaTeX or plain, or a solution with its answer in a box at the end."""
+    """Key of the answer: LaTeX or plain text, or a solution with its answer in a box at the end."""
+    answer_marker: str | None = Field(None, min_length=1)
+    """The answer is the text after the last occurrence of this marker, for example `####`. Default: the whole text."""
     instruction: str = INSTRUCTION
-    """Added to each problem."""
+    """Text that is added to each problem. Empty: nothing."""
 
     @field_validator("path")
     @classmethod
@@ -88,23 +98,58 @@ class MathTaskset(vf.Taskset[MathTask, MathConfig]):  # type: ignore[misc]
         """Yield the problems, in order.
 
         Raises:
-            ValueError: a line is no JSON object with question and answer.
+            ValueError: a line or row is not an object with a question and an answer.
         """
-        with self.config.path.open() as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
+        config = self.config
+        for number, record in _rows(config.path) if config.path.suffix == ".parquet" else _lines(config.path):
+            where = f"{config.path}, {'row' if config.path.suffix == '.parquet' else 'line'} {number}"
+            question, answer = (_value(record, key, where) for key in (config.question, config.answer))
+            if config.answer_marker is not None:
+                _, marker, answer = answer.rpartition(config.answer_marker)
+                if not marker:
+                    raise ValueError(f"{where}: the answer has no marker {config.answer_marker!r}")
+            solution = boxed(answer)
+            prompt = f"{question}\n\n{config.instruction}" if config.instruction else question
+            answer = (answer if solution is None else solution).strip()
+            yield MathTask(MathData(prompt=prompt, answer=answer), config.task)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, Any]]:
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
                 try:
-                    record = json.loads(line)
-                    question, answer = str(record[self.config.question]), str(record[self.config.answer])
-                except (ValueError, KeyError, TypeError) as error:
-                    raise ValueError(f"{self.config.path}, line {number}: {error!r}") from error
-                solution = boxed(answer)
-                data = MathData(
-                    prompt=f"{question}\n\n{self.config.instruction}",
-                    answer=(answer if solution is None else solution).strip(),
-                )
-                yield MathTask(data, self.config.task)
+                    yield number, json.loads(line)
+                except ValueError as error:
+                    raise ValueError(f"{path}, line {number}: {error!r}") from error
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    from pyarrow import ArrowException
+    from pyarrow.parquet import ParquetFile
+
+    try:
+        with ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for record in batch.to_pylist():
+                    number += 1
+                    yield number, record
+    except ArrowException as error:
+        raise ValueError(f"{path} is not a readable parquet file: {error}") from error
+
+
+def _value(record: Any, key: str, where: str) -> str:
+    """Return the text at a path of keys and list indices, such as `prompt.0.content`."""
+    value = record
+    for part in key.split("."):
+        try:
+            value = value[int(part)] if isinstance(value, list) else value[part]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{where}: {key}: {error!r}") from error
+    if value is None or isinstance(value, dict | list):
+        raise ValueError(f"{where}: {key} = {value!r} is neither text nor a number")
+    return str(value)
 
 
 def boxed(text: str) -> str | None:

@@ -189,7 +189,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
     found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
     train = next((request for request in requests if request.role == "train"), None)
     if train:
-        found += _training(recipe, site, train, shape)
+        found += _training(recipe, site, train, cpus_per_gpu(recipe, requests), shape)
     if recipe.task == "rl" and train:
         found += _update(recipe, site, train, requests, shape)
         found += _replay(recipe, shape)
@@ -200,7 +200,7 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
     return found
 
 
-def _training(recipe: Recipe, site: Site, train: ResourceRequest, shape: ModelShape) -> list[Amount]:
+def _training(recipe: Recipe, site: Site, train: ResourceRequest, cores: int, shape: ModelShape) -> list[Amount]:
     adapters = lora_parameters(shape, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
     trained = trained_parameters(shape, adapters, _frozen_vision(recipe))
     moments = recipe.checkpoint.moments
@@ -212,7 +212,7 @@ def _training(recipe: Recipe, site: Site, train: ResourceRequest, shape: ModelSh
     if gpu is None:
         return saved
     shared = f"of {train.gpus} ranks a node: those nearest to its GPU, and as many threads"
-    found = [*saved, Amount(name="cores", value=cpus_per_gpu(recipe, [train]), unit="for a trainer rank", how=shared)]
+    found = [*saved, Amount(name="cores", value=cores, unit="for a trainer rank", how=shared)]
     if recipe.trainer.memory.optimizer_state_offload:
         found.append(_moved_state(recipe, train, trained))
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)

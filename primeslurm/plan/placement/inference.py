@@ -62,9 +62,10 @@ def _place_store(recipe: Recipe, site: Site, head: NodeBuilder, builders: list[N
     if not isinstance(offload, MooncakeOffload) or not builders:
         return
     head.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http"))
-    for builder in builders:
+    first_of_node = {builder.index: builder for builder in reversed(builders)}
+    for index, builder in sorted(first_of_node.items()):
         builder.add(
-            f"store-{builder.index}",
+            f"store-{index}",
             "store",
             kv.store_client(offload, site.device),
             health=Health(port="http"),
@@ -72,9 +73,9 @@ def _place_store(recipe: Recipe, site: Site, head: NodeBuilder, builders: list[N
         )
 
 
-def _stores(builder: NodeBuilder) -> tuple[str, ...]:
-    """What an engine on this node waits for: the store, once the node gives its share to it."""
-    return tuple(process.name for process in builder.processes if process.role == "store")
+def _stores(recipe: Recipe, builder: NodeBuilder) -> tuple[str, ...]:
+    """Return the processes that an engine on this node waits for: the store's client on the same node, if any."""
+    return (f"store-{builder.index}",) if isinstance(recipe.inference.kv_offload, MooncakeOffload) else ()
 
 
 def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[NodeBuilder]) -> Replica:
@@ -89,7 +90,7 @@ def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[NodeBuild
         index=index,
         router=router_name(index),
         engines=workers.all,
-        nodes=tuple(builder.index for builder in nodes),
+        nodes=tuple(dict.fromkeys(builder.index for builder in nodes)),
     )
 
 
@@ -130,7 +131,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
                 start_timeout_s=recipe.inference.start_timeout_s or START_S,
                 hang_timeout_s=recipe.inference.hang_timeout_s,
             ),
-            after=_stores(builder),
+            after=_stores(recipe, builder),
         )
 
 

@@ -1,8 +1,12 @@
-"""A node of the plan while processes are put on it: GPUs and preferred ports are handed out in order."""
+"""A node of the plan while processes are put on it: GPUs and preferred ports are handed out in order.
+
+Each role fills builders of its own. With `layout: one_node` they are all parts of node 0: they share its ports, and
+each has the GPUs after those of the builder before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from primeslurm.plan.commands.command import Command
@@ -25,7 +29,8 @@ class NodeBuilder:
     gpus: int
     first_gpu: int
     port_base: int
-    port: int
+    free_ports: Iterator[int]
+    """Preferred ports that no process of the node has yet."""
     processes: list[Process] = field(default_factory=list)
 
     def add(
@@ -82,18 +87,22 @@ class NodeBuilder:
         """Say whether a process of this name is on the node."""
         return any(placed.name == process for placed in self.processes)
 
-    def node(self) -> Node:
-        """Finish the node."""
-        return Node(
-            index=self.index,
-            group=self.group,
-            role=self.role,
-            index_in_group=self.index_in_group,
-            processes=tuple(self.processes),
-        )
-
     def _port(self, name: str) -> int:
-        if name == RENDEZVOUS_PORT:
-            return self.port_base + RENDEZVOUS_OFFSET
-        self.port += 1
-        return self.port - 1
+        return self.port_base + RENDEZVOUS_OFFSET if name == RENDEZVOUS_PORT else next(self.free_ports)
+
+
+def finish(builders: Sequence[NodeBuilder]) -> tuple[Node, ...]:
+    """Make the nodes of a plan. Builders of the same index become one node, whose role is then `all`."""
+    parts: dict[int, list[NodeBuilder]] = {}
+    for builder in builders:
+        parts.setdefault(builder.index, []).append(builder)
+    return tuple(
+        Node(
+            index=index,
+            group=part[0].group,
+            role=part[0].role if len(part) == 1 else "all",
+            index_in_group=part[0].index_in_group,
+            processes=tuple(process for builder in part for process in builder.processes),
+        )
+        for index, part in parts.items()
+    )

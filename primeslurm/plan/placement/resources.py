@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import NodeRole
@@ -51,7 +52,11 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
         UsageError: the site cannot give what is asked; every reason at once.
     """
     problems: list[Violation] = []
-    requests = [request for ask in _asks(recipe) if (request := _place(recipe, ask, site, problems))]
+    asks = _asks(recipe)
+    if recipe.deployment.layout == "one_node":
+        requests = _on_one_node(recipe, asks, site, problems)
+    else:
+        requests = [request for ask in asks if (request := _place(recipe, ask, site, problems))]
     problems += (
         _engine_problems(recipe, requests) + _expert_problems(recipe, requests) + _router_problems(recipe, requests)
     )
@@ -65,6 +70,52 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
     if problems:
         raise UsageError(problems)
     return requests
+
+
+def together(requests: Sequence[ResourceRequest]) -> ResourceRequest:
+    """Return what the roles of one shared node ask for in all."""
+    return replace(requests[0], gpus=sum(request.gpus for request in requests))
+
+
+def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: list[Violation]) -> list[ResourceRequest]:
+    """Divide the GPUs of one node among the roles. At most one role may leave open how many it gets: the rest."""
+    field, why = "deployment.layout", "all roles share one node"
+    problems += [
+        Violation(ask.field, f"{ask.nodes} nodes", why, "use 1 node and 1 replica, or layout: single or het")
+        for ask in asks
+        if ask.nodes != 1
+    ]
+    if any(count for _, count in recipe.deployment.spares):
+        problems.append(Violation("deployment.spares", "", f"{why}, so no node can replace it", "leave it out"))
+    kind = site.kind(asks[0].role)
+    if kind is None:
+        return [request for ask in asks[:1] if (request := _place(recipe, ask, site, problems))]
+    asked = sum(ask.gpus or 0 for ask in asks)
+    open_asks = [ask for ask in asks if ask.gpus is None]
+    if len(open_asks) > 1:
+        names = ", ".join(f"{ask.field}.gpus_per_node" for ask in open_asks)
+        fix = f"set all but one of {names}; together they get {kind.gpus - asked} GPUs"
+        problems.append(Violation(field, "one_node", "does not say how the roles divide the GPUs of the node", fix))
+        return []
+    rest = kind.gpus - asked
+    if rest < 0 or (open_asks and rest == 0):
+        what = f"the roles ask for at least {asked + len(open_asks)} GPUs"
+        why = f"{what}, and nodes of partition {kind.partition} have {kind.gpus}"
+        problems.append(Violation(field, "one_node", why, "lower gpus_per_node of a role"))
+        return []
+    sizes = [rest if ask.gpus is None else ask.gpus for ask in asks]
+    component = recipe.slurm.train
+    whole = kind.exclusive if component.exclusive is None else component.exclusive
+    part = kind if whole else kind.share(sum(sizes))
+    problems += [
+        Violation(f"{ask.field}.gpus_per_node", "0", f"role {ask.role} needs a GPU", "use 1 or more")
+        for ask, gpus in zip(asks, sizes, strict=True)
+        if gpus == 0 and ask.role not in WITHOUT_GPUS
+    ]
+    return [
+        ResourceRequest(ask.role, 1, gpus, part, ask.nodes_per_replica, 0)
+        for ask, gpus in zip(asks, sizes, strict=True)
+    ]
 
 
 def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violation]:

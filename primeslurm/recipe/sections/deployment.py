@@ -109,8 +109,9 @@ class Spares(Section):
 class Deployment(Section):
     """Which nodes do what. Totals are derived and always printed."""
 
-    layout: Literal["het", "single"] = "het"
-    """het: one Slurm component per role. single: one homogeneous allocation, roles over node ranges."""
+    layout: Literal["het", "single", "one_node"] = "het"
+    """het: one Slurm component per role. single: one allocation of like nodes, and each role has nodes of its own.
+    one_node: one node that all roles share. Each role gets the GPUs that its `gpus_per_node` says."""
     train: TrainNodes = TrainNodes()
     inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
     environments: EnvironmentNodes | None = None

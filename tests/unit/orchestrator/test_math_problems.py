@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import SubprocessConfig, make_runtime
@@ -31,8 +34,59 @@ def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no file .*absent\.jsonl"):
         environments.load("math-problems", {"path": str(tmp_path / "absent.jsonl")})
-    with pytest.raises(ValueError, match=r"math\.jsonl, line 2: KeyError\('answer'\)"):
+    with pytest.raises(ValueError, match=r"math\.jsonl, line 2: answer: KeyError\('answer'\)"):
         problems(tmp_path, {"question": "?", "answer": "1"}, {"question": "?"})
+
+
+GSM8K = {"question": "Natalia sold 48 clips ...", "answer": "48/2 = <<48/2=24>>24 ... 48+24 = 72 ...\n#### 72"}
+DAPO = {
+    "prompt": [{"role": "user", "content": "Solve: x + 1 = 3."}],
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("record", "args", "prompt", "answer"),
+    [
+        (GSM8K, {"answer_marker": "####"}, GSM8K["question"], "72"),
+        (DAPO, {"question": "prompt.0.content", "answer": "reward_model.ground_truth"}, "Solve: x + 1 = 3.", "2"),
+    ],
+    ids=["GSM8K", "DAPO"],
+)
+def test_public_data_sets_are_read_as_they_are(
+    tmp_path: Path, suffix: str, record: dict[str, Any], args: dict[str, str], prompt: str, answer: str
+) -> None:
+    path = tmp_path / f"data.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record, record]), path)
+    else:
+        path.write_text(f"{json.dumps(record)}\n" * 2)
+    tasks = list(environments.load("math-problems", {"path": str(path), "instruction": "", **args}).taskset)
+    assert [(task.data.prompt, task.data.answer) for task in tasks] == [(prompt, answer)] * 2
+
+
+@pytest.mark.parametrize(
+    ("record", "args", "why"),
+    [
+        ({"question": "?", "answer": "72"}, {"answer_marker": "####"}, "line 1: the answer has no marker '####'"),
+        (DAPO, {"question": "prompt.1.content", "answer": "prompt"}, "line 1: prompt.1.content: IndexError"),
+        (DAPO, {"question": "prompt", "answer": "prompt"}, "line 1: prompt = .* is neither text nor a number"),
+        ({"question": "?", "answer": None}, {}, "line 1: answer = None is neither text nor a number"),
+    ],
+)
+def test_a_record_without_question_or_answer_is_named(
+    tmp_path: Path, record: dict[str, Any], args: dict[str, str], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        problems(tmp_path, record, **args)
+
+
+def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"data\.parquet is not a readable parquet file"):
+        list(environments.load("math-problems", {"path": str(path)}).taskset)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,57 @@ def test_single_layout_is_one_component_with_the_same_processes() -> None:
     assert single.process("orchestrator").node == 0
 
 
+def one_node(train: int | None, inference: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    deployment = {"layout": "one_node", "train": {"gpus_per_node": train}, "inference": inference, **changes}
+    return {"deployment": deployment}
+
+
+@pytest.mark.parametrize(
+    ("train", "inference", "gpus"),
+    [
+        (4, {"gpus_per_node": 4}, {"trainer": [0, 1, 2, 3], "engine": [4, 5, 6, 7]}),
+        (2, {}, {"trainer": [0, 1], "engine": [2, 3, 4, 5, 6, 7]}),
+        (1, {"gpus_per_node": 1}, {"trainer": [0], "engine": [1]}),
+        (
+            4,
+            {"type": "disaggregated", "prefill": {"gpus_per_node": 1}, "decode": {"gpus_per_node": 3}},
+            {"trainer": [0, 1, 2, 3], "prefill": [4], "decode": [5, 6, 7]},
+        ),
+    ],
+    ids=["4+4", "2+rest", "1+1", "4+1+3"],
+)
+@pytest.mark.parametrize("local", [False, True], ids=["slurm", "local"])
+def test_one_node_layout_asks_slurm_for_one_node_and_divides_its_gpus(
+    local: bool, train: int, inference: dict[str, Any], gpus: dict[str, list[int]]
+) -> None:
+    plan = plan_for(local=local, **one_node(train, inference))
+    (group,), (node,) = plan.groups, plan.nodes
+    total = sum(map(len, gpus.values()))
+    assert (group.nodes, group.gres, plan.totals.nodes, plan.totals.gpus) == (1, f"gpu:{total}", 1, total)
+    used = {role: [gpu for p in node.processes if p.role == role for gpu in p.gpus] for role in gpus}
+    assert used == gpus
+    ports = [port for process in node.processes for port in process.ports.values()]
+    assert len(ports) == len(set(ports)), "two processes of one node prefer the same port"
+    assert {p.node for p in node.processes} == {0}
+    assert plan.replicas[0].nodes == (0,)
+    assert {p.name for p in node.processes} >= {"orchestrator", "router-0", "environment-reverse-text-0"}
+
+
+def test_one_node_layout_takes_its_part_of_the_nodes_cores_and_memory_once() -> None:
+    nodes = {"default": {"partition": "gpu", "gpus": 8, "cpus": 96, "mem": "1600G"}}
+    plan = plan_for(site_changes={"nodes": nodes}, **one_node(1, {"gpus_per_node": 1}))
+    assert (plan.groups[0].cpus_per_task, plan.groups[0].mem) == (24, "400G")
+
+
+def test_the_mooncake_store_has_one_client_on_one_node() -> None:
+    inference = {"type": "disaggregated", "prefill": {"gpus_per_node": 1}, "decode": {"gpus_per_node": 1}}
+    offload = {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**30}}}
+    plan = plan_for(**one_node(1, inference), inference=offload)
+    assert [p.name for p in plan.processes() if p.role == "store"] == ["store-master", "store-0"]
+    for name in ("prefill-r0-0", "decode-r0-0"):
+        assert plan.process(name).after == ("store-0",)
+
+
 def test_the_same_input_gives_the_same_bytes_and_they_load_again() -> None:
     first, second = plan_for(**disaggregated()), plan_for(**disaggregated())
     assert first.to_json() == second.to_json()
@@ -105,6 +156,31 @@ BAD = [
         {"deployment": {"layout": "single"}},
         {"nodes": {"train": {"partition": "big", "gpus": 8, "cpus": 8}}},
         ["deployment.layout = single: one allocation cannot span partitions big, gpu (use layout: het)"],
+    ),
+    (
+        one_node(None, {}),
+        {},
+        [
+            "deployment.layout = one_node: does not say how the roles divide the GPUs of the node (set all but one of "
+            "deployment.train.gpus_per_node, deployment.inference.gpus_per_node; together they get 8 GPUs)"
+        ],
+    ),
+    (
+        one_node(6, {"gpus_per_node": 4}),
+        {},
+        [
+            "deployment.layout = one_node: the roles ask for at least 10 GPUs, and nodes of partition gpu have 8 "
+            "(lower gpus_per_node of a role)"
+        ],
+    ),
+    (
+        one_node(4, {"type": "multi_node", "num_replicas": 2, "gpus_per_node": 2}, spares={"train": 1}),
+        {},
+        [
+            "deployment.inference = 2 nodes: all roles share one node (use 1 node and 1 replica, or layout: single or "
+            "het)",
+            "deployment.spares: all roles share one node, so no node can replace it (leave it out)",
+        ],
     ),
 ]
 

@@ -83,7 +83,7 @@ def test_its_head_names_its_nodes(path: Path, tmp_path: Path) -> None:
     plan = derive(load_recipe(path), SITE, tmp_path)
     gpu_nodes = sum(1 for node in plan.nodes if node.role not in WITHOUT_GPUS)
     (named,) = NAMED.findall(path.read_text())
-    assert int(named) == (plan.totals.gpus if plan.layout == "single" else gpu_nodes)
+    assert int(named) == (plan.totals.gpus if plan.layout == "one_node" else gpu_nodes)
     environments = re.findall(r"(\d+) for environments", path.read_text())
     assert list(map(int, environments)) == [plan.totals.environment_nodes] * bool(plan.totals.environment_nodes)
     assert "Where the numbers come from" in path.read_text() or load_recipe(path).trainer.router_replay
@@ -99,11 +99,21 @@ def test_glm5_runs_on_28_nodes_with_three_prefill_nodes_for_each_decode_node(tmp
     assert (recipe.orchestrator.batch_size, recipe.seq_len) == (256, 131072)
 
 
-def test_the_single_node_recipe_fits_one_machine_without_slurm(tmp_path: Path) -> None:
+ONE_NODE = ("qwen3_8b_single_node", "qwen3_30b_a3b_one_node")
+
+
+@pytest.mark.parametrize("name", ONE_NODE)
+def test_a_one_node_recipe_asks_slurm_for_one_node(name: str, tmp_path: Path) -> None:
+    script = render(derive(load_recipe(ROOT / "recipes" / f"{name}.yaml"), SITE, tmp_path))
+    assert "--nodes=1 " in script and "--gres=gpu:h200:8 " in script and "hetjob" not in script
+
+
+@pytest.mark.parametrize("name", ONE_NODE)
+def test_a_one_node_recipe_fits_one_machine_without_slurm(name: str, tmp_path: Path) -> None:
     devices = tmp_path / "dev"
     devices.mkdir()
     for index in range(8):
         (devices / f"nvidia{index}").touch()
-    recipe = load_recipe(ROOT / "recipes" / "qwen3_8b_single_node.yaml")
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
     plan = derive(recipe, local_site(tmp_path, devices), tmp_path / "run", local=True)
     assert sorted(gpu for process in plan.processes() for gpu in process.gpus) == list(range(8))
