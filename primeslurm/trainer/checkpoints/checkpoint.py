@@ -33,11 +33,11 @@ from primeslurm.trainer.checkpoints.shards import (
     Moved,
     ShardReader,
     ShardWriter,
-    StatePlanner,
     threads_of_a_rank,
     wait_beating,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
+from primeslurm.trainer.checkpoints.state_planner import StatePlanner
 from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, is_away, waiting_for_space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PIECE = 64 << 20
 """Bytes that are written and read at once: after each, there is progress to tell of."""
-_STATE = "optimizer.state."
-"""How names of optimizer state begin; the parameter's name and the name of the state follow."""
 FILE_BYTES = 1 << 30
 """A rank writes further files, side by side, when it has more than this for each."""
 
@@ -190,26 +188,6 @@ class ShardReader(dcp.FileSystemReader):
             log.warning("reads the shared file: %s", error)
             return False
         return True
-
-
-class StatePlanner(dcp.DefaultLoadPlanner):
-    """Plans the load of a trainer's whole state. Optimizer state that a checkpoint lacks for a parameter becomes zero.
-
-    Checkpoints of earlier releases lack all state of parameters that had no gradient until then. Zeros are the state
-    with which each of our optimizers begins. Anything else that is missing is an error.
-    """
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Begin to plan, without what the checkpoint does not have to hold."""
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        stored = {name.rpartition(".")[0] for name in metadata.state_dict_metadata}
-        missing = [n for n in self.state_dict if n.startswith(_STATE) and n.rpartition(".")[0] not in stored]
-        for name in missing:
-            self.state_dict.pop(name).zero_()
-        if missing and is_coordinator:
-            parameters = len({name.rpartition(".")[0] for name in missing})
-            log.info("the checkpoint holds no optimizer state of %d parameters: theirs begins at zero", parameters)
 
 
 @dataclass
