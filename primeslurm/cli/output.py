@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import asdict
 from typing import Any
 
 from primeslurm.errors import PrimeslurmError, UsageError
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Control characters but tab and newline, C1 among them, and marks that change the direction of text."""
+
+
+def plain(text: str) -> str:
+    """Return a text without what would control a terminal: rollouts, engines and nodes may have written it."""
+    return _CONTROL.sub("", text)
 
 
 def print_json(value: Any) -> None:
@@ -31,7 +40,7 @@ def count(number: int, word: str) -> str:
 
 def note(text: str) -> None:
     """Print prose for a person on stderr."""
-    print(text, file=sys.stderr)
+    print(plain(text), file=sys.stderr)
 
 
 def warn(error: PrimeslurmError) -> None:

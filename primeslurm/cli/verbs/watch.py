@@ -16,8 +16,8 @@ from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
-from primeslurm.cli.output import note, print_json, warn
-from primeslurm.cli.views.dashboard import one_line, process_table, view
+from primeslurm.cli.output import note, plain, print_json, warn
+from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
 
@@ -101,7 +101,7 @@ def logs(
 
 def _print(lines: Iterable[tuple[Path, str]]) -> None:
     for path, line in lines:
-        sys.stdout.write(f"{path.stem} | {line}\n")
+        sys.stdout.write(f"{path.stem} | {plain(line)}\n")
     sys.stdout.flush()
 
 
@@ -131,6 +131,8 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     out.print(
         f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"
     )
+    for label, failed in sorted(found.failures.items()):
+        out.print(f"{label}: {failures_text(failed)}")
     if found.mismatch_kl_max is not None:
         out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
     out.print(f"restarts: {found.engine_restarts}; {found.tokens_per_s:.0f} sampled tokens/s")

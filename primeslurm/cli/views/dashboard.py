@@ -11,7 +11,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.records.state import Load
+from primeslurm.cli.output import count
+from primeslurm.records.state import FailedRollouts, Load
 from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 
 MAX_LINES = 8
@@ -46,7 +47,7 @@ def view(status: RunStatus) -> Group:
     parts += _hindrances(status)
     if queue := _queue(status):
         parts.append(queue)
-    parts += _evaluation(status)
+    parts += [*_failures(status), *_evaluation(status)]
     parts.append(_roles(status))
     if status.replicas and status.active:
         parts.append(_replicas(status.replicas))
@@ -150,6 +151,21 @@ def _queue(status: RunStatus) -> Text | None:
     if len(loads := progress.rollouts_by_node.values()) > 1:
         text += f", {min(loads)} to {max(loads)} on each of {len(loads)} environment nodes"
     return Text.assemble(("queue ", "dim"), text)
+
+
+def _failures(status: RunStatus) -> list[Text]:
+    """Say of each environment how many of its rollouts failed, and for what most of them."""
+    failures = status.progress.failures if isinstance(status.progress, RlProgress) else {}
+    return [Text(f"{label}: {failures_text(failed)}", style="yellow") for label, failed in sorted(failures.items())]
+
+
+def failures_text(failed: FailedRollouts) -> str:
+    """Tell how many rollouts of an environment failed, and for what most of them."""
+    tasks = f"{count(failed.tasks_given_up, 'task')} given up" if failed.tasks_given_up else ""
+    if not failed.failed:
+        return f"{tasks}: {failed.reason}"
+    text = f"{count(failed.failed, 'failed rollout')}, {failed.of_reason} of them: {failed.reason}"
+    return f"{text}; {tasks}" if tasks else text
 
 
 def _evaluation(status: RunStatus) -> list[Text]:

@@ -158,15 +158,14 @@ class RolloutFailures:
         if killer:
             known.killers += 1
             known.error = killer
-            _count(known, killer)
 
     @property
     def report(self) -> dict[str, FailedRollouts]:
         """Return what failed, by environment, for those of which something did."""
         return {
-            label: FailedRollouts(known.total, *max(known.reasons.values()), known.given_up)
+            label: FailedRollouts(known.total, *max(known.reasons.values(), default=(0, known.error)), known.given_up)
             for label, known in self._environments.items()
-            if known.reasons
+            if known.reasons or known.given_up
         }
 
     def not_started(self, environment: str, worker: int, error: str, now: float) -> None:

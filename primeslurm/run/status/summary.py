@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from math import inf, isnan
 from statistics import fmean
 
 import msgspec
 
+from primeslurm.errors import signature
+from primeslurm.records.base import Event
 from primeslurm.records.evaluation import BestCheckpoint, EvaluationRecord, best_of, evaluations
 from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.records.events.training import RolloutFailed, TaskGivenUp
+from primeslurm.records.state import FailedRollouts
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 
@@ -33,6 +39,8 @@ class Summary(msgspec.Struct, frozen=True):
     engine_restarts: int
     tokens_per_s: float
     """Sampled by the engines."""
+    failures: dict[str, FailedRollouts] = {}
+    """Rollouts that failed, by environment, over all attempts."""
     task: str = "rl"
     first_loss: float | None = None
     last_loss: float | None = None
@@ -48,6 +56,27 @@ class Summary(msgspec.Struct, frozen=True):
         if self.first_reward is None or self.last_reward is None:
             return None
         return self.last_reward - self.first_reward
+
+
+def _failures(happened: Sequence[Event]) -> dict[str, FailedRollouts]:
+    """Count failed rollouts and tasks that were left out, by environment."""
+    failed: dict[str, Counter[str]] = {}
+    given_up = Counter[str]()
+    words: dict[str, str] = {}
+    for event in happened:
+        if isinstance(event, RolloutFailed) and event.environment:
+            kind = signature(event.error)
+            failed.setdefault(event.environment, Counter())[kind] += 1
+            words[kind] = event.error
+        elif isinstance(event, TaskGivenUp):
+            failed.setdefault(event.environment, Counter())
+            given_up[event.environment] += 1
+            words[event.environment] = event.reason
+    found = {}
+    for label, kinds in failed.items():
+        kind, of_reason = max(kinds.items(), key=lambda item: item[1], default=(label, 0))
+        found[label] = FailedRollouts(kinds.total(), of_reason, words[kind], given_up[label])
+    return found
 
 
 def summarise(run: RunDirectory) -> Summary:
@@ -75,6 +104,7 @@ def summarise(run: RunDirectory) -> Summary:
         mismatch_kl_max=max((inf if isnan(kl) else abs(kl) for kl in mismatches), default=None),
         engine_restarts=restarts,
         tokens_per_s=fmean([row.get("throughput/tokens_per_s", 0.0) for row in steps] or [0.0]),
+        failures=_failures(happened),
         task=recipe.task,
         first_loss=fmean(losses[:WINDOW]) if losses else None,
         last_loss=fmean(losses[-WINDOW:]) if losses else None,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from io import StringIO
+from pathlib import Path
 
 import msgspec
+import pytest
 from rich.console import Console
 
+from primeslurm.cli.output import note, print_json
+from primeslurm.cli.verbs import watch
 from primeslurm.cli.views.dashboard import duration, numbers_of, one_line, sparkline, view
+from primeslurm.cli.views.tables import PlainConsole
 from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationProgress, EvaluationRecord, LabelResult
-from primeslurm.records.state import Load
+from primeslurm.records.state import FailedRollouts, Load
 from primeslurm.run.diagnosis.advice import Advice
 from primeslurm.run.status.event_text import EventText
 from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
@@ -52,6 +58,50 @@ def status_of(replicas: int, ill: int) -> RunStatus:
         events=[EventText(0.0, "router-0", "was ended by SIGKILL", "warning")] * 8,
         advice=[Advice("prefill is saturated", "because", {"deployment.inference.prefill.num_replicas": 4})],
     )
+
+
+def test_failed_rollouts_are_shown_by_environment() -> None:
+    failures = {
+        "swe": FailedRollouts(63, 60, "SandboxError: no disk", tasks_given_up=2),
+        "math": FailedRollouts(1, 1, "TimeoutError"),
+        "deadly": FailedRollouts(0, 0, "3 environment workers died while they ran it, at last alone", 1),
+    }
+    status = msgspec.structs.replace(status_of(1, 0), progress=RlProgress(failures=failures))
+    shown = picture(status)
+    assert "swe: 63 failed rollouts, 60 of them: SandboxError: no disk; 2 tasks given up" in shown
+    assert "math: 1 failed rollout, 1 of them: TimeoutError" in shown
+    assert "deadly: 1 task given up: 3 environment workers died while they ran it, at last alone" in shown
+    assert msgspec.to_builtins(status)["progress"]["failures"]["swe"]["failed"] == 63
+
+
+HOSTILE = "\x1b]0;gone\x07\x1b[2J\x9b31mX\x08\rY\u202eZ [red]a[/red] [/nothing] :smile:"
+HARMLESS = "]0;gone[2J31mXYZ [red]a[/red] [/nothing] :smile:"
+
+
+def test_what_rollouts_and_nodes_say_controls_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither by escapes nor by rich's own markup, wherever it is shown."""
+    failures = {"swe": FailedRollouts(1, 1, HOSTILE)}
+    status = msgspec.structs.replace(
+        status_of(1, 1), progress=RlProgress(failures=failures), reason=HOSTILE, run=HOSTILE, waits_for=HOSTILE
+    )
+    status = msgspec.structs.replace(
+        status,
+        events=[EventText(0.0, HOSTILE, HOSTILE, "warning")],
+        unhealthy=[ProcessStatus(HOSTILE, "trainer", HOSTILE, "SUSPECT", 4, 0)],
+    )
+    console = PlainConsole(file=StringIO(), width=400, force_terminal=True)
+    console.print(view(status))
+    console.print(f"reason: {HOSTILE}")
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert shown.count(HARMLESS) >= 7
+    own = re.sub(r"\x1b\[[0-9;]*m", "", shown)  # colours are rich's own
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", own)
+    note(HOSTILE)
+    watch._print([(Path("swe-0.log"), HOSTILE)])
+    said = capsys.readouterr()
+    assert said.err == f"{HARMLESS}\n" and said.out == f"swe-0 | {HARMLESS}\n"
+    print_json({"reason": HOSTILE})
+    assert capsys.readouterr().out.isascii()
 
 
 def test_an_sft_run_shows_its_loss_and_pace() -> None:

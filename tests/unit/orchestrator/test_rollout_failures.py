@@ -17,12 +17,17 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
+    FEW_KILLERS,
+    MANY_KILLERS,
+    MANY_UNFIT,
+    MOST_KINDS,
     Hopeless,
     RolloutFailures,
     headline,
 )
 from primeslurm.orchestrator.telemetry.watch import FutileError
 from primeslurm.recipe import Recipe
+from primeslurm.records.state import FailedRollouts
 
 WORKERS = {"a": 2, "b": 1}
 ERROR = "RolloutError: TaskError: reward 'right': KeyError: 'unknown-{}'"
@@ -250,3 +255,57 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
         asyncio.run(ends())
     state = json.loads((tmp_path / "attempts/1/state/orchestrator.json").read_text())
     assert "environment held-out fails every time" in state["failure"]
+
+
+def test_failures_are_counted_by_environment_with_the_most_frequent_reason() -> None:
+    flight = Flight()
+    for task in range(5):
+        flight.fail(flight.start(task), f"RolloutError: SandboxError: image 'a{task}' is not there")
+    flight.fail(flight.start(5), "ValueError: x")
+    flight.fail(flight.start(6, environment="b"), "RolloutError: the prompt is too long", "prompt")
+    flight.failures.given_up("b", flight.now)
+    assert flight.failures.report == {
+        "a": FailedRollouts(6, 5, "SandboxError: image 'a4' is not there"),
+        "b": FailedRollouts(1, 1, "the prompt is too long", tasks_given_up=1),
+    }
+
+
+def test_kinds_of_failures_that_are_counted_are_bounded() -> None:
+    flight = Flight()
+    for task in range(3 * MOST_KINDS):
+        word = "".join(chr(ord("a") + int(digit)) for digit in str(task))
+        flight.fail(flight.start(task), f"{word}Error: {word}")
+    known = flight.failures._environments["a"]
+    assert len(known.reasons) <= MOST_KINDS and known.total == 3 * MOST_KINDS
+
+
+def test_prompts_that_are_too_long_are_no_fault_of_the_environment() -> None:
+    """Only an environment without any task that fits is of no use."""
+    flight = Flight()
+    for task in range(MANY_UNFIT - 1):
+        flight.fail(flight.start(task), "PromptError: the prompt has 99 tokens", "prompt")
+        flight.now += 10
+    assert flight.verdict is None and flight.failures.streak()[1] == 0
+    flight.fail(flight.start(MANY_UNFIT), "PromptError: the prompt has 99 tokens", "prompt")
+    verdict = flight.verdict
+    assert verdict is not None and "the prompt has 99 tokens" in str(verdict)
+
+
+@pytest.mark.parametrize(("worked", "enough"), [(False, FEW_KILLERS), (True, MANY_KILLERS)])
+def test_an_environment_whose_tasks_all_kill_their_workers_is_named(worked: bool, enough: int) -> None:
+    flight = Flight(RolloutFailures(1000, WORKERS, hopeful=["a"] if worked else []))
+    for _ in range(enough - 1):
+        flight.failures.given_up("a", flight.now, killer="3 environment workers died while they ran it")
+    assert flight.verdict is None
+    flight.failures.given_up("a", flight.now, killer="3 environment workers died while they ran it")
+    verdict = flight.verdict
+    assert verdict is not None and verdict.environment == "a" and verdict.may_pass is worked
+    assert f"{enough} tasks in a row killed the workers that ran them" in str(verdict)
+
+
+def test_tasks_that_kill_now_and_then_are_no_reason() -> None:
+    flight = Flight()
+    for task in range(5 * MANY_KILLERS):
+        flight.failures.given_up("a", flight.now, killer="x")
+        flight.failures.finished(flight.start(task), "a", flight.now)
+    assert flight.verdict is None

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import msgspec
 import pytest
@@ -32,7 +33,7 @@ from primeslurm.records.fleet import (
 )
 from primeslurm.records.metrics import recent_rows
 from primeslurm.records.reserve import Reserve
-from primeslurm.records.state import EngineRecord
+from primeslurm.records.state import EngineRecord, FailedRollouts
 from primeslurm.run.directory import RunDirectory, create, name_in_use
 from primeslurm.run.exclusion import record_excluded
 from primeslurm.run.ledger import BadNode
@@ -214,6 +215,24 @@ def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     found = summarise(run)
     assert (found.first_reward, found.last_reward, found.gain) == pytest.approx((0.3, 0.8, 0.5))
     assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
+
+
+def test_a_summary_tells_which_rollouts_failed_over_all_attempts(run: RunDirectory) -> None:
+    def failed(environment: str, error: str) -> dict[str, Any]:
+        return {"time": NOW, "kind": "rollout_failed", "job": "j", "environment": environment, "error": error}
+
+    happened = [failed("swe", f"SandboxError: no disk on n{node}") for node in range(5)]
+    happened += [failed("swe", "TimeoutError"), failed("math", "KeyError: 'a'")]
+    for environment in ("swe", "deadly"):
+        given_up = {"kind": "task_given_up", "environment": environment, "example": 7, "reason": "workers died"}
+        happened.append({"time": NOW, **given_up})
+    events = run.attempt(1).path / "events" / "orchestrator.jsonl"
+    events.write_text("".join(json.dumps(each) + "\n" for each in happened))
+    assert summarise(run).failures == {
+        "swe": FailedRollouts(6, 5, "SandboxError: no disk on n4", 1),
+        "math": FailedRollouts(1, 1, "KeyError: 'a'"),
+        "deadly": FailedRollouts(0, 0, "workers died", 1),
+    }
 
 
 def test_a_summary_counts_what_each_step_dropped_and_hides_no_kl_that_is_none(run: RunDirectory) -> None:
