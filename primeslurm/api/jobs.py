@@ -9,11 +9,13 @@ from typing import BinaryIO
 
 from primeslurm import files
 from primeslurm.errors import ClusterError, RunError
+from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
-from primeslurm.records.attempt import JobRecord
+from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, JobQuery
+from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, JobQuery, WhyWaiting
 from primeslurm.run.status.signs_of_life import WhySilent
+from primeslurm.slurm import waiting
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
 from primeslurm.slurm.launch_failures import ended_tasks
 
@@ -36,10 +38,10 @@ def job_query(run: RunDirectory, if_silent: OnSilence | None = None) -> JobQuery
     return queries(run, if_silent)[0]
 
 
-def queries(run: RunDirectory, if_silent: OnSilence | None = None) -> tuple[JobQuery, WhySilent]:
-    """Make what asks for a job's state, and what asks of nodes that say nothing: Slurm, and the output of its job.
+def queries(run: RunDirectory, if_silent: OnSilence | None = None) -> tuple[JobQuery, WhySilent, WhyWaiting]:
+    """Make what asks Slurm for a job's state, for nodes that say nothing, and for what a waiting job waits for.
 
-    Where Slurm did not answer one, it is not waited for again by the other.
+    Where Slurm did not answer one, it is not waited for again by the others.
     """
     timeout_s = None if if_silent is None else ANSWER_S
     mute: list[ClusterError] = []
@@ -70,7 +72,32 @@ def queries(run: RunDirectory, if_silent: OnSilence | None = None) -> tuple[JobQ
             return [*found, f"Slurm does not answer: {error}"]
         return found + [words for name in nodes if name in known and (words := _ill(known[name]))]
 
-    return ask, ask_of_nodes
+    def ask_why(job: JobRecord) -> list[Obstacle]:
+        if job.executor != "slurm" or mute:
+            return []
+        try:
+            return _obstacles(run, SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S), job.job_id)
+        except ClusterError:  # whoever asked for the state has said so
+            return []
+
+    return ask, ask_of_nodes, ask_why
+
+
+def _obstacles(run: RunDirectory, client: SlurmClient, job_id: str) -> list[Obstacle]:
+    job = client.job(job_id)
+    if job is None or job.state != "PENDING":
+        return []
+    maintenance = []
+    if waiting.is_reserved(job):
+        nodes = {node for component in job.components for node in client.nodes_of(component.partition)}
+        reserved = [each for each in client.reservations() if each.maintenance]
+        maintenance = [each for each in reserved if not each.nodes or nodes & set(expand(each.nodes))]
+    others = not waiting.depends_on_others(job) or client.has_rivals(job)
+    return waiting.obstacles(job, _component_names(run), maintenance, others)
+
+
+def _component_names(run: RunDirectory) -> dict[int, str]:
+    return {group.index: group.name for group in run.latest().plan().groups}
 
 
 def _ill(node: NodeState) -> str:
@@ -118,5 +145,6 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
         return None
     if state.state != "PENDING":
         return state.state
-    words = [state.reason] * bool(state.reason) + [BROKEN_UP] * state.broken_up
+    reasons = waiting.reasons(state, _component_names(run))
+    words = [reasons] * bool(reasons) + [BROKEN_UP] * state.broken_up
     return f"PENDING ({', '.join(words)})" if words else "PENDING"

@@ -73,8 +73,10 @@ class Run:
             ClusterError: Slurm has to be asked and gives no answer.
         """
         with reading(self):
-            state, why_silent = queries(self.directory, if_silent)
-            return read_status(self.directory, state, processes=processes, why_silent=why_silent)
+            state, why_silent, why_waiting = queries(self.directory, if_silent)
+            return read_status(
+                self.directory, state, processes=processes, why_silent=why_silent, why_waiting=why_waiting
+            )
 
     def watch(self, *, poll_s: float = 1.0, if_silent: OnSilence | None = None) -> Iterator[RunStatus]:
         """Yield the status again and again; the last one is of the run that has ended.
@@ -190,8 +192,9 @@ class Run:
 
         chosen = self.attempt(attempt)
         with reading(self):
-            state, why_silent = queries(self.directory, if_silent)
-            return diagnose(self.directory, chosen, state, MAX_KL if max_kl is None else max_kl, why_silent)
+            state, why_silent, why_waiting = queries(self.directory, if_silent)
+            limit = MAX_KL if max_kl is None else max_kl
+            return diagnose(self.directory, chosen, state, limit, why_silent, why_waiting=why_waiting)
 
     def report(self, *, if_silent: OnSilence | None = None) -> str:
         """Make one HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""

@@ -31,6 +31,25 @@ class JobRecord(msgspec.Struct, frozen=True):
     slurm_conf: str | None = None
 
 
+class Obstacle(msgspec.Struct, frozen=True):
+    """Why a waiting job does not start by waiting alone."""
+
+    component: str
+    """Names of the job's components, with commas; empty if it has one."""
+    reason: str
+    """Slurm's word."""
+    text: str
+    """What it means."""
+    fix: str
+    never: bool = True
+    """Whether it lasts until somebody acts."""
+
+    @property
+    def how(self) -> str:
+        """Say that the component does not start, and why."""
+        return f"{'cannot' if self.never else 'does not'} start: {self.text} ({self.reason})"
+
+
 class EndRecord(msgspec.Struct, frozen=True):
     """`end.json`: how an attempt ended."""
 

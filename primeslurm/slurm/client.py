@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -75,6 +75,8 @@ class JobComponent:
     state: str
     nodes: str
     """Host list in Slurm's notation, empty while pending."""
+    reason: str = ""
+    """Why it waits; empty for none."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,8 @@ class JobState:
     source: Literal["scontrol", "sacct"]
     size: int = 1
     """Components that it was submitted with; Slurm forgets those that ended some minutes ago."""
+    shares: tuple[str, ...] = ()
+    """User, account and QOS, whose limits hold for all jobs together; empty words where there is none."""
 
     @property
     def active(self) -> bool:
@@ -265,6 +269,16 @@ class SlurmClient:
         lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
         return list(dict.fromkeys(line.partition("+")[0] for line in lines))
 
+    def has_rivals(self, job: JobState) -> bool:
+        """Whether another job runs that belongs to the same user, account or QOS."""
+        user, account, qos = (*(word.partition("(")[0] for word in job.shares), "", "", "")[:3]
+        mine = {component.job_id for component in job.components}
+        rows = self._table("squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING", "--format=%A|%u|%a|%q")
+        return any(
+            row[0] not in mine and (row[1] == user or (account and row[2] == account) or (qos and row[3] == qos))
+            for row in rows
+        )
+
     def cancel(self, job_id: str) -> None:
         """End a job with all its components."""
         self._run("scancel", job_id)
@@ -330,6 +344,7 @@ def parse_job(text: str) -> JobState:
                 value["Partition"],
                 value["JobState"],
                 "" if value.get("NodeList", "(null)") == "(null)" else value["NodeList"],
+                _reason(value),
             )
         )
     components.sort(key=lambda component: component.offset)
@@ -337,14 +352,24 @@ def parse_job(text: str) -> JobState:
     return JobState(
         job_id=leader.get("HetJobId", leader["JobId"]),
         state=leader["JobState"],
-        reason="" if leader["Reason"] == "None" else leader["Reason"],
+        reason=_reason(leader),
         restarts=int(leader["Restarts"]),
         start=leader["StartTime"],
         exit_code=None if components[0].state not in _ENDED else int(leader["ExitCode"].partition(":")[0]),
         components=tuple(components),
         source="scontrol",
         size=len(expand(f"[{ids}]")) if (ids := leader.get("HetJobIdSet")) else 1,
+        shares=tuple(_known(leader, name) for name in ("UserId", "Account", "QOS")),
     )
+
+
+def _reason(value: Mapping[str, str]) -> str:
+    return _known(value, "Reason")
+
+
+def _known(value: Mapping[str, str], name: str) -> str:
+    word = value.get(name, "")
+    return "" if word in ("None", "(null)") else word
 
 
 _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")

@@ -110,6 +110,8 @@ def _hindrances(status: RunStatus) -> list[RenderableType]:
     found: list[RenderableType] = []
     if status.waits_for:
         found.append(Text(f"waits for the shared file system: {status.waits_for}", style="red"))
+    for each in status.obstacles[:MAX_LINES]:
+        found.append(Text(f"error: {each.component or 'the job'} {each.how}; {each.fix}", style="red"))
     for node in status.excluded[:MAX_LINES]:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(node.expires))
         found.append(Text(f"avoids {node.node} until {until}: {node.reason} (run {node.run})", style="yellow"))

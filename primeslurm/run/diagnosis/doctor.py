@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from primeslurm import files
-from primeslurm.records.attempt import JobRecord
+from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.recipe import RunRecipe
@@ -25,7 +25,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import attempt_events, dropped_of, progress_of, rows
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
-from primeslurm.run.status.run_status import ALIVE, NO_ANSWER
+from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, WhyWaiting
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
 
 LAST_LINES = 20
@@ -89,6 +89,7 @@ def diagnose(
     why_silent: WhySilent = lambda attempt, nodes: [],
     now: float | None = None,
     second_look_s: float = SECOND_LOOK_S,
+    why_waiting: WhyWaiting = lambda job: [],
 ) -> Diagnosis:
     """Read everything that an attempt left and name what failed first.
 
@@ -100,6 +101,7 @@ def diagnose(
         why_silent: what is known of nodes that say nothing.
         now: Unix seconds; the present if left out.
         second_look_s: for how long a file that seems old is watched before its writer counts as silent.
+        why_waiting: why a waiting job does not start by waiting alone.
 
     Raises:
         RunError: the attempt has no readable plan.
@@ -112,6 +114,9 @@ def diagnose(
     outcome, reason = _outcome(attempt, job_state, signs)
     failed += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
     unheard = _silences(signs, happened, now) if outcome in (*_GOOD, "silent") else []
+    job = attempt.job()
+    if job is not None and _may_wait(run, attempt, outcome):
+        unheard += _cannot_start(job, why_waiting(job))
     open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in unheard]
     if not open_ and outcome not in _GOOD:
         open_ = [_end_itself(attempt, happened, outcome, reason)]
@@ -163,6 +168,21 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], sig
     if state is None:
         return "lost", "the attempt left no word of its end, and no such job is known"
     return state.partition(" ")[0], state
+
+
+def _may_wait(run: RunDirectory, attempt: Attempt, outcome: str) -> bool:
+    """Whether the job of an attempt may be waiting: for its first start, or for that of the next attempt."""
+    end = attempt.end()
+    return outcome == "PENDING" or (end is not None and end.requeued and attempt.number == run.latest().number)
+
+
+def _cannot_start(job: JobRecord, obstacles: Sequence[Obstacle]) -> list[ExaminedFailure]:
+    if not obstacles:
+        return []
+    first = obstacles[0]
+    causes = [Cause(f"{each.component or 'the job'} {each.text}", each.fix) for each in obstacles]
+    component = f"component {first.component}" if first.component else "job"
+    return [ExaminedFailure(Failure(job.submitted_at, component, "", first.how), causes=causes)]
 
 
 def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import msgspec
 
-from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
 from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
@@ -48,6 +48,8 @@ MAX_UNHEALTHY = 256
 
 JobQuery = Callable[[JobRecord], str | None]
 """Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
+WhyWaiting = Callable[[JobRecord], list[Obstacle]]
+"""Says why a waiting job does not start by waiting alone."""
 NO_ANSWER = "NO ANSWER"
 """What a `JobQuery` says where Slurm does not answer."""
 BROKEN_UP = "others of its components have ended"
@@ -137,6 +139,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     """What is wrong with the shared file system, in the head's words or as it is seen from here; the run waits."""
     excluded: list[BadNode] = []
     """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
+    obstacles: list[Obstacle] = []
+    """Why its job does not start by waiting alone, and what to do."""
     silence: RunSilence | None = None
     """Why all of this is not of this moment; None: it is."""
 
@@ -153,6 +157,7 @@ def read_status(
     processes: bool = False,
     why_silent: WhySilent = lambda attempt, nodes: [],
     second_look_s: float = SECOND_LOOK_S,
+    why_waiting: WhyWaiting = lambda job: [],
 ) -> RunStatus:
     """Read the status of the newest attempt.
 
@@ -163,6 +168,7 @@ def read_status(
         processes: with every single process.
         why_silent: what is known of nodes that say nothing.
         second_look_s: for how long a file that seems old is watched before its writer counts as silent.
+        why_waiting: why a waiting job does not start by waiting alone.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
@@ -211,6 +217,7 @@ def read_status(
         advice=advise(orchestrator.roles, tunables_of(recipe), orchestrator.shares.values())
         if orchestrator and phase == "running"
         else [],
+        obstacles=why_waiting(job) if job is not None and phase in ("pending", "requeued") else [],
         silence=signs.silence if phase in ("silent", "lost") else None,
     )
 

@@ -1,0 +1,133 @@
+"""Reasons of waiting jobs, of all components, in the words of several versions of Slurm."""
+
+from __future__ import annotations
+
+import pytest
+
+from primeslurm.records.attempt import Obstacle
+from primeslurm.slurm.client import JobComponent, JobState, parse_job
+from primeslurm.slurm.partitions import parse_reservations
+from primeslurm.slurm.waiting import depends_on_others, is_reserved, obstacles, reasons
+
+# 22.05.8, shortened.
+LIMIT = """\
+JobId=19 HetJobId=19 HetJobOffset=0 JobName=demo HetJobIdSet=19-20 UserId=alice(1000) GroupId=alice(1000) Priority=1 \
+Account=lab QOS=normal JobState=PENDING Reason=Resources Dependency=(null) Requeue=1 Restarts=0 ExitCode=0:0 \
+StartTime=2026-11-28T09:28:35 Partition=cpu NodeList= SchedNodeList=c1 NumNodes=1-1 Comment=x Reason=BadConstraints
+JobId=20 HetJobId=19 HetJobOffset=1 JobName=demo/train HetJobIdSet=19-20 UserId=alice(1000) GroupId=alice(1000) \
+Account=lab QOS=normal JobState=PENDING Reason=PartitionTimeLimit Dependency=(null) Requeue=1 Restarts=0 ExitCode=0:0 \
+StartTime=Unknown Partition=debug NodeList= NumNodes=2-2 TresPerNode=gres:gpu:2
+"""
+# 20.11 writes (null) for a list of nodes that is empty; 24.11 has more fields, and other names of TRES.
+OLD = LIMIT.replace("NodeList= ", "NodeList=(null) ").replace("Account=lab QOS=normal", "Account=(null) QOS=(null)")
+NEW = LIMIT.replace("Partition=", "Licenses=(null) LicensesAlloc=(null) Partition=").replace("gres:gpu:2", "gres/gpu:2")
+NAMES = {0: "control", 1: "train", 2: "decode", 3: "prefill"}
+
+
+def job(*waits: str, state: str = "PENDING") -> JobState:
+    components = tuple(JobComponent(str(7 + i), i, "gpu", state, "", reason) for i, reason in enumerate(waits))
+    return JobState("7", state, waits[0], 0, "Unknown", None, components, "scontrol", len(components))
+
+
+@pytest.mark.parametrize("text", [LIMIT, OLD, NEW])
+def test_the_reason_of_every_component_is_read(text: str) -> None:
+    found = parse_job(text)
+    assert [component.reason for component in found.components] == ["Resources", "PartitionTimeLimit"]
+    assert reasons(found, NAMES) == "Resources; train: PartitionTimeLimit"
+    assert obstacles(found, NAMES) == [
+        Obstacle(
+            "train",
+            "PartitionTimeLimit",
+            "asks for more time than its partition allows",
+            "set a shorter slurm.time and resume",
+        )
+    ]
+    assert found.shares == (("alice(1000)", "", "") if text == OLD else ("alice(1000)", "lab", "normal"))
+
+
+def test_components_with_the_same_reason_are_named_together() -> None:
+    found = job("Resources", "QOSMaxGRESPerJob", "Priority", "QOSMaxGRESPerJob")
+    assert reasons(found, NAMES) == "Resources; train, prefill: QOSMaxGRESPerJob; decode: Priority"
+    assert [(each.component, each.never) for each in obstacles(found, NAMES)] == [("train, prefill", True)]
+    alone = job("JobHeldUser")
+    assert reasons(alone, {0: "all"}) == "JobHeldUser"
+    (held,) = obstacles(alone, {0: "all"})
+    assert (held.component, held.fix) == ("", "`scontrol release 7` lets it start")
+    assert held.how == "cannot start: it is held (JobHeldUser)"
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *("PartitionTimeLimit", "PartitionNodeLimit", "PartitionDown", "PartitionInactive", "PartitionConfig"),
+        *("BadConstraints", "InvalidAccount", "InvalidQOS", "QOSNotAllowed", "AccountNotAllowed", "MaxMemPerLimit"),
+        *("DependencyNeverSatisfied", "JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "ReservationDeleted"),
+        *("QOSMaxWallDurationPerJobLimit", "QOSMaxCpuPerJobLimit", "QOSMaxNodePerJobLimit", "QOSMaxGRESPerJob"),
+        *("QOSMaxMemoryPerJob", "QOSMaxGRESPerNode", "QOSMaxCpuPerNode", "QOSMaxCpuMinutesPerJobLimit", "QOSMinGRES"),
+        *("QOSMinCpuNotSatisfied", "AssocMaxWallDurationPerJobLimit", "AssocMaxNodePerJobLimit", "AssocMaxGRESPerJob"),
+        *("AssocMaxCpuPerJobLimit", "AssocMaxMemPerNode", "AssocMaxBillingMinutesPerJob", "AccountingPolicy"),
+        *("AssocGrpCPUMinutesLimit", "QOSGrpGRESMinutes", "AssocGrpBillingMinutes", "QOSGrpWallLimit"),
+        *("AssociationTimeLimit", "QOSTimeLimit", "launch_failed_requeued_held", "DeadLine"),
+    ],
+)
+def test_reasons_that_last_are_obstacles(reason: str) -> None:
+    found = obstacles(job("Priority", reason), NAMES)
+    assert [(each.component, each.reason, each.never) for each in found] == [("train", reason, True)]
+    assert found[0].text and found[0].fix
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *("", "Resources", "Priority", "Dependency", "BeginTime", "Licenses", "Prolog", "Reservation", "Cleaning"),
+        *("ReqNodeNotAvail,_May_be_reserved_for_other_job", "ReqNodeNotAvail", "JobArrayTaskLimit", "SchedDefer"),
+        "Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved_for_jobs_in_higher_priority_partitions",
+    ],
+)
+def test_reasons_that_pass_are_none(reason: str) -> None:
+    assert obstacles(job("Priority", reason), NAMES, others=False) == []
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        *("QOSMaxGRESPerUser", "QOSMaxCpuPerUserLimit", "QOSMaxJobsPerUserLimit", "QOSGrpNodeLimit", "QOSGrpGRES"),
+        *("AssocGrpGRES", "AssocMaxJobsLimit", "AssocGrpCPURunMinutesLimit", "MaxGRESPerAccount", "QOSResourceLimit"),
+    ],
+)
+def test_limits_for_all_jobs_together_last_only_if_there_are_no_others(reason: str) -> None:
+    waiting = job("Resources", reason)
+    assert depends_on_others(waiting)
+    assert obstacles(waiting, NAMES, others=True) == []
+    (alone,) = obstacles(waiting, NAMES, others=False)
+    assert alone.never and alone.component == "train"
+
+
+def test_a_job_that_runs_has_no_obstacles() -> None:
+    assert obstacles(job("PartitionTimeLimit", state="RUNNING"), NAMES) == []
+
+
+MAINTENANCE = (
+    "ReservationName=maint1 StartTime=2026-11-28T09:38:55 EndTime=2026-11-28T11:38:55 Duration=02:00:00 Nodes=n[1-4] "
+    "NodeCnt=4 Features=(null) Flags=MAINT,IGNORE_JOBS,SPEC_NODES TRES=cpu=32 Users=root State=INACTIVE"
+)
+
+
+def test_maintenance_is_told_with_its_name_and_times() -> None:
+    waiting = job("Resources", "ReqNodeNotAvail,_Reserved_for_maintenance")
+    assert is_reserved(waiting) and not is_reserved(job("Resources"))
+    (ahead,) = obstacles(waiting, NAMES, parse_reservations(MAINTENANCE))
+    assert ahead.how == (
+        "does not start: cannot end before maintenance maint1 of n[1-4], from 2026-11-28T09:38:55 to "
+        "2026-11-28T11:38:55 (ReqNodeNotAvail,_Reserved_for_maintenance)"
+    )
+    assert ahead.fix == "a slurm.time that ends before 2026-11-28T09:38:55, or wait"
+    (now,) = obstacles(waiting, NAMES, parse_reservations(MAINTENANCE.replace("State=INACTIVE", "State=ACTIVE")))
+    assert now.text == "waits for the end of maintenance maint1 of n[1-4], at 2026-11-28T11:38:55"
+    (unknown,) = obstacles(waiting, NAMES)
+    assert (unknown.text, unknown.never) == ("its nodes are reserved for maintenance", False)
+
+
+def test_nodes_that_are_down_are_named() -> None:
+    (found,) = obstacles(job("ReqNodeNotAvail,_UnavailableNodes:n[1-2]"), {})
+    assert found.text == "the nodes that it needs are down, drained or reserved: n[1-2]"
