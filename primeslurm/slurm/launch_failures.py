@@ -9,9 +9,11 @@ from pathlib import Path
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
 
+START = "PRIMESLURM_START"
+"""Variable with a unique word for this start of the job. Slurm's count of restarts may be inherited from the shell that
+submits."""
 MARK = "primeslurm: start"
-"""Begins a line of the job's output, before the number of times that Slurm has requeued the job: what follows belongs
-to that start."""
+"""Begins a line of the job's output, before the word of a start of the job: what follows belongs to that start."""
 AGAIN = "primeslurm: again without some nodes"
 """A line of the job's output: the step before ended all its tasks, and they are started again."""
 NODES = "PRIMESLURM_NODES"
@@ -38,7 +40,7 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found) if len(found) == plan.allocated else ()
 
 
-def since_start(output: str, start: int) -> str | None:
+def since_start(output: str, start: str) -> str | None:
     """Return what of the job's output follows the mark of a start; None without this mark."""
     _, mark, rest = output.rpartition(f"{MARK} {start}\n")
     return rest if mark else None
@@ -51,10 +53,10 @@ class JobOutput:
 
     Args:
         path: the file, which is only ever appended to.
-        start: how often Slurm had requeued the job before.
+        start: word of the start.
     """
 
-    def __init__(self, path: Path, start: int) -> None:
+    def __init__(self, path: Path, start: str) -> None:
         self._path, self._start = path, start
         self._read = 0
         """Bytes, whole lines only."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
 from primeslurm.recipe.fields.section import Section
-from primeslurm.slurm.launch_failures import MARK
+from primeslurm.slurm.launch_failures import MARK, START
 from primeslurm.templating import environment
 
 LOAD = "primeslurm.node.load"
@@ -43,6 +43,7 @@ def render(plan: Plan) -> str:
         environment=exports(plan),
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
+        start=START,
         command=(*python, "-u", "-m", LOAD, submitit_folder(plan)),
         batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),
     )

@@ -13,7 +13,7 @@ from tenacity import RetryCallState
 from primeslurm.errors import ClusterError, signature
 from primeslurm.node.attempt.controller import requeue
 from primeslurm.plan.model import Plan
-from primeslurm.records.attempt import EndRecord
+from primeslurm.records.attempt import EndRecord, newest_attempt
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
@@ -53,6 +53,8 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     failed = [end for end in known if end.outcome == Outcome.FAILED and end.committed_step == step]
     again = _fails_to_start_again(ending, failed)
     requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again)
+    if (newest := newest_attempt(run.path)) > attempt.number:
+        requeue, why_not = False, f"attempt {newest} has taken over the run"
     record = EndRecord(
         outcome=ending.outcome,
         reason=ending.reason,

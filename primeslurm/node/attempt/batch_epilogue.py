@@ -1,6 +1,6 @@
 """What the batch script runs after a step that failed.
 
-    python -m primeslurm.node.attempt.batch_epilogue RUN_DIR CODE SRUN ...
+    python -m primeslurm.node.attempt.batch_epilogue RUN_DIR SUBMISSION CODE SRUN ...
 
 Usually the head has recorded how the attempt ended, and had the job requeued. It cannot where no head was there to do
 so: srun ends all tasks when it cannot reach a single node to start one. And Slurm's controller may have been away.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
-from primeslurm.node.attempt.attempts import enter, first_of_job
+from primeslurm.node.attempt.attempts import enter, this_start
 from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
@@ -60,21 +60,23 @@ class BatchEpilogue:
 
     Args:
         run: the run that the job belongs to.
+        submission: that the job was made for.
         step: srun's command line.
 
     Raises:
         ClusterError: Slurm refused or did not answer; also in what follows.
-        RunError: the run has no attempt, or none with a readable plan.
+        RunError: the run belongs to another job, has no attempt, or none with a readable plan.
         OSError: the run directory cannot be read or written; also in what follows.
     """
 
-    def __init__(self, run: RunDirectory, step: list[str]) -> None:
+    def __init__(self, run: RunDirectory, submission: str, step: list[str]) -> None:
         self._job_id, self._restarts = os.environ["SLURM_JOB_ID"], restarts(os.environ)
         self._run, self._step, self._client = run, step, SlurmClient()
-        self._attempt = enter(run, first_of_job(run, self._job_id) + self._restarts, wait_s=0.0)
+        start = this_start(os.environ, self._job_id)
+        self._attempt = enter(run, submission, start, wait_s=0.0)
         self._plan = self._attempt.plan()
         self._names = node_names(self._plan, os.environ)
-        self._output = JobOutput(run.job_output(self._job_id), self._restarts)
+        self._output = JobOutput(run.job_output(self._job_id), start.word)
         self._unreached: dict[str, str] = {}
         """Nodes on which no task could be started, and why."""
         self._journal = Journal(self._attempt.path, "batch")
@@ -126,10 +128,10 @@ class BatchEpilogue:
         keep_away_from_bad_nodes(self._plan, self._job_id)
 
 
-def main(run_dir: str, code: str, *step: str) -> int:
+def main(run_dir: str, submission: str, code: str, *step: str) -> int:
     """Returns the exit code of the last step."""
     try:
-        return BatchEpilogue(RunDirectory(Path(run_dir)), list(step)).see_to(int(code))
+        return BatchEpilogue(RunDirectory(Path(run_dir)), submission, list(step)).see_to(int(code))
     except (ClusterError, RunError, OSError) as error:
         print(f"primeslurm: {error}", file=sys.stderr)
         return int(code)

@@ -19,6 +19,7 @@ from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
+from primeslurm.records.attempt import newest_attempt
 from primeslurm.records.events.nodes import (
     AddressesPublished,
     AttemptEnds,
@@ -35,7 +36,7 @@ from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.silence import held_up_s
-from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
+from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kills, launch_failures, node_names
 from primeslurm.wire.transport.addresses import Addresses
 
 SUSPECT = 10.0
@@ -76,7 +77,7 @@ class Head(threading.Thread):
         self.run_directory = run
         hosts = node_names(agent.plan, os.environ)
         self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=hosts, patience=timings.silence)
-        self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), restarts(os.environ))
+        self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), os.environ.get(START, ""))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
         self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
@@ -136,7 +137,9 @@ class Head(threading.Thread):
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
     def _asked_to_end(self, now: float) -> Ending | None:
-        """By the user, by Slurm, or by the clock."""
+        """By the user, by Slurm, by the clock, or because a newer attempt owns the run."""
+        if (newest := newest_attempt(self.run_directory.path)) > self.attempt.number:
+            return Ending(Outcome.CANCELLED, f"attempt {newest} has taken over the run")
         if self.attempt.cancel_file.exists():
             return Ending(Outcome.CANCELLED, "cancelled by the user")
         stop_s = seconds_to_stop(self.attempt.state("trainer-rank-0", TrainerState))

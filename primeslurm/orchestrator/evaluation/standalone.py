@@ -18,6 +18,7 @@ from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.recipe import Recipe
+from primeslurm.records.attempt import require_newest
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import EnvironmentFails, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
@@ -46,6 +47,7 @@ class EvaluationServer:
         self._clock = clock
         self._arguments = arguments
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
+        require_newest(arguments.run_dir, arguments.attempt)
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
         incarnation = uuid.uuid4().hex[:6]
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)

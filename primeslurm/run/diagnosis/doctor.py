@@ -24,7 +24,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import attempt_events, dropped_of, progress_of, rows
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
-from primeslurm.run.status.run_status import ALIVE, NO_ANSWER
+from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
 
 LAST_LINES = 20
@@ -140,7 +140,7 @@ def _advice(attempt: Attempt, recipe: RunRecipe) -> list[Advice]:
 
 
 _UNDER_WAY = ("running", "RUNNING")
-_GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING")
+_GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING", SUBMITTING)
 
 
 def _signs(attempt: Attempt, now: float, why_silent: WhySilent, second_look_s: float) -> Signs:
@@ -161,7 +161,7 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], sig
         return ("running" if begun or state != NO_ANSWER else "silent"), mute
     if state is None:
         return "lost", "the attempt left no word of its end, and no such job is known"
-    return state.partition(" ")[0], state
+    return re.split(r"\W", state, maxsplit=1)[0], state
 
 
 def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:

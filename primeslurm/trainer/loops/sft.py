@@ -62,6 +62,7 @@ class SftTask:
             self._timer.step = step
             values = self._learner.train(self._batch(step), self._timer) | self._timer.take()
             if metrics is not None:
+                self._saver.require_owned()
                 metrics.write(step, values)
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             self._saver.after(step, self._learner, self._timer)
