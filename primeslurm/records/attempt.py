@@ -89,5 +89,6 @@ class EndRecord(msgspec.Struct, frozen=True):
     requeued: bool
     why_not_requeued: str
     time: float
-    start_error: str = ""
-    """With which engines ended before any of their role was ready; empty if the attempt ended for another reason."""
+    error: str = msgspec.field(name="start_error", default="")
+    """Message that the attempt ended with before it had made progress, without names of nodes. Empty if it had made
+    progress, or if another attempt may be free of the error."""

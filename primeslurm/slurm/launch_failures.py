@@ -8,12 +8,11 @@ from pathlib import Path
 
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
+from primeslurm.records.job_output import MARK, of_start
 
 START = "PRIMESLURM_START"
 """Variable with a unique word for this start of the job. Slurm's count of restarts may be inherited from the shell that
 submits."""
-MARK = "primeslurm: start"
-"""Begins a line of the job's output, before the word of a start of the job: what follows belongs to that start."""
 AGAIN = "primeslurm: again without some nodes"
 """A line of the job's output: the step before ended all its tasks, and they are started again."""
 NODES = "PRIMESLURM_NODES"
@@ -38,12 +37,6 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
     names = ("SLURM_JOB_NODELIST" if single else f"SLURM_JOB_NODELIST_HET_GROUP_{g.index}" for g in plan.groups)
     found = [name for variable in names for name in expand(environ.get(variable, ""))]
     return tuple(found) if len(found) == plan.allocated else ()
-
-
-def since_start(output: str, start: str) -> str | None:
-    """Return what of the job's output follows the mark of a start; None without this mark."""
-    _, mark, rest = output.rpartition(f"{MARK} {start}\n")
-    return rest if mark else None
 
 
 class JobOutput:
@@ -74,7 +67,7 @@ class JobOutput:
             lines, end, _ = handle.read().rpartition(b"\n")
         self._read += len(lines) + len(end)
         text = (lines + end).decode(errors="replace")
-        following = since_start(text, self._start)
+        following = of_start(text, self._start)
         if following is None:
             return text if self._begun else ""
         self._begun = True

@@ -14,7 +14,8 @@ from pathlib import Path
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
 from primeslurm.recipe.fields.section import Section
-from primeslurm.slurm.launch_failures import MARK, START
+from primeslurm.records.job_output import MARK
+from primeslurm.slurm.launch_failures import START
 from primeslurm.templating import environment
 
 LOAD = "primeslurm.node.load"

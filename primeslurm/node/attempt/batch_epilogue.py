@@ -9,6 +9,7 @@ so: srun ends all tasks when it cannot reach a single node to start one. And Slu
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,9 @@ from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.job_output import srun_error, telling
 from primeslurm.records.journal import Journal
+from primeslurm.run.diagnosis.logs import error_line
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import (
@@ -36,8 +39,13 @@ from primeslurm.slurm.launch_failures import (
     step_without,
 )
 
+_LABEL = re.compile(r"^\d+: ")
+"""Number of the task that has written a line of the output (`srun --label`)."""
 
-def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
+
+def ending_of_step(
+    end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str], output: str
+) -> Ending | None:
     """Tell how the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
 
     Args:
@@ -45,6 +53,7 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
         job_state: Slurm's word for the job.
         code: srun's exit code.
         unreached: nodes on which it could not start a task, and why.
+        output: of this start of the job.
     """
     if end is not None or job_state != "RUNNING":
         return None
@@ -52,7 +61,12 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
         name, why = next(iter(unreached.items()))
         more = f", nor on {len(unreached) - 1} more" if len(unreached) > 1 else ""
         return Ending(Outcome.FAILED, f"node {name}: no agent could be started ({why}){more}", name)
-    return Ending(Outcome.FAILED, f"srun ended with exit code {code}, and no agent has said why", "job")
+    lines = output.splitlines()
+    if words := srun_error(lines):
+        return Ending(Outcome.FAILED, f"no agent could be started: {words}", "job", error=words)
+    error = error_line([_LABEL.sub("", line) for line in telling(lines)]) or ""
+    reason = f"srun ended with exit code {code}, and no agent has said why"
+    return Ending(Outcome.FAILED, f"{reason}: {error}" if error else reason, "job", error=error)
 
 
 class BatchEpilogue:
@@ -77,6 +91,8 @@ class BatchEpilogue:
         self._plan = self._attempt.plan()
         self._names = node_names(self._plan, os.environ)
         self._output = JobOutput(run.job_output(self._job_id), start.word)
+        self._said = ""
+        """What was written into the job's output since this start."""
         self._unreached: dict[str, str] = {}
         """Nodes on which no task could be started, and why."""
         self._journal = Journal(self._attempt.path, "batch")
@@ -88,11 +104,13 @@ class BatchEpilogue:
             if end is not None and end.requeued:  # if the controller was away when the head asked for it: now
                 self._requeue()
                 break
-            told = launch_failures(self._output.news())
+            said = self._output.news()
+            self._said += said
+            told = launch_failures(said)
             news = {name: why for name, why in told.items() if name not in self._unreached}
             self._unreached |= news
             job = insist(self._client, partial(self._client.job, self._job_id))
-            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached, self._said)
             if ending is None:
                 break
             if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault

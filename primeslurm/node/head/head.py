@@ -103,7 +103,8 @@ class Head(threading.Thread):
                 self.tick(time.time())
                 time.sleep(self._timings.period_s)
         except Exception as error:
-            self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
+            message = f"{type(error).__name__}: {error}"
+            self.ending = Ending(Outcome.FAILED, f"head: {message}", "head", error=message)
             self.journal.write(HeadFailed(self.ending.reason))
             self._agent.end(self.ending)
 

@@ -12,6 +12,7 @@ import msgspec
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
+from primeslurm.records.job_output import of_start, srun_error, telling
 from primeslurm.records.recipe import RunRecipe
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis import failure_signatures
@@ -151,7 +152,7 @@ def _signs(attempt: Attempt, now: float, why_silent: WhySilent, second_look_s: f
 
 def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], signs: Signs) -> tuple[str, str]:
     if end := attempt.end():
-        return end.outcome, end.reason
+        return end.outcome, end.reason + (f"; {end.why_not_requeued}" if end.why_not_requeued else "")
     state = job_state(job) if (job := attempt.job()) else None
     begun = attempt.fleet_file.exists()
     if state is not None and state.startswith((*ALIVE, NO_ANSWER)):
@@ -210,7 +211,7 @@ def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reaso
     at = end.time if end else _last_time(happened)
     if not at and (job := attempt.job()):
         at = job.submitted_at
-    return Failure(at, (end.suspect if end else "") or "job", "", reason if end else f"{outcome}: {reason}")
+    return Failure(at, (end.suspect if end else "") or "job", "", end.reason if end else f"{outcome}: {reason}")
 
 
 def _together(found: Sequence[Failure]) -> list[Failure]:
@@ -233,17 +234,26 @@ def _excuse(examined: ExaminedFailure) -> int:
 def _examine(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> ExaminedFailure:
     path = _log_of(run, attempt, placement, failure)
     lines = lines_until(path, failure.time) if path else []
+    if failure.component == "job":
+        lines = telling(_of_attempt(lines, attempt))
     known = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
     return ExaminedFailure(
         failure,
         log=str(path or ""),
-        error=error_line(lines),
+        error=(srun_error(lines) if failure.component == "job" else "") or error_line(lines),
         last_lines=lines[-LAST_LINES:],
         causes=known
         or failure_signatures.of_reason(failure.how)
         or failure_signatures.of_exit(failure.code)
         or _of_job(failure),
     )
+
+
+def _of_attempt(lines: list[str], attempt: Attempt) -> list[str]:
+    """The lines of a job's output that belong to the start that used an attempt; all lines if nothing says which."""
+    start = attempt.start()
+    part = of_start("\n".join(lines) + "\n", start.word) if start is not None else None
+    return lines if part is None else part.splitlines()
 
 
 def _of_job(failure: Failure) -> list[Cause]:
@@ -255,6 +265,9 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failur
         if process.name == failure.component:
             return attempt.path / process.log
     if failure.component == "job" or re.match(r"agent-\d+$|head$", failure.component):
+        job = attempt.job()
+        if job is not None and (own := run.job_output(job.job_id)).is_file():
+            return own
         outputs = sorted([*run.path.glob("slurm-*.out"), *(run.path / "submitit").glob("*.out")])
         return max(outputs, key=lambda path: path.stat().st_mtime, default=None)
     return None

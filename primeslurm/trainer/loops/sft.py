@@ -7,7 +7,7 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
+from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -64,6 +64,7 @@ class SftTask:
             if metrics is not None:
                 self._saver.require_owned()
                 metrics.write(step, values)
+                self._journal.write(StepTrained(step, values["loss"]))
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             self._saver.after(step, self._learner, self._timer)
             if self._timer.steps_done == 1:

@@ -149,7 +149,36 @@ def test_a_step_that_failed(
     end: EndRecord | None, state: str, unreached: dict[str, str], reason: str | None, suspect: str
 ) -> None:
     expected = None if reason is None else Ending(Outcome.FAILED, reason, suspect)
-    assert ending_of_step(end, state, 7, unreached) == expected
+    assert ending_of_step(end, state, 7, unreached, "") == expected
+
+
+MEMORY = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."
+REQUEUED = "slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-01T10:00:00 DUE TO JOB REQUEUE ***"
+NO_MODULE = "ModuleNotFoundError: No module named 'primeslurm'"
+
+
+@pytest.mark.parametrize(
+    ("output", "reason", "error"),
+    [
+        (f"{MEMORY}\n{REQUEUED}\n", f"no agent could be started: {MEMORY}", MEMORY),
+        (
+            "srun: warning: can't honor --ntasks-per-node\n"
+            "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n",
+            "no agent could be started: srun: error: Unable to create step for job 5: Invalid generic resource (gres) "
+            "specification",
+            "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification",
+        ),
+        (
+            f"0: Traceback (most recent call last):\n0: {NO_MODULE}\nsrun: error: n1: task 0: Exited with exit code 1\n"
+            f"srun: Terminating StepId=5.0\n{REQUEUED}\n",
+            f"srun ended with exit code 7, and no agent has said why: {NO_MODULE}",
+            NO_MODULE,
+        ),
+        (f"{REQUEUED}\n", "srun ended with exit code 7, and no agent has said why", ""),
+    ],
+)
+def test_why_no_agent_ran_is_told_in_sruns_words_or_the_agents(output: str, reason: str, error: str) -> None:
+    assert ending_of_step(None, "RUNNING", 7, {}, output) == Ending(Outcome.FAILED, reason, "job", error=error)
 
 
 @pytest.fixture
