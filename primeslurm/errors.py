@@ -71,7 +71,23 @@ class RunError(PrimeslurmError):
     exit_code = ExitCode.BAD_RUN
 
 
+_VARIES = re.compile(
+    r"'[^']*'|\"[^\"]*\"|/[\w./-]+|\b0x[0-9a-fA-F]+\b|\b[0-9a-fA-F]{4,}(?:-[0-9a-fA-F]{4,})+\b|\b[0-9a-f]{8,}\b|\d+"
+)
+_CUT = "..."
+
+
 def signature(error: str) -> str:
-    """Reduce an error to what is the same every time: without numbers, paths and what is quoted."""
-    text = re.sub(r"'[^']*'|\"[^\"]*\"|/[\w./-]+|\b[0-9a-f]{8,}\b|\d+", "#", error)
-    return text[:200]
+    """Reduce an error to what is the same every time: without numbers, addresses, paths and what is quoted."""
+    return _VARIES.sub("#", error)[:200]
+
+
+def same_error(one: str, other: str) -> bool:
+    """Whether two messages tell of the same error. One that is empty is like no other.
+
+    Of a message that was cut, only the beginning is compared: what varies in it may have moved its end.
+    """
+    a, b = signature(one.removesuffix(_CUT)), signature(other.removesuffix(_CUT))
+    if one.endswith(_CUT) or other.endswith(_CUT):
+        a, b = a[: len(b)], b[: len(a)]
+    return bool(a) and a == b

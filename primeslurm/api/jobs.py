@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import BinaryIO
+
+import msgspec
+import psutil
 
 from primeslurm import files
 from primeslurm.errors import ClusterError, RunError
@@ -13,7 +18,7 @@ from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, JobQuery, WhyWaiting
+from primeslurm.run.status.run_status import BROKEN_UP, NO_ANSWER, SUBMITTING, JobQuery, WhyWaiting
 from primeslurm.run.status.signs_of_life import WhySilent
 from primeslurm.slurm import waiting
 from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
@@ -23,6 +28,9 @@ OnSilence = Callable[[ClusterError], None]
 """Told that Slurm gave no answer."""
 ANSWER_S = 8.0
 """Whoever looks at a run does not wait longer for Slurm."""
+_ELSEWHERE = "which cannot be seen from this host: if it is gone, `primeslurm cancel` gives the run up"
+SUBMISSION_S = 900.0
+"""A submission from another host that has begun less than so many seconds ago may still be under way."""
 _OUTPUT_BYTES = 1 << 20
 """Of the end of a job's output."""
 
@@ -45,13 +53,19 @@ def queries(run: RunDirectory, if_silent: OnSilence | None = None) -> tuple[JobQ
     """
     timeout_s = None if if_silent is None else ANSWER_S
     mute: list[ClusterError] = []
+    try:
+        settle(run, timeout_s)
+    except ClusterError as error:
+        if if_silent is None:
+            raise
+        mute.append(error)
 
     def ask(job: JobRecord) -> str | None:
         if mute and if_silent is not None:
             if_silent(mute[0])
             return NO_ANSWER
         try:
-            return _state(run, job, timeout_s)
+            return _state(run, job, timeout_s) if job.job_id else _state_without_id(job)
         except ClusterError as error:
             if if_silent is None:
                 raise
@@ -119,8 +133,56 @@ def _end_of(path: Path) -> str:
         return ""
 
 
+def settle(run: RunDirectory, timeout_s: float | None = None) -> None:
+    """Record the id of the newest attempt's job if its submission was interrupted before that, and the job is there.
+
+    Args:
+        run: the run.
+        timeout_s: longest wait for an answer of Slurm; a minute by default.
+
+    Raises:
+        ClusterError: Slurm does not answer.
+    """
+    attempts = run.attempts()
+    job = attempts[-1].job() if attempts else None
+    if job is None or job.job_id or not job.submission:
+        return
+    start = attempts[-1].start()
+    job_id = start.job_id if start is not None else find_job(job, timeout_s)
+    if job_id:
+        with contextlib.suppress(OSError):  # one who may only read the run learns it again next time
+            attempts[-1].record_job(msgspec.structs.replace(job, job_id=job_id))
+
+
+def find_job(job: JobRecord, timeout_s: float | None = None) -> str | None:
+    """Find the job of a submission whose answer was lost; None if there is none. Raises ClusterError."""
+    if job.executor == "local":
+        from primeslurm.slurm.local import submit
+
+        return submit.find(job.submission)
+    if job.slurm_conf is not None and not files.is_file(Path(job.slurm_conf)):
+        return None  # an embedded cluster that is down has no jobs
+    return SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S).find(job.submission, job.submitted_at)
+
+
+def _state_without_id(job: JobRecord) -> str | None:
+    """Whether a job that nobody has found yet may still come: somebody is submitting it."""
+    from primeslurm.slurm.local import submit
+
+    if job.host != socket.gethostname():
+        elsewhere = job.pid and abs(time.time() - job.submitted_at) < SUBMISSION_S
+        return f"{SUBMITTING} on {job.host}" if elsewhere else None
+    with contextlib.suppress(psutil.Error):
+        # A later process with the same pid was created later.
+        if job.pid and psutil.Process(job.pid).create_time() <= job.submitted_at + 1.0:
+            return f"{SUBMITTING} by process {job.pid}"
+    return f"{SUBMITTING}, sbatch has not answered" if submit.being_submitted(job.submission) else None
+
+
 def end_job(plan: Plan, job: JobRecord) -> None:
     """End a job that may have ended by itself. Raises ClusterError."""
+    if not job.job_id:
+        return
     if job.executor == "slurm":
         client = SlurmClient(job.slurm_conf)
         state = client.job(job.job_id)
@@ -137,7 +199,11 @@ def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | 
     if job.executor == "local":
         from primeslurm.slurm.local import submit
 
-        return "RUNNING" if submit.is_running(run.latest().plan(), job.job_id) else None
+        attempt = run.latest()
+        if job.host not in ("", socket.gethostname()):
+            # Its processes cannot be seen from here. If the host is gone, `cancel` gives the run up.
+            return None if files.exists(attempt.cancel_file) else f"RUNNING on {job.host}, {_ELSEWHERE}"
+        return "RUNNING" if submit.is_running(attempt.plan(), job.job_id) else None
     if job.slurm_conf is not None and not files.is_file(Path(job.slurm_conf)):
         return None  # an embedded cluster that is down has no jobs
     state = SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S).job(job.job_id)

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from primeslurm import durable, files
-from primeslurm.api.jobs import OnSilence, end_job, job_query, queries
+from primeslurm.api.jobs import OnSilence, end_job, job_query, queries, settle
 from primeslurm.api.sites import runs_directory
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.explain import suggestion
-from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.status.run_status import RunStatus, read_status
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.claims import displaced
+from primeslurm.run.directory import UNFINISHED, Attempt, RunDirectory, was_never_submitted
+from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 
 if TYPE_CHECKING:
     from primeslurm.api.submission import Submitted
@@ -121,8 +123,10 @@ class Run:
         """End the run in good order, and its job. Committed checkpoints stay. Returns whether it was not over.
 
         Raises:
-            RunError, ClusterError: as `status`.
+            UsageError: the directory is a copy of a run, or was moved.
+            RunError, ClusterError: as `status`; ClusterError also if sbatch has not said yet which job it submits.
         """
+        self._refuse_if_displaced()
         query = job_query(self.directory, if_silent)
         status = self.status(if_silent=if_silent)
         if not status.active and status.phase != "lost":
@@ -133,19 +137,32 @@ class Run:
             deadline = time.monotonic() + CANCEL_GRACE_S
             while time.monotonic() < deadline and attempt.end() is None:
                 time.sleep(_POLL_S)
-        if job := attempt.job():
+        if job := self._job_to_end(attempt, query):
             end_job(attempt.plan(), job)
             deadline = time.monotonic() + CANCEL_GRACE_S
             while time.monotonic() < deadline and (query(job) or "").startswith(("RUNNING", "COMPLETING", "PENDING")):
                 time.sleep(_POLL_S)
         return True
 
+    def _job_to_end(self, attempt: Attempt, query: JobQuery) -> JobRecord | None:
+        """The job of an attempt, with its id once sbatch has answered. None if there is no job."""
+        deadline = time.monotonic() + CANCEL_GRACE_S
+        while (job := attempt.job()) is not None and not job.job_id:
+            state = query(job) or ""
+            if not state.startswith((SUBMITTING, NO_ANSWER)):
+                return None
+            if time.monotonic() > deadline:
+                raise ClusterError(f"the job of {self.name} cannot be ended yet: {state}. It ends when it starts")
+            time.sleep(_POLL_S)
+            settle(self.directory)
+        return job
+
     def resume(self) -> Run:
         """Go on from the last committed step, as a new attempt. Returns the same run.
 
         Raises:
-            UsageError: it has not ended, or has done all its steps.
-            ClusterError: Slurm refused the job or did not answer. Nothing is left of the attempt then.
+            UsageError: it has not ended, has done all its steps, or is a copy of a run.
+            ClusterError: Slurm refused the job or did not answer.
             RunError: its records are damaged.
         """
         self.start_again()
@@ -155,16 +172,24 @@ class Run:
         """Do the same as `resume`; return what was submitted.
 
         Raises:
-            UsageError: the run is active, or completed.
+            UsageError: the run is active, completed, a copy, or was moved.
             RunError: its directory is damaged.
             ClusterError: Slurm refuses.
         """
         from primeslurm.api import submission
 
+        self._refuse_if_displaced()
         status = self.status()
-        if status.active or status.phase == "completed":
-            raise UsageError([Violation("RUN", self.name, f"is {status.phase}: there is nothing to resume")])
-        return submission.resume(self.directory)
+        if status.active:
+            raise UsageError([submission.in_use(self.directory, status.phase)])
+        if status.phase == "completed":
+            raise UsageError([Violation("RUN", self.name, "is completed: there is nothing to resume")])
+        return submission.resume(self.directory, self.directory.attempt(status.attempt))
+
+    def _refuse_if_displaced(self) -> None:
+        """Raise UsageError if the plan's processes would use another directory than this one."""
+        if problems := displaced(self.path, self.plan()):
+            raise UsageError(problems)
 
     def summary(self) -> Summary:
         """Sum up what the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""
@@ -221,7 +246,8 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
         if directory.exists():
             return Run(candidate.resolve())
         if is_dir(candidate / "attempts"):
-            raise RunError(f"{directory.path} is damaged: it has no lock.json")
+            why = f"; {UNFINISHED}: remove it" if was_never_submitted(directory.path) else ""
+            raise RunError(f"{directory.path} is damaged: it has no lock.json{why}")
     names = [run.name for run in all_runs(root)]
     raise UsageError([Violation("RUN", str(name), f"no such run in {root}", suggestion(str(name), names))])
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
 
 from primeslurm import durable
-from primeslurm.api.jobs import ANSWER_S
+from primeslurm.api.jobs import ANSWER_S, find_job, settle
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
 from primeslurm.hostlists import expand
@@ -17,16 +23,26 @@ from primeslurm.plan.planner import Planned, refuse
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord
+from primeslurm.run.claims import claim_attempt, new_word, owner
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
 from primeslurm.run.exclusion import excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode, Ledger, avoiding
 from primeslurm.run.ownership import unsafe
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.held_signals import HeldSignals, signals_held
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 from primeslurm.slurm.placement import cluster_facts, placement_problems
 from primeslurm.slurm.render import render
 from primeslurm.wire.transport import secret
+
+if TYPE_CHECKING:
+    from primeslurm.node.entry import AgentTask
+
+
+LATE_JOB_S = 10.0
+"""For so long a job may show up that a busy controller has taken after sbatch had stopped waiting."""
+_LATE_JOB_POLL_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -80,6 +96,10 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
 def refuse_unfit(plan: Plan) -> None:
     """Raise UsageError if anything that is known here speaks against the plan; Slurm is not asked."""
     refuse(plan, "error", "blocked")
+    directory = RunDirectory(Path(plan.run_dir))
+    if directory.exists():  # what an interrupted submission of this name has started is recorded, so that it is seen
+        with contextlib.suppress(ClusterError):
+            settle(directory, ANSWER_S)
     if problems := name_in_use(Path(plan.run_dir)) + unsafe(Path(plan.run_dir)) + missing_variables(plan):
         raise UsageError(problems)
 
@@ -103,20 +123,24 @@ def submit(planned: Planned, source: Path, slurm_conf: str | None) -> Submitted:
         if problems := _placement(plan, slurm_conf):
             raise UsageError(problems)
     script = _script(plan)
-    return _start(create(planned.recipe, plan, source), plan, script, slurm_conf)
+    with signals_held(plan.run) as held:
+        return _start(create(planned.recipe, plan, source, _intent(plan, slurm_conf)), plan, script, held)
 
 
-def resume(directory: RunDirectory) -> Submitted:
+def resume(directory: RunDirectory, previous: Attempt) -> Submitted:
     """Submit a new attempt of a run that has ended.
 
+    Args:
+        directory: of the run.
+        previous: attempt that has ended, after which nobody has made another one.
+
     Raises:
-        UsageError: a variable that it needs is not set.
-        ClusterError: Slurm refused the job or did not answer. Nothing is left of the attempt then.
+        UsageError: a variable that it needs is not set, or somebody else has resumed the run meanwhile.
+        ClusterError: Slurm refused the job or did not answer.
         RunError: its records are damaged.
     """
     if problems := unsafe(directory.path):
         raise UsageError(problems)
-    previous = directory.latest()
     plan, job = previous.plan(), previous.job()
     if problems := missing_variables(plan):
         raise UsageError(problems)
@@ -124,10 +148,23 @@ def resume(directory: RunDirectory) -> Submitted:
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)
     script = _script(plan)
-    secret.create(directory.path)  # one that was lost: what the run asks for is read anew by every attempt
-    attempt = directory.attempt(previous.number + 1)
-    attempt.prepare(plan)
-    return _start(attempt, plan, script, slurm_conf)
+    with signals_held(plan.run) as held:
+        attempt = claim_attempt(directory, previous.number + 1, plan, _intent(plan, slurm_conf))
+        if attempt is None:
+            raise UsageError([in_use(directory, "in use")])
+        secret.create(directory.path)  # one that was lost: what the run asks for is read anew by every attempt
+        return _start(attempt, plan, script, held)
+
+
+def in_use(directory: RunDirectory, phase: str) -> Violation:
+    """Return the violation that says which job owns a run, and that there is nothing to resume."""
+    why = f"is {phase}: there is nothing to resume, {owner(directory.latest())} owns it"
+    return Violation("RUN", directory.name, why)
+
+
+def _intent(plan: Plan, slurm_conf: str | None) -> JobRecord:
+    """What is on disk before the job is submitted: by its word the job is found if the answer is lost."""
+    return JobRecord("", plan.executor, time.time(), slurm_conf, new_word(), socket.gethostname(), os.getpid())
 
 
 def _script(plan: Plan) -> str:
@@ -154,28 +191,62 @@ def ask_slurm(plan: Plan, slurm_conf: str | None) -> tuple[list[Violation], str]
         return [], f"placement not checked, because Slurm gives no answer: {error}"
 
 
-def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) -> Submitted:
-    """Submit an attempt. One that is not taken leaves nothing."""
+def _start(attempt: Attempt, plan: Plan, script: str, held: HeldSignals) -> Submitted:
+    """Submit an attempt. One that is not taken leaves nothing; one of which that is not known stays."""
     from primeslurm.node.entry import AgentTask  # all of the agent, which only a job that starts needs
 
-    task = AgentTask(plan.run_dir, attempt.number)
+    job = attempt.job()
+    assert job is not None
+    task = AgentTask(plan.run_dir, attempt.number, job.submission)
     try:
         if plan.executor == "local":
             from primeslurm.slurm.local.submit import submit_local
 
-            job_id = submit_local(plan, task)
+            job_id = submit_local(plan, task, job.submission)
         else:
-            from primeslurm.slurm import executor
-
             path = attempt.path / "job.sbatch"
             durable.write(path, script)
-            job_id = executor.submit(plan, task, path, slurm_conf)
+            job_id = _submit_or_find(plan, task, path, job)
+    except _UnknownError:
+        attempt.record_job(msgspec.structs.replace(job, pid=0))
+        raise
     except (PrimeslurmError, OSError):
         discard(attempt)
         raise
-    attempt.record_job(JobRecord(job_id, plan.executor, time.time(), slurm_conf))
+    attempt.record_job(msgspec.structs.replace(job, job_id=job_id))
     _record_excluded(plan)
+    held.done = f"submitted {plan.run} as {plan.executor} job {job_id}"
     return Submitted(plan, attempt.number, job_id)
+
+
+class _UnknownError(ClusterError):
+    """Nobody can say at present whether Slurm has the job."""
+
+
+def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -> str:
+    """Submit a job to Slurm, and return its id; also if sbatch has failed after Slurm had taken the job."""
+    from primeslurm.slurm import executor
+
+    try:
+        return executor.submit(plan, task, script, job.slurm_conf, job.submission)
+    except ClusterError as error:
+        uncertain = isinstance(error, executor.UncertainSubmissionError)
+        until = time.monotonic() + (LATE_JOB_S if uncertain else 0.0)
+        while True:
+            try:
+                found = find_job(job, ANSWER_S)
+            except ClusterError as silence:
+                if not uncertain:
+                    raise error from silence
+                if time.monotonic() >= until:
+                    why = "whether Slurm has the job is not known, as Slurm does not answer"
+                    raise _UnknownError(f"{error}; {why}. `primeslurm status {plan.run}` asks again") from silence
+            else:
+                if found is not None:
+                    return found
+                if time.monotonic() >= until:
+                    raise
+            time.sleep(_LATE_JOB_POLL_S)
 
 
 def _record_excluded(plan: Plan) -> None:

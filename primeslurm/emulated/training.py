@@ -19,6 +19,7 @@ from primeslurm import durable, files
 from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.attempt import require_newest
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     CheckpointCommitted,
@@ -180,6 +181,7 @@ class EmulatedTrainer:
     def _save(self, step: int) -> None:
         self._journal.state(TrainerState(step, "checkpoint"))
         pulse().enter("checkpoint", step, self._limits.long_s)
+        require_newest(self._run_dir, self._attempt)
         directory = checkpoints.step_dir(self._run_dir, step)
         checkpoints.clear(directory)
         durable.make_directory(directory / "trainer")

@@ -25,10 +25,11 @@ from primeslurm.node.attempt.attempt_end import (
     remember_bad_node,
     see_requeued,
 )
-from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
+from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter, this_start
 from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.run.claims import NotOwnerError
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import node_names, restarts
@@ -60,14 +61,14 @@ class AgentTask:
 
     Args:
         run_dir: the run's directory on the shared file system.
-        first_attempt: number of the attempt that was submitted; every requeue adds one.
-        restarts: how often the local executor has started the agents again. Slurm keeps a count of its own.
+        first_attempt: number of the attempt that was submitted; every requeue gets a new one.
+        submission: that the job is made for.
     """
 
-    def __init__(self, run_dir: str, first_attempt: int, restarts: int = 0) -> None:
+    def __init__(self, run_dir: str, first_attempt: int, submission: str) -> None:
         self.run_dir = run_dir
         self.first_attempt = first_attempt
-        self.restarts = restarts
+        self.submission = submission
         self._agent: NodeAgent | None = None
         self._head: Head | None = None
         self._threads: list[threading.Thread] = []
@@ -128,7 +129,7 @@ class AgentTask:
         # submitit saves beside it first, and stops where a power cut has left such a file.
         for left in files.listing(Path(self.run_dir, "submitit"), "*.save_tmp"):
             files.unlink(left)
-        return NextAttempt(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
+        return NextAttempt(AgentTask(self.run_dir, self.first_attempt, self.submission))
 
     def _concluded(self, head: Head) -> bool:
         """Put the end on record, once: a warning of Slurm may come when the attempt has just ended by itself."""
@@ -156,11 +157,14 @@ class AgentTask:
             insist(client, partial(client.cancel, job_id))
 
     def _attempt(self, run: RunDirectory, rank: int) -> Attempt:
-        """This attempt's directory; after a requeue the head makes it from the one before."""
-        # Slurm also requeues by itself (a dead node), without checkpoint(): its own count is the right one there.
-        in_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-        number = self.first_attempt + (restarts(os.environ) if in_slurm else self.restarts)
-        return enter(run, number, wait_s=PLAN_WAIT_S if rank else 0.0)
+        """This start's attempt. A job that does not own the run ends here, before it has written anything."""
+        start = this_start(os.environ, submitit.JobEnvironment().job_id)
+        wait_s = PLAN_WAIT_S if rank else 0.0
+        try:
+            return enter(run, self.submission, start, first=self.first_attempt, wait_s=wait_s, visible_s=PLAN_WAIT_S)
+        except NotOwnerError as error:
+            print(f"primeslurm: {error}", file=sys.stderr, flush=True)
+            sys.exit(error.exit_code)
 
     def _join(self) -> None:
         # Short waits: a signal handler only runs between them.
@@ -183,7 +187,7 @@ class AgentTask:
             self._agent.end(self._asked)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"run_dir": self.run_dir, "first_attempt": self.first_attempt, "restarts": self.restarts}
+        return {"run_dir": self.run_dir, "first_attempt": self.first_attempt, "submission": self.submission}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]

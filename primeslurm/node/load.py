@@ -1,6 +1,6 @@
 """What a batch script starts on every node: submitit's own start, once it is known whose pickle it is to load.
 
-    python -m primeslurm.node.load FOLDER
+    python -m primeslurm.node.load FOLDER SUBMISSION
 
 A pickle is code. Whoever could write to the folder, or put another run directory in the place of this one, would run
 theirs as the user of the job.
@@ -13,19 +13,36 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from primeslurm.files import write_atomic
+from primeslurm.records.attempt import pickled_agent
 from primeslurm.run.ownership import why_not_to_load
 from primeslurm.wire import exits
 
 
-def main(folder: str) -> int:
-    """Run the job of this folder. Returns the exit code."""
+def main(folder: str, submission: str) -> int:
+    """Run the agent that was pickled in this folder for a submission. Returns the exit code."""
     if why := why_not_to_load(Path(folder)):
         print(f"primeslurm: nothing of {folder} is loaded: {why}", file=sys.stderr, flush=True)
         return exits.FAILED
     with absent("numpy"):
         from submitit.core.submission import process_job
+    _name_pickle(Path(folder), submission)
     process_job(folder)
     return 0
+
+
+def _name_pickle(folder: Path, submission: str) -> None:
+    """Give the pickle of the submission the name that submitit looks for, with the id of the job.
+
+    Whoever submits the job could do so only after sbatch has answered, and may have been killed before that. A pickle
+    that is there already was written by a requeue.
+    """
+    from submitit import JobEnvironment
+    from submitit.core.utils import JobPaths
+
+    pickle = JobPaths(folder, JobEnvironment().job_id).submitted_pickle
+    if not pickle.exists():
+        write_atomic(pickle, pickled_agent(folder, submission).read_bytes())
 
 
 @contextmanager
@@ -46,4 +63,4 @@ def absent(module: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -46,6 +46,7 @@ from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.records import metrics
+from primeslurm.records.attempt import require_newest
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
@@ -89,6 +90,7 @@ class OrchestratorServer:
         self._journal.note_storage_faults()
         self._is_restarted = self._resumes_evaluation = self._journal.has_begun
         self._claiming_until: float | None = None
+        require_newest(arguments.run_dir, arguments.attempt)
         progress = restore(arguments.run_dir, arguments.attempt)
         self._spool = Spool(arguments.run_dir / "rollouts")
         self._environments = {environment.label: environment for environment in recipe.environments}
@@ -460,6 +462,7 @@ class OrchestratorServer:
     async def _count_step(self, request: StepDone, row: Row) -> None:
         if request.step <= self._progress.now.done_step:  # a repeat, perhaps of one that was dealt with meanwhile
             return
+        require_newest(self._arguments.run_dir, self._arguments.attempt)
         row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
         row |= self._admission.take_metrics()
         row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}

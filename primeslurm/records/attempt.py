@@ -2,7 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
+
+
+class TakenOverError(OSError):
+    """A newer attempt owns the run. Nothing of the run may be written for the old attempt any more."""
+
+
+def newest_attempt(run_dir: Path) -> int:
+    """Return the highest number in `attempts/`; 0 if there is none, or the directory cannot be listed."""
+    try:
+        return max((int(path.name) for path in (run_dir / "attempts").iterdir() if path.name.isdecimal()), default=0)
+    except OSError:  # of a network file system, for a moment: an owner is not stopped for that
+        return 0
+
+
+def require_newest(run_dir: Path, attempt: int) -> None:
+    """Raise TakenOverError if a newer attempt than this one exists."""
+    if (newest := newest_attempt(run_dir)) > attempt:
+        raise TakenOverError(f"attempt {newest} has taken over the run from attempt {attempt}")
+
+
+def pickled_agent(folder: Path, submission: str) -> Path:
+    """Return the path of the pickle that a job loads when it starts for the first time.
+
+    Args:
+        folder: `submitit` of the run directory.
+        submission: that the job is made for.
+    """
+    return folder / f"{submission}.pkl"
 
 
 class LockRecord(msgspec.Struct, frozen=True):
@@ -22,13 +52,31 @@ class LockRecord(msgspec.Struct, frozen=True):
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """`job.json`: what was submitted."""
+    """`job.json`: what was submitted. It is written before the job is submitted, and again when the job has its id."""
 
     job_id: str
+    """Empty until sbatch has answered, or the job has started."""
     executor: str
     """slurm or local."""
     submitted_at: float
     slurm_conf: str | None = None
+    submission: str = ""
+    """Unique word that the job is submitted with. Only a job with this word may use the attempt."""
+    host: str = ""
+    """Host that submits, or keeps a local run."""
+    pid: int = 0
+    """Process on this host that submits; 0 if it has given up without an answer."""
+
+
+class StartRecord(msgspec.Struct, frozen=True):
+    """`start/record.json`: the start of a job that uses the attempt. Every requeue of a job is another start."""
+
+    word: str
+    """Unique word of the start, made by its batch script."""
+    job_id: str
+    host: str
+    time: float
+    """Unix seconds."""
 
 
 class Obstacle(msgspec.Struct, frozen=True):
@@ -60,5 +108,6 @@ class EndRecord(msgspec.Struct, frozen=True):
     requeued: bool
     why_not_requeued: str
     time: float
-    start_error: str = ""
-    """With which engines ended before any of their role was ready; empty if the attempt ended for another reason."""
+    error: str = msgspec.field(name="start_error", default="")
+    """Message that the attempt ended with before it had made progress, without names of nodes. Empty if it had made
+    progress, or if another attempt may be free of the error."""

@@ -33,8 +33,8 @@ class Ending:
     suspect: str = ""
     final: bool = False
     """Another attempt would end in the same way."""
-    start_error: str = ""
-    """With which engines ended before any of their role was ready; empty if the attempt ends for another reason."""
+    error: str = ""
+    """Message of what has failed. Empty if nothing says why, or if a node, a signal or Slurm has ended the attempt."""
 
 
 class BeatReport(msgspec.Struct, frozen=True):

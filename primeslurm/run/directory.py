@@ -22,7 +22,7 @@ from primeslurm.files import write_atomic
 from primeslurm.plan import plan_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
 from primeslurm.records import recipe as recipe_record
-from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
+from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord, StartRecord
 from primeslurm.records.base import Record
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
@@ -36,16 +36,26 @@ if TYPE_CHECKING:  # agents have no use for it
 
 R = TypeVar("R", bound=Record)
 
+UNFINISHED = "its submission was interrupted before there was a job"
+"""Of a run directory that was never submitted."""
+START_FILE = "record.json"
+"""In the start directory of an attempt."""
 BY_SIGTERM = "SIGTERM"
 """Reason of an attempt that was ended from outside."""
 
 
 class Attempt:
-    """One attempt of a run: `attempts/<n>/`."""
+    """One attempt of a run: `attempts/<n>/`.
 
-    def __init__(self, run_dir: Path, number: int) -> None:
+    Args:
+        run_dir: of the run.
+        number: of the attempt.
+        folder: name of its directory while it is made; the number by default.
+    """
+
+    def __init__(self, run_dir: Path, number: int, folder: str = "") -> None:
         self.number = number
-        self.path = run_dir / "attempts" / str(number)
+        self.path = run_dir / "attempts" / (folder or str(number))
 
     @property
     def plan_file(self) -> Path:
@@ -143,6 +153,15 @@ class Attempt:
         durable.make_directory(self.path)
         durable.write_json(self.path / "job.json", msgspec.to_builtins(job))
 
+    @property
+    def start_directory(self) -> Path:
+        """Present once a job has started to use the attempt."""
+        return self.path / "start"
+
+    def start(self) -> StartRecord | None:
+        """Read which start of a job uses the attempt; None before that."""
+        return find_record(self.start_directory / START_FILE, StartRecord)
+
     def end(self) -> EndRecord | None:
         """Read how it ended, or None."""
         return find_record(self.path / "end.json", EndRecord)
@@ -222,8 +241,19 @@ def name_in_use(run_dir: Path) -> list[Violation]:
 
 
 def _in_use(run_dir: Path) -> Violation:
-    resumable = f", or `primeslurm resume {run_dir.name}` to go on with it" if RunDirectory(run_dir).exists() else ""
-    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", f"`--name` another{resumable}")
+    way = ""
+    if RunDirectory(run_dir).exists():
+        way = f", or `primeslurm resume {run_dir.name}` to go on with it"
+    elif was_never_submitted(run_dir):
+        way = f", or remove it: {UNFINISHED}"
+    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", f"`--name` another{way}")
+
+
+def was_never_submitted(run_dir: Path) -> bool:
+    """Whether a run directory was left half made: there is no lock file yet, which is written before any job."""
+    run = RunDirectory(run_dir)
+    jobs = [attempt.job() for attempt in run.attempts()]
+    return files.is_dir(run_dir / "attempts") and not run.exists() and not any(job and job.job_id for job in jobs)
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
@@ -235,13 +265,14 @@ def missing_variables(plan: Plan) -> list[Violation]:
     ]
 
 
-def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
+def create(recipe: Recipe, plan: Plan, source: Path, job: JobRecord | None = None) -> Attempt:
     """Create the run directory with its first attempt, or nothing.
 
     Args:
         recipe: as it was resolved.
         plan: of the first attempt.
         source: the recipe's file, of which a copy is kept.
+        job: what is about to be submitted, if anything is.
 
     Raises:
         UsageError: the name is in use.
@@ -250,6 +281,8 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir) + unsafe(run_dir):
         raise UsageError(problems)
+    resolved = recipe.model_dump_json(by_alias=True, indent=2)
+    lock = _lock(recipe.name, resolved, plan)  # takes longest: a process that is killed meanwhile leaves nothing
     durable.make_directory(run_dir, mode=0o700)
     if problems := unsafe(run_dir):  # somebody else was faster, or the umask opened what was made
         raise UsageError(problems)
@@ -258,7 +291,7 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     except FileExistsError:
         raise UsageError([_in_use(run_dir)]) from None
     try:
-        return _fill(run_dir, recipe, plan, source)
+        return _fill(run_dir, resolved, lock, plan, source, job)
     except OSError as error:
         files.remove_tree(run_dir, ignore_errors=True)
         raise OSError(error.errno, error.strerror, error.filename or str(run_dir)) from error
@@ -270,16 +303,17 @@ def discard(attempt: Attempt) -> None:
     files.remove_tree(attempt.path.parents[1] if first else attempt.path, ignore_errors=True)
 
 
-def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
+def _fill(run_dir: Path, resolved: str, lock: LockRecord, plan: Plan, source: Path, job: JobRecord | None) -> Attempt:
     files.retrying(run_dir, lambda: run_dir.chmod(0o700))  # one that was there, empty, too
     secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", files.read_bytes(source))
-    resolved = recipe.model_dump_json(by_alias=True, indent=2)
     write_atomic(run_dir / recipe_record.FILE, resolved + "\n")
     attempt = RunDirectory(run_dir).attempt(1)
+    if job is not None:
+        attempt.record_job(job)
     attempt.prepare(plan)
     durable.sync(run_dir)
-    durable.write_json(run_dir / "lock.json", msgspec.to_builtins(_lock(recipe.name, resolved, plan)))
+    durable.write_json(run_dir / "lock.json", msgspec.to_builtins(lock))
     return attempt
 
 

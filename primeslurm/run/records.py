@@ -9,6 +9,7 @@ from primeslurm import files
 from primeslurm.records import metrics
 from primeslurm.records.base import Event
 from primeslurm.records.events import decode, in_order
+from primeslurm.records.events.training import StepTrained
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 from primeslurm.records.state import OrchestratorState, TrainerState
@@ -57,6 +58,12 @@ def progress_of(attempt: Attempt, task: str) -> OrchestratorState | TrainerState
     if task in ("rl", "eval"):
         return attempt.state("orchestrator", OrchestratorState)
     return attempt.state("trainer-rank-0", TrainerState)
+
+
+def trained_of(attempt: Attempt) -> bool:
+    """Whether an attempt has trained a step."""
+    lines = last_lines(attempt.path / "events" / "trainer-rank-0.jsonl")
+    return any(isinstance(event, StepTrained) for event in _known(lines))
 
 
 def dropped_of(attempt: Attempt) -> int:

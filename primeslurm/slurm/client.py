@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,6 +265,40 @@ class SlurmClient:
         except ClusterError:
             return None  # no accounting on this cluster
 
+    def find(self, word: str, since: float) -> str | None:
+        """Find the job whose script was submitted with a word as argument or comment, by asking for all jobs.
+
+        Args:
+            word: that no other job has.
+            since: Unix seconds; the accounting is asked for jobs that were there after that.
+
+        Returns:
+            The leader's id; None if neither the controller nor the accounting, where there is one, knows such a job.
+        """
+        format_ = "--format=%i|%T|%o|%k"
+        rows = [line.split("|", 2) for line in self._run(*_SQUEUE_ALL, format_).splitlines() if word in line]
+        # A job that is active counts more than one of the same submission that has ended.
+        rows.sort(key=lambda row: row[1] in _ENDED)
+        if rows:
+            return rows[0][0].partition("+")[0]
+        start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - _CLOCKS_S))
+        for columns in ("JobID,SubmitLine,Comment", "JobID,Comment"):  # SubmitLine is there since Slurm 21.08
+            argv = (
+                "sacct",
+                "--allocations",
+                "--parsable2",
+                "--noheader",
+                f"--starttime={start}",
+                f"--format={columns}",
+            )
+            try:
+                lines = self._run(*argv).splitlines()
+            except ClusterError:
+                continue  # no accounting on this cluster, or it is older
+            found = [line.partition("|")[0].partition("+")[0] for line in lines if word in line]
+            return found[0] if found else None
+        return None
+
     def job_ids(self) -> list[str]:
         """Ids of all jobs that wait or run, one per heterogeneous job."""
         lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
@@ -372,6 +407,9 @@ def _known(value: Mapping[str, str], name: str) -> str:
     return "" if word in ("None", "(null)") else word
 
 
+_SQUEUE_ALL = ("squeue", "--noheader", "--all", "--states=all")
+_CLOCKS_S = 3600.0
+"""By which clocks of this host and the accounting may differ."""
 _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")
 
 

@@ -1,82 +1,101 @@
-"""Submission to Slurm through submitit, with the rendered script in place of submitit's own."""
+"""Submission to Slurm: the rendered script goes to sbatch, and submitit starts the pickled agent on the nodes."""
 
 from __future__ import annotations
 
-import contextlib
 import os
+import re
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import submitit
-from submitit.core.utils import FailedJobError, FailedSubmissionError
+from submitit.helpers import DelayedSubmission
 
-from primeslurm import durable, files
+from primeslurm import durable
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.records.attempt import pickled_agent
 from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.environment import inherited_by_jobs
 from primeslurm.slurm.render import submitit_folder
 
 Agent = Callable[[], object]
 """What runs once per node. With a `checkpoint()` method it is requeued on USR2 to its first task."""
+SBATCH_S = 600.0
+"""Longest wait for sbatch, which itself tries for minutes while the controller is busy."""
+_JOB = re.compile(r"(?:^|\bjob )(\d+)\b")
+_UNCERTAIN = re.compile(r"(?i)timed? ?out|unable to contact|communication|connection|socket|zero bytes|transmitted")
+"""sbatch says so where the request, or its answer, was lost: Slurm may have the job."""
 
 
-def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) -> str:
-    """Submit the rendered script of a Plan. The pickled agent is on disk before, and in place when this returns.
+class UncertainSubmissionError(ClusterError):
+    """sbatch has failed in a way that does not say whether Slurm has the job."""
+
+
+def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, submission: str) -> str:
+    """Submit the rendered script of a Plan. The pickled agent is on disk before.
 
     Args:
         plan: of the job.
         agent: what each node of the job runs.
         script_path: the rendered script.
         slurm_conf: path of the cluster's slurm.conf; None for the one that Slurm finds.
+        submission: unique word, by which `SlurmClient.find` finds the job.
 
     Returns:
         The job id (the leader's, for a heterogeneous job).
 
     Raises:
+        UncertainSubmissionError: sbatch has failed, and Slurm may have the job nevertheless.
         ClusterError: sbatch refused, with its own words, or the cluster's slurm.conf is gone.
     """
     require_conf(slurm_conf)
-    executor = PlanExecutor(plan, script_path, slurm_conf)
+    write_pickle(plan, agent, submission)
+    command = [*_sbatch(slurm_conf), *_comment(plan, submission), str(script_path), submission]
     try:
-        job_id = str(executor.submit(agent).job_id)
-        with contextlib.suppress(OSError):  # the job is taken
-            durable.sync(submitit_folder(plan))  # its pickle now has the job's id as its name
-        return job_id
-    except (FailedJobError, FailedSubmissionError) as error:
-        raise ClusterError(f"sbatch refused the job: {str(error).strip() or 'it did not say why'}") from error
-    finally:
-        remove_submission_files(submitit_folder(plan))
+        # Its own session: Ctrl-C in the terminal, and closing it, must not end sbatch before it has said the job id.
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=SBATCH_S,
+            start_new_session=True,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise UncertainSubmissionError(f"sbatch gave no answer within {SBATCH_S:.0f} s") from error
+    words = done.stderr.strip()
+    if done.returncode == 0 and (job := _JOB.search(done.stdout)):
+        return job[1]
+    refused = f"sbatch refused the job: {words or 'it did not say why'}"
+    if done.returncode > 0 and not _UNCERTAIN.search(words):
+        raise ClusterError(refused)
+    answer = words or done.stdout.strip() or f"exit code {done.returncode}"
+    raise UncertainSubmissionError(f"sbatch did not say which job it has submitted: {answer}")
 
 
-def remove_submission_files(folder: Path) -> None:
-    """Remove what submitit hands sbatch and keeps as a link; Slurm has its own copy, the attempt has `job.sbatch`."""
-    for path in files.listing(folder, ".submission_file_*.sh"):
-        files.unlink(path)
+def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
+    """Write the pickled agent of a submission; it is on disk when this returns."""
+    folder = submitit_folder(plan)
+    durable.make_directory(folder)
+    delayed = DelayedSubmission(agent)
+    # submitit counts time-outs down and then stops requeueing. The agent decides when to stop, so that count must not
+    # reach its end first.
+    delayed.set_timeout(minutes(plan.job.time), plan.max_attempts)
+    pickle = pickled_agent(folder, submission)
+    delayed.dump(pickle)
+    durable.sync(pickle)
+    durable.sync(folder)
 
 
-class PlanExecutor(submitit.SlurmExecutor):
-    """Submits the script that was rendered from a Plan, instead of submitit's own."""
+def _sbatch(slurm_conf: str | None) -> list[str]:
+    # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
+    unset = [word for name in inherited_by_jobs(os.environ) for word in ("-u", name)]
+    conf = [] if slurm_conf is None else [f"SLURM_CONF={slurm_conf}"]
+    return ["env", *unset, *conf, "sbatch"]
 
-    def __init__(self, plan: Plan, script_path: Path, slurm_conf: str | None) -> None:
-        # submitit counts time-outs down and then stops requeueing. The agent decides when to stop, so that count must
-        # not reach its end first.
-        super().__init__(submitit_folder(plan), max_num_timeout=plan.max_attempts)
-        self._plan = plan
-        self._script_path = script_path
-        self._slurm_conf = slurm_conf
-        self.update_parameters(time=minutes(plan.job.time))
 
-    def _num_tasks(self) -> int:
-        return self._plan.allocated
-
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return files.read_text(self._script_path)
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        durable.sync_tree(self.folder)  # a job that is taken finds its pickle, whatever happens to this machine
-        # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
-        unset = [word for name in inherited_by_jobs(os.environ) for word in ("-u", name)]
-        conf = [] if self._slurm_conf is None else [f"SLURM_CONF={self._slurm_conf}"]
-        return ["env", *unset, *conf, "sbatch", str(submission_file_path)]
+def _comment(plan: Plan, submission: str) -> list[str]:
+    """The submission's word as the job's comment. A recipe's own comment stays: sites may read it."""
+    return [] if plan.job.comment else [f"--comment=primeslurm {submission}"]

@@ -10,10 +10,11 @@ from typing import BinaryIO
 from primeslurm import files
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
+from primeslurm.records.job_output import MARK, of_start
 
-MARK = "primeslurm: start"
-"""Begins a line of the job's output, before the number of times that Slurm has requeued the job: what follows belongs
-to that start."""
+START = "PRIMESLURM_START"
+"""Variable with a unique word for this start of the job. Slurm's count of restarts may be inherited from the shell that
+submits."""
 AGAIN = "primeslurm: again without some nodes"
 """A line of the job's output: the step before ended all its tasks, and they are started again."""
 NODES = "PRIMESLURM_NODES"
@@ -40,12 +41,6 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found) if len(found) == plan.allocated else ()
 
 
-def since_start(output: str, start: int) -> str | None:
-    """Return what of the job's output follows the mark of a start; None without this mark."""
-    _, mark, rest = output.rpartition(f"{MARK} {start}\n")
-    return rest if mark else None
-
-
 class JobOutput:
     """The output of a job since one of its starts, read on from where it was left.
 
@@ -53,10 +48,10 @@ class JobOutput:
 
     Args:
         path: the file, which is only ever appended to.
-        start: how often Slurm had requeued the job before.
+        start: word of the start.
     """
 
-    def __init__(self, path: Path, start: int) -> None:
+    def __init__(self, path: Path, start: str) -> None:
         self._path, self._start = path, start
         self._read = 0
         """Bytes, whole lines only."""
@@ -76,7 +71,7 @@ class JobOutput:
         lines, end, _ = files.reading(self._path, self._rest).rpartition(b"\n")
         self._read += len(lines) + len(end)
         text = (lines + end).decode(errors="replace")
-        following = since_start(text, self._start)
+        following = of_start(text, self._start)
         if following is None:
             return text if self._begun else ""
         self._begun = True

@@ -14,7 +14,8 @@ from pathlib import Path
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
 from primeslurm.recipe.fields.section import Section
-from primeslurm.slurm.launch_failures import MARK
+from primeslurm.records.job_output import MARK
+from primeslurm.slurm.launch_failures import START
 from primeslurm.templating import environment
 
 LOAD = "primeslurm.node.load"
@@ -43,6 +44,7 @@ def render(plan: Plan) -> str:
         environment=exports(plan),
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
+        start=START,
         command=(*python, "-u", "-m", LOAD, submitit_folder(plan)),
         setup_failure=(*python, "-m", "primeslurm.node.attempt.setup_failure", plan.run_dir),
         batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),

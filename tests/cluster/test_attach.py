@@ -50,8 +50,9 @@ def run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     script = attempt.path / "job.sbatch"
     script.write_text(render(given))
     slurm_conf = str(cluster.spec.slurm_conf)
-    job_id = submit(given, AgentTask(given.run_dir, 1), script, slurm_conf)
-    attempt.record_job(JobRecord(job_id, "slurm", time.time(), slurm_conf))
+    attempt.record_job(JobRecord("", "slurm", time.time(), slurm_conf, "attached"))
+    job_id = submit(given, AgentTask(given.run_dir, 1, "attached"), script, slurm_conf, "attached")
+    attempt.record_job(JobRecord(job_id, "slurm", time.time(), slurm_conf, "attached"))
     deadline = time.monotonic() + 90
     while '"trainer-rank-0": "HEALTHY"' not in read(attempt.fleet_file):
         assert time.monotonic() < deadline, read(directory.path / f"slurm-{job_id}.out")

@@ -48,7 +48,7 @@ def test_a_job_from_inside_an_allocation_starts_as_planned(
     given = make(run_dir, group(0, "control", mem="100M"), group(1, "train", 2, gpus=2, mem="100M"))
     script = run_dir / "job.sbatch"
     script.write_text(render(given))
-    job_id = submit(given, EnvironmentNote(run_dir), script, conf)
+    job_id = submit(given, EnvironmentNote(run_dir), script, conf, "environment")
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.exit_code, len(job.components)) == ("COMPLETED", 0, 2)
     inside = EnvironmentNote.read(run_dir)

@@ -124,8 +124,9 @@ class Job:
         script = attempt.path / "job.sbatch"
         script.write_text(render(plan))
         conf = str(cluster.spec.slurm_conf)
-        self.id = submit(plan, AgentTask(plan.run_dir, 1), script, conf)
-        attempt.record_job(JobRecord(self.id, "slurm", time.time(), conf))
+        attempt.record_job(JobRecord("", "slurm", time.time(), conf, "w"))
+        self.id = submit(plan, AgentTask(plan.run_dir, 1, "w"), script, conf, "w")
+        attempt.record_job(JobRecord(self.id, "slurm", time.time(), conf, "w"))
 
     @property
     def attempt(self) -> Attempt:

@@ -30,7 +30,7 @@ def start(cluster: Cluster, given: Plan, *, requeue_itself: bool) -> str:
     script = Path(given.run_dir) / "job.sbatch"
     script.write_text(render(given))
     agent = ToyAgent(Path(given.run_dir), requeue_itself=requeue_itself)
-    return submit(given, agent, script, str(cluster.spec.slurm_conf))
+    return submit(given, agent, script, str(cluster.spec.slurm_conf), "toy")
 
 
 def make(run_dir: Path, *groups: HetGroup, **job: Any) -> Plan:

@@ -289,7 +289,6 @@ def _kill_head(deployment: Deployment) -> Seen:
     while list(Path(tempfile.gettempdir()).glob(left)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not list(Path(tempfile.gettempdir()).glob(left)), "nobody has removed what it left"
-    assert not list((deployment.run.path / "submitit").glob(".submission_file_*"))
     return seen
 
 

@@ -26,20 +26,21 @@ import submitit.core.job_environment
 from submitit.helpers import DelayedSubmission
 
 from benchmarks.support.ports import free_port
-from primeslurm.api import submission
-from primeslurm.api.loading import load
+from primeslurm.api import loading, submission
+from primeslurm.node import load
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.node.attempt.attempts import enter
-from primeslurm.node.entry import AgentTask
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.progress import Change, ProgressFile
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.server import OrchestratorServer
+from primeslurm.records.attempt import StartRecord, pickled_agent
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create
+from primeslurm.slurm.held_signals import HeldSignals
 from primeslurm.trainer import main as trainer
 from primeslurm.trainer import tiny
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -74,8 +75,10 @@ class Place:
 
     @property
     def pickle(self) -> Path:
-        """What submitit starts the job from."""
-        return self.run.path / "submitit" / f"{JOB}_submitted.pkl"
+        """What submitit starts the job from: before its first start, the pickle of the submission."""
+        named = self.run.path / "submitit" / f"{JOB}_submitted.pkl"
+        job = self.run.latest().job()
+        return named if named.exists() or job is None else pickled_agent(named.parent, job.submission)
 
     @property
     def acknowledged(self) -> list[dict[str, Any]]:
@@ -130,29 +133,30 @@ def prepare(place: Place) -> None:
 
 def submit(place: Place) -> None:
     """What `primeslurm submit` writes. Which nodes there are is not asked: there is no Slurm."""
-    loaded = load(place.beside / "recipe.yaml", site=place.beside / "site.yaml")
+    loaded = loading.load(place.beside / "recipe.yaml", site=place.beside / "site.yaml")
     plan = loaded.plan()
-    attempt = create(loaded.recipe, plan, place.beside / "recipe.yaml")
-    submission._start(attempt, plan, loaded.render(), None)
+    attempt = create(loaded.recipe, plan, place.beside / "recipe.yaml", submission._intent(plan, None))
+    submission._start(attempt, plan, loaded.render(), HeldSignals())
     place.tell("submitted")
 
 
-def agent(place: Place) -> AgentTask:
-    """The agent that Slurm's job starts, from its pickle."""
-    return DelayedSubmission.load(place.pickle).function  # type: ignore[return-value]
-
-
-def train(place: Place, number: int, preempt: bool, doing: Doing = nullcontext) -> int:
+def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -> int:
     """One attempt: the trainer in this thread, the orchestrator in another. Returns the trainer's exit code.
 
     Args:
         place: of the run.
-        number: of the attempt.
+        start: word of the start of the job.
         preempt: warn the trainer after PREEMPTED_AFTER steps.
         doing: is entered while a policy is published, and while a checkpoint is written and committed.
     """
     interrupt = Interrupt()  # before there is any thread
-    attempt = enter(place.run, number, wait_s=0.0)
+    os.environ |= {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": JOB}
+    job = place.run.latest().job()
+    assert job is not None
+    submitted = job.submission
+    load._name_pickle(place.run.path / "submitit", submitted)
+    attempt = enter(place.run, submitted, StartRecord(start, JOB, "", 0.0), wait_s=0.0)
+    number = attempt.number
     os.environ[secret.VARIABLE] = secret.read(place.run.path)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(free_port())

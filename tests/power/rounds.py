@@ -123,9 +123,9 @@ def _live(place: Place, cutter: Cutter) -> tuple[str, int]:
     """Live through a run until it ends or the power is cut. Returns what it was doing then, and its exit code."""
     phases: dict[str, tuple[str, Callable[[], object]]] = {
         "submit": ("submit", lambda: attempt.submit(place)),
-        "attempt 1": ("rest", lambda: _train(place, True, cutter.doing)),
+        "attempt 1": ("rest", lambda: _train(place, "first", True, cutter.doing)),
         "requeue": ("requeue", lambda: attempt.requeue(place)),
-        "attempt 2": ("rest", lambda: _train(place, False, cutter.doing)),
+        "attempt 2": ("rest", lambda: _train(place, "second", False, cutter.doing)),
     }
     for name, (part, phase) in phases.items():
         code = _forked(place, phase, cutter, part)
@@ -134,9 +134,8 @@ def _live(place: Place, cutter: Cutter) -> tuple[str, int]:
     return "", 0
 
 
-def _train(place: Place, preempt: bool, doing: attempt.Doing) -> None:
-    agent = attempt.agent(place)
-    code = attempt.train(place, agent.first_attempt + agent.restarts, preempt, doing)
+def _train(place: Place, start: str, preempt: bool, doing: attempt.Doing) -> None:
+    code = attempt.train(place, start, preempt, doing)
     if not attempt.succeeded(code):
         raise SystemExit(2)
 

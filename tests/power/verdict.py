@@ -46,8 +46,8 @@ def resume(place: Place) -> str:
         return ""
     before = checkpoints.newest(place.run.path) or 0
     if before < STEPS:
-        submitted = submission.resume(place.run)
-        train(place, submitted.attempt, preempt=False)
+        submission.resume(place.run, place.run.latest())
+        train(place, "resumed", preempt=False)
     newest = checkpoints.newest(place.run.path)
     if newest != STEPS:
         return f"resumed at step {before}, it ended at {newest}"
@@ -73,8 +73,6 @@ def _of_submission(place: Place, kinds: set[str]) -> list[str]:
             found.append("the job's pickle is gone")
         if not agents:
             found.append("there is no pickle")
-        if "requeued" in kinds and max(agent.restarts for agent in agents) != 1:
-            found.append("the job was requeued with the pickle of its first start")
     return found
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import RunDirectory
-from primeslurm.slurm.launch_failures import JobOutput, kills, node_names, restarts
+from primeslurm.slurm.launch_failures import START, JobOutput, kills, node_names
 
 QUIET = 3.0
 """A head that was heard of so many heartbeats ago is there: nobody reads the output of a job that is well."""
@@ -27,7 +27,7 @@ class HeadWatch:
         names = node_names(plan, environ)
         self._head = names[0] if names else None
         path = RunDirectory(Path(plan.run_dir)).job_output(environ.get("SLURM_JOB_ID", ""))
-        self._output = JobOutput(path, restarts(environ))
+        self._output = JobOutput(path, environ.get(START, ""))
         self._quiet_s = QUIET * plan.heartbeat_s
         self._looked_at = -math.inf
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -10,18 +11,20 @@ from pathlib import Path
 
 from tenacity import RetryCallState
 
-from primeslurm.errors import ClusterError, signature
+from primeslurm.errors import ClusterError, same_error
 from primeslurm.node.attempt.controller import requeue
 from primeslurm.plan.model import Plan
-from primeslurm.records.attempt import EndRecord
+from primeslurm.records.attempt import EndRecord, newest_attempt
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.reserve import Reserve
+from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.exclusion import Partitions, excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode, Ledger
+from primeslurm.run.records import trained_of
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import insisting_in_thread
@@ -51,8 +54,11 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in known]
     ends.append((_failed_itself(ending.outcome, ending.suspect), step))
     failed = [end for end in known if end.outcome == Outcome.FAILED and end.committed_step == step]
-    again = _fails_to_start_again(ending, failed)
+    error = lasting_error(ending, attempt)
+    again = bool(failed) and same_error(error, failed[-1].error)
     requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again)
+    if (newest := newest_attempt(run.path)) > attempt.number:
+        requeue, why_not = False, f"attempt {newest} has taken over the run"
     record = EndRecord(
         outcome=ending.outcome,
         reason=ending.reason,
@@ -61,7 +67,7 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
         requeued=requeue,
         why_not_requeued=why_not,
         time=time.time(),
-        start_error=ending.start_error,
+        error=error,
     )
     reserve = Reserve(run.path)
     try:
@@ -74,16 +80,22 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     return requeue
 
 
-def _fails_to_start_again(ending: Ending, failed: Sequence[EndRecord]) -> bool:
-    """Whether engines could not start in the failed attempt before, either, with the same error.
+def lasting_error(ending: Ending, attempt: Attempt) -> str:
+    """Return the error of an attempt that has made no progress, unless another attempt may be free of the error.
 
     Args:
-        ending: of this attempt.
-        failed: ends of the attempts before that failed, since the newest committed step.
+        ending: of the attempt.
+        attempt: which one.
+
+    Returns:
+        The message, without names of nodes; empty if the attempt has trained a step, was preempted, or lost a node.
     """
-    if not ending.start_error or not failed:
-        return False
-    return signature(ending.start_error) == signature(failed[-1].start_error)
+    if ending.outcome is not Outcome.FAILED or not ending.error or is_transient(ending.error) or trained_of(attempt):
+        return ""
+    with contextlib.suppress(ValueError, OSError):
+        names = sorted({report.name for report in attempt.heartbeats()}, key=len, reverse=True)
+        return re.sub(rf"\b({'|'.join(map(re.escape, names))})\b", "NODE", ending.error) if names else ending.error
+    return ending.error
 
 
 def _failed_itself(outcome: str, suspect: str) -> bool:
@@ -114,7 +126,7 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int, *, 
         attempt: its number.
         plan: of the attempt.
         fruitless: failed attempts that have committed nothing new, this one included.
-        again: engines could not start, and so in the failed attempt before, with the same error.
+        again: the failed attempt before ended with the same error, and neither has made progress.
 
     Returns:
         The decision, and why not if the job does not resume though it failed.
@@ -126,7 +138,7 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int, *, 
     if ending.final:
         return False, "another attempt would end in the same way"
     if again:
-        return False, "engines could not start in the attempt before, either, with the same error"
+        return False, "the attempt before ended with the same error, and neither made progress"
     if ending.outcome is Outcome.PREEMPTED or ending.suspect == FILE_SYSTEM:
         return True, ""
     if fruitless >= FRUITLESS_ATTEMPTS:

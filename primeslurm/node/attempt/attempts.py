@@ -1,63 +1,98 @@
-"""Which attempt of a run a job is in, and its directory."""
+"""Which attempt of a run the start of a job uses, and whether the job owns the run at all."""
 
 from __future__ import annotations
 
+import socket
 import time
+from collections.abc import Mapping
 
-from primeslurm import files
+import msgspec
+
+from primeslurm.errors import RunError
+from primeslurm.records.attempt import JobRecord, StartRecord
 from primeslurm.records.reserve import Reserve, until_written
+from primeslurm.run.claims import NotOwnerError, claim_attempt, claim_start, owner
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.slurm.launch_failures import START
 
 PLAN_WAIT_S = 120.0
 _POLL_S = 0.5
 
 
-def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
-    """Return an attempt that has its plan. After a requeue the head makes it from the one before; others wait for it.
+def this_start(environ: Mapping[str, str], job_id: str) -> StartRecord:
+    """Return the record of the start that this process belongs to: the batch script has named it."""
+    return StartRecord(environ[START], job_id, socket.gethostname(), time.time())
 
-    On a full or read-only file system it is tried again, until the attempt would have ended for want of progress.
+
+def enter(
+    run: RunDirectory, submission: str, start: StartRecord, *, first: int = 1, wait_s: float, visible_s: float = 0.0
+) -> Attempt:
+    """Return the attempt that a start of a job uses; claim it if nobody has done so after a while.
+
+    The first start of a job uses the attempt that was submitted; each later one gets a new attempt. The head claims it
+    at once. Other agents wait for the head, and claim it themselves if the head does not come.
+
+    On a full or read-only file system a claim is tried again, until the attempt would have ended for want of progress.
 
     Args:
         run: the run.
-        number: of the attempt.
-        wait_s: how long to wait, in seconds, before making it here: without a head it would never be there.
+        submission: that the job was made for.
+        start: of the job.
+        first: number of the attempt that was submitted.
+        wait_s: how long to wait for somebody else's claim, in seconds.
+        visible_s: how long to wait for the attempt that was submitted, in seconds: a network file system may show it
+            late.
 
     Raises:
-        RunError: the run has no attempt at all.
+        NotOwnerError: another job owns the run.
+        RunError: the run has no such attempt.
         OSError: its directory cannot be made.
     """
-    attempt = run.attempt(number)
-    deadline = time.monotonic() + wait_s
-    while not files.is_file(attempt.plan_file):
-        if time.monotonic() >= deadline:
-            _make_in_time(run, attempt)
-            break
-        time.sleep(_POLL_S)
-    return attempt
+    began = time.monotonic()
+    while True:
+        newest = _newest(run, first)
+        job = newest.job() if newest is not None else None
+        if newest is None or job is None:
+            if time.monotonic() - began >= visible_s:
+                raise RunError(f"{run.path} has no attempt {first} with a job")
+            time.sleep(_POLL_S)
+            continue
+        used_by = newest.start()
+        _refuse_stranger(newest, job, used_by, submission, start)
+        if used_by is not None and used_by.word == start.word:
+            return newest
+        if time.monotonic() - began >= wait_s:
+            _claim(run, newest, job, used_by, start)
+        else:
+            time.sleep(_POLL_S)
 
 
-def _make_in_time(run: RunDirectory, attempt: Attempt) -> None:
-    patience_s = run.latest().plan().stall_timeout_s
+def _newest(run: RunDirectory, first: int) -> Attempt | None:
+    attempts = run.attempts()
+    return attempts[-1] if attempts and attempts[-1].number >= first else None
+
+
+def _refuse_stranger(
+    newest: Attempt, job: JobRecord, used_by: StartRecord | None, submission: str, start: StartRecord
+) -> None:
+    """Raise NotOwnerError if the newest attempt is not of this job."""
+    job_ids = {job.job_id, used_by.job_id if used_by is not None else ""} - {""}
+    if job.submission != submission or job_ids - {start.job_id}:
+        raise NotOwnerError(
+            f"run {newest.path.parents[1]} belongs to {owner(newest)}; job {start.job_id} ends without touching it"
+        )
+
+
+def _claim(run: RunDirectory, newest: Attempt, job: JobRecord, used_by: StartRecord | None, start: StartRecord) -> None:
+    """Claim the newest attempt if no start uses it, else the next one. Somebody else may be faster."""
+    plan = newest.plan()
+    job = msgspec.structs.replace(job, job_id=start.job_id)
+
+    def claim() -> None:
+        if used_by is not None:
+            claim_attempt(run, newest.number + 1, plan, job, start)
+        elif claim_start(newest, start):
+            newest.record_job(job)  # whoever has submitted it may have been killed before it was told the id
+
     reserve = Reserve(run.path)
-    until_written(lambda: reserve.spend_on(lambda: _make(run, attempt)), patience_s)
-
-
-def first_of_job(run: RunDirectory, job_id: str) -> int:
-    """Find the number of the attempt that a job began with.
-
-    Raises:
-        RunError: the run has no attempt at all.
-    """
-    jobs = {attempt.number: attempt.job() for attempt in run.attempts()}
-    own = [number for number, job in jobs.items() if job is not None and job.job_id == job_id]
-    return min(own, default=run.latest().number)
-
-
-def _make(run: RunDirectory, attempt: Attempt) -> None:
-    if files.is_file(attempt.plan_file):
-        return  # another agent was faster
-    previous = run.latest()
-    plan = previous.plan()
-    if job := previous.job():
-        attempt.record_job(job)
-    attempt.prepare(plan)  # from then on it is the newest one: without a job, it would look lost
+    until_written(lambda: reserve.spend_on(claim), plan.stall_timeout_s)

@@ -1,6 +1,6 @@
 """What the batch script runs after a step that failed.
 
-    python -m primeslurm.node.attempt.batch_epilogue RUN_DIR CODE SRUN ...
+    python -m primeslurm.node.attempt.batch_epilogue RUN_DIR SUBMISSION CODE SRUN ...
 
 Usually the head has recorded how the attempt ended, and had the job requeued. It cannot where no head was there to do
 so: srun ends all tasks when it cannot reach a single node to start one. And Slurm's controller may have been away.
@@ -9,6 +9,7 @@ so: srun ends all tasks when it cannot reach a single node to start one. And Slu
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,14 @@ from pathlib import Path
 
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
-from primeslurm.node.attempt.attempts import enter, first_of_job
+from primeslurm.node.attempt.attempts import enter, this_start
 from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.job_output import srun_error, telling
 from primeslurm.records.journal import Journal
+from primeslurm.run.diagnosis.logs import error_line
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import (
@@ -36,8 +39,13 @@ from primeslurm.slurm.launch_failures import (
     step_without,
 )
 
+_LABEL = re.compile(r"^\d+: ")
+"""Number of the task that has written a line of the output (`srun --label`)."""
 
-def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
+
+def ending_of_step(
+    end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str], output: str
+) -> Ending | None:
     """Tell how the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
 
     Args:
@@ -45,6 +53,7 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
         job_state: Slurm's word for the job.
         code: srun's exit code.
         unreached: nodes on which it could not start a task, and why.
+        output: of this start of the job.
     """
     if end is not None or job_state != "RUNNING":
         return None
@@ -52,7 +61,12 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
         name, why = next(iter(unreached.items()))
         more = f", nor on {len(unreached) - 1} more" if len(unreached) > 1 else ""
         return Ending(Outcome.FAILED, f"node {name}: no agent could be started ({why}){more}", name)
-    return Ending(Outcome.FAILED, f"srun ended with exit code {code}, and no agent has said why", "job")
+    lines = output.splitlines()
+    if words := srun_error(lines):
+        return Ending(Outcome.FAILED, f"no agent could be started: {words}", "job", error=words)
+    error = error_line([_LABEL.sub("", line) for line in telling(lines)]) or ""
+    reason = f"srun ended with exit code {code}, and no agent has said why"
+    return Ending(Outcome.FAILED, f"{reason}: {error}" if error else reason, "job", error=error)
 
 
 class BatchEpilogue:
@@ -60,21 +74,25 @@ class BatchEpilogue:
 
     Args:
         run: the run that the job belongs to.
+        submission: that the job was made for.
         step: srun's command line.
 
     Raises:
         ClusterError: Slurm refused or did not answer; also in what follows.
-        RunError: the run has no attempt, or none with a readable plan.
+        RunError: the run belongs to another job, has no attempt, or none with a readable plan.
         OSError: the run directory cannot be read or written; also in what follows.
     """
 
-    def __init__(self, run: RunDirectory, step: list[str]) -> None:
+    def __init__(self, run: RunDirectory, submission: str, step: list[str]) -> None:
         self._job_id, self._restarts = os.environ["SLURM_JOB_ID"], restarts(os.environ)
         self._run, self._step, self._client = run, step, SlurmClient()
-        self._attempt = enter(run, first_of_job(run, self._job_id) + self._restarts, wait_s=0.0)
+        start = this_start(os.environ, self._job_id)
+        self._attempt = enter(run, submission, start, wait_s=0.0)
         self._plan = self._attempt.plan()
         self._names = node_names(self._plan, os.environ)
-        self._output = JobOutput(run.job_output(self._job_id), self._restarts)
+        self._output = JobOutput(run.job_output(self._job_id), start.word)
+        self._said = ""
+        """What was written into the job's output since this start."""
         self._unreached: dict[str, str] = {}
         """Nodes on which no task could be started, and why."""
         self._journal = Journal(self._attempt.path, "batch")
@@ -87,11 +105,13 @@ class BatchEpilogue:
             if end is not None and end.requeued:  # if the controller was away when the head asked for it: now
                 self._requeue()
                 break
-            told = launch_failures(self._output.news())
+            said = self._output.news()
+            self._said += said
+            told = launch_failures(said)
             news = {name: why for name, why in told.items() if name not in self._unreached}
             self._unreached |= news
             job = insist(self._client, partial(self._client.job, self._job_id))
-            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached, self._said)
             if ending is None:
                 break
             if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault
@@ -127,10 +147,10 @@ class BatchEpilogue:
         keep_away_from_bad_nodes(self._plan, self._job_id)
 
 
-def main(run_dir: str, code: str, *step: str) -> int:
+def main(run_dir: str, submission: str, code: str, *step: str) -> int:
     """Returns the exit code of the last step."""
     try:
-        return BatchEpilogue(RunDirectory(Path(run_dir)), list(step)).see_to(int(code))
+        return BatchEpilogue(RunDirectory(Path(run_dir)), submission, list(step)).see_to(int(code))
     except (ClusterError, RunError, OSError) as error:
         print(f"primeslurm: {error}", file=sys.stderr)
         return int(code)

@@ -1,6 +1,6 @@
 """What the batch script runs if a command of the site's set-up (`modules`, `prologue`) failed.
 
-    python -m primeslurm.node.attempt.setup_failure RUN_DIR CODE COMMAND
+    python -m primeslurm.node.attempt.setup_failure RUN_DIR SUBMISSION CODE COMMAND
 
 It records the end of the attempt with the words of that command. The job is not requeued: the next start would run the
 same commands.
@@ -14,13 +14,13 @@ from pathlib import Path
 
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude
-from primeslurm.node.attempt.attempts import enter, first_of_job
+from primeslurm.node.attempt.attempts import enter, this_start
 from primeslurm.records.events.nodes import AttemptEnds
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.launch_failures import JobOutput, restarts
+from primeslurm.slurm.launch_failures import JobOutput
 
 SUSPECT = "site set-up"
 MOST_LINES = 3
@@ -41,29 +41,30 @@ def ending_of_setup(code: int, command: str, output: str) -> Ending:
     return Ending(Outcome.FAILED, reason, SUSPECT, final=True)
 
 
-def record(run: RunDirectory, code: int, command: str) -> None:
+def record(run: RunDirectory, submission: str, code: int, command: str) -> None:
     """Put the end of this job's attempt on record, unless Slurm is ending the job.
 
     Raises:
         ClusterError: Slurm does not answer.
-        RunError: the run has no attempt, or none with a readable plan.
+        RunError: the run belongs to another job, has no attempt, or none with a readable plan.
         OSError: the run directory cannot be read or written.
     """
-    job_id, start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
+    job_id = os.environ["SLURM_JOB_ID"]
+    start = this_start(os.environ, job_id)
     job = SlurmClient().job(job_id)
-    attempt = enter(run, first_of_job(run, job_id) + start, wait_s=0.0)
+    attempt = enter(run, submission, start, wait_s=0.0)
     if job is None or job.state != "RUNNING" or attempt.end() is not None:
         return
-    ending = ending_of_setup(code, command, JobOutput(run.job_output(job_id), start).news())
+    ending = ending_of_setup(code, command, JobOutput(run.job_output(job_id), start.word).news())
     journal = Journal(attempt.path, "batch")
     journal.write(AttemptEnds(ending.outcome, ending.reason, ending.suspect))
     conclude(attempt.plan(), run, attempt, ending, journal)
 
 
-def main(run_dir: str, code: str, command: str) -> int:
+def main(run_dir: str, submission: str, code: str, command: str) -> int:
     """Returns 0, or 1 if the end could not be recorded."""
     try:
-        record(RunDirectory(Path(run_dir)), int(code), command)
+        record(RunDirectory(Path(run_dir)), submission, int(code), command)
     except (ClusterError, RunError, OSError) as error:
         print(f"primeslurm: {error}", file=sys.stderr)
         return 1

@@ -56,7 +56,7 @@ class FailedStarts:
                     f"{failed.process} cannot start: {failed.starts} starts in a row ended with the same error, and "
                     f"no process of role {role} has been ready: {failed.error}"
                 )
-                return Ending(Outcome.FAILED, reason, failed.process, start_error=failed.error)
+                return Ending(Outcome.FAILED, reason, failed.process, error=failed.error)
         return None
 
 

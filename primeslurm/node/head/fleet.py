@@ -19,7 +19,7 @@ from primeslurm.node.head.blame import Fault, fails_again, whose_fault
 from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.node.head.hangs import PATIENCE, Patience, Standstill, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
-from primeslurm.node.head.process_states import how_it_died
+from primeslurm.node.head.process_states import how_it_died, message
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
 from primeslurm.plan.model import Plan, Process, Replica
 from primeslurm.records.base import Event
@@ -40,6 +40,7 @@ from primeslurm.records.fleet import (
     ProcessReport,
     RestartOrder,
 )
+from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exits
 
@@ -270,8 +271,9 @@ class Fleet:
                 alone = f"no other node of the job contradicts {agent.name}"
                 alike = f"all {len(kind)} of its kind are like {agent.name}" if len(kind) > 1 else alone
                 reason = f"no node is to blame, as {alike}"
-                final = fails_again(agent)
-                return Ending(Outcome.FAILED, f"{reason}: {agent.unfit_because}", "all nodes alike", final=final)
+                why = agent.unfit_because
+                again = fails_again(agent)
+                return Ending(Outcome.FAILED, f"{reason}: {why}", "all nodes alike", final=again, error=why)
             case Fault.OPEN:
                 return None
 
@@ -361,7 +363,7 @@ class Fleet:
 
     # processes
 
-    def _give_up(self, names: Iterable[str], reason: str, suspect: str) -> Ending | None:
+    def _give_up(self, names: Iterable[str], reason: str, suspect: str, error: str = "") -> Ending | None:
         """Go on without some processes if any replica still serves; whoever depends on them is given up as well."""
         lost = self.lost | set(names)
         for group in self.restart_groups.values():
@@ -372,7 +374,7 @@ class Fleet:
             if replica not in serving:
                 lost |= {replica.router, *replica.engines}
         if not serving or not self._expendable(lost):
-            return Ending(Outcome.FAILED, reason, suspect)
+            return Ending(Outcome.FAILED, reason, suspect, error=error)
         self.news.append(News(ProcessesGivenUp(sorted(lost - self.lost), reason)))
         self.lost = lost
         return None
@@ -400,7 +402,7 @@ class Fleet:
                 reason = f"{fallen.name} {how_it_died(report)}"
                 if group.exhausted:
                     reason += f"; its unit {group.name} was restarted {group.restarts} times"
-                    if ending := self._give_up([fallen.name], reason, group.name):
+                    if ending := self._give_up([fallen.name], reason, group.name, message(report)):
                         return ending
                     continue
                 self._restart_group(group, reason, now)
@@ -433,8 +435,14 @@ class Fleet:
         return {name: beat for name, beat in zip(ranks, beats, strict=True) if beat} if all(beats) else {}
 
     def _dead_process(self, now: float) -> Ending | None:
-        # Those that hung first: the others died of their end.
-        for process in sorted(self.plan.processes(), key=lambda process: process.name not in self.hung):
+        # Those that hung first: the others died of their end. Then those with an error of their own, as ranks that lose
+        # another rank die at the same moment.
+        def order(process: Process) -> tuple[bool, bool]:
+            report = self.report(process.name)
+            error = message(report) if report is not None else ""
+            return process.name not in self.hung, not error or is_transient(error)
+
+        for process in sorted(self.plan.processes(), key=order):
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
@@ -452,7 +460,8 @@ class Fleet:
                 return Ending(Outcome.FAILED, words, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
-            if ending := self._give_up([process.name], reason, process.name):
+            error = "" if process.name in self.hung else message(report)
+            if ending := self._give_up([process.name], reason, process.name, error):
                 return ending
         return None
 

@@ -21,6 +21,7 @@ from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.walltime import MARGIN_S, boot_clock, ends_too_late, seconds_left, seconds_to_stop
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
+from primeslurm.records.attempt import newest_attempt
 from primeslurm.records.events.nodes import (
     AddressesPublished,
     AttemptEnds,
@@ -37,7 +38,7 @@ from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.silence import held_up_s
-from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
+from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kills, launch_failures, node_names
 from primeslurm.wire.transport.addresses import Addresses
 
 SUSPECT = 10.0
@@ -81,7 +82,7 @@ class Head(threading.Thread):
         """Clock of what is shown to people. Everything else goes by the monotonic clock of `tick`."""
         now = time.monotonic()
         self.fleet = Fleet(agent.plan, started_at=now, hosts=hosts, patience=timings.silence)
-        self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), restarts(os.environ))
+        self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), os.environ.get(START, ""))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
         self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
@@ -110,7 +111,8 @@ class Head(threading.Thread):
                 self.tick(time.monotonic())
                 time.sleep(self._timings.period_s)
         except Exception as error:
-            self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
+            message = f"{type(error).__name__}: {error}"
+            self.ending = Ending(Outcome.FAILED, f"head: {message}", "head", error=message)
             self.journal.write(HeadFailed(self.ending.reason))
             self._agent.end(self.ending)
 
@@ -157,7 +159,10 @@ class Head(threading.Thread):
         return {rank for rank, since in self._unread.items() if now - since <= self._records.patience_s}
 
     def _asked_to_end(self) -> Ending | None:
-        """By the user, by Slurm, or by the clock."""
+        """By the user, by Slurm, by the clock, or because a newer attempt owns the run."""
+        newest = self._records.read(lambda: newest_attempt(self.run_directory.path), otherwise=0)
+        if newest > self.attempt.number:
+            return Ending(Outcome.CANCELLED, f"attempt {newest} has taken over the run")
         if self._records.read(lambda: files.exists(self.attempt.cancel_file), otherwise=False):
             return Ending(Outcome.CANCELLED, "cancelled by the user")
         trainer = self._records.read(lambda: self.attempt.state("trainer-rank-0", TrainerState), otherwise=None)

@@ -61,6 +61,11 @@ def fleet_state(
     }.get(ProcessState(report.state), FleetState.DONE)
 
 
+def message(report: ProcessReport) -> str:
+    """Return the error that a process has ended with by itself, as its log tells it; empty if a signal has ended it."""
+    return report.reason if report.exit_code is not None and report.exit_code > 0 else ""
+
+
 def how_it_died(report: ProcessReport) -> str:
     """Tell how a process has ended, in words that follow its name."""
     code = report.exit_code

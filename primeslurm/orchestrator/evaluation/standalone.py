@@ -20,6 +20,7 @@ from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError,
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.recipe import Recipe
+from primeslurm.records.attempt import require_newest
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     EnvironmentFails,
@@ -54,6 +55,7 @@ class EvaluationServer:
         self._clock = clock
         self._arguments = arguments
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
+        require_newest(arguments.run_dir, arguments.attempt)
         self._journal.note_storage_faults()
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
         incarnation = uuid.uuid4().hex[:6]

@@ -13,6 +13,7 @@ from primeslurm import files
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
+from primeslurm.records.job_output import of_start, srun_error, telling
 from primeslurm.records.recipe import RunRecipe
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis import failure_signatures
@@ -25,7 +26,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import attempt_events, dropped_of, progress_of, rows
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
-from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, WhyWaiting
+from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, WhyWaiting
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
 
 LAST_LINES = 20
@@ -146,7 +147,7 @@ def _advice(attempt: Attempt, recipe: RunRecipe) -> list[Advice]:
 
 
 _UNDER_WAY = ("running", "RUNNING")
-_GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING")
+_GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING", SUBMITTING)
 
 
 def _signs(attempt: Attempt, now: float, why_silent: WhySilent, second_look_s: float) -> Signs:
@@ -157,7 +158,7 @@ def _signs(attempt: Attempt, now: float, why_silent: WhySilent, second_look_s: f
 
 def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], signs: Signs) -> tuple[str, str]:
     if end := attempt.end():
-        return end.outcome, end.reason
+        return end.outcome, end.reason + (f"; {end.why_not_requeued}" if end.why_not_requeued else "")
     state = job_state(job) if (job := attempt.job()) else None
     begun = files.exists(attempt.fleet_file)
     if state is not None and state.startswith((*ALIVE, NO_ANSWER)):
@@ -167,7 +168,7 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], sig
         return ("running" if begun or state != NO_ANSWER else "silent"), mute
     if state is None:
         return "lost", "the attempt left no word of its end, and no such job is known"
-    return state.partition(" ")[0], state
+    return re.split(r"\W", state, maxsplit=1)[0], state
 
 
 def _may_wait(run: RunDirectory, attempt: Attempt, outcome: str) -> bool:
@@ -231,7 +232,7 @@ def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reaso
     at = end.time if end else _last_time(happened)
     if not at and (job := attempt.job()):
         at = job.submitted_at
-    return Failure(at, (end.suspect if end else "") or "job", "", reason if end else f"{outcome}: {reason}")
+    return Failure(at, (end.suspect if end else "") or "job", "", end.reason if end else f"{outcome}: {reason}")
 
 
 def _together(found: Sequence[Failure]) -> list[Failure]:
@@ -254,17 +255,26 @@ def _excuse(examined: ExaminedFailure) -> int:
 def _examine(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> ExaminedFailure:
     path = _log_of(run, attempt, placement, failure)
     lines = lines_until(path, failure.time) if path else []
+    if failure.component == "job":
+        lines = telling(_of_attempt(lines, attempt))
     known = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
     return ExaminedFailure(
         failure,
         log=str(path or ""),
-        error=error_line(lines),
+        error=(srun_error(lines) if failure.component == "job" else "") or error_line(lines),
         last_lines=lines[-LAST_LINES:],
         causes=known
         or failure_signatures.of_reason(failure.how)
         or failure_signatures.of_exit(failure.code)
         or _of_job(failure),
     )
+
+
+def _of_attempt(lines: list[str], attempt: Attempt) -> list[str]:
+    """The lines of a job's output that belong to the start that used an attempt; all lines if nothing says which."""
+    start = attempt.start()
+    part = of_start("\n".join(lines) + "\n", start.word) if start is not None else None
+    return lines if part is None else part.splitlines()
 
 
 def _of_job(failure: Failure) -> list[Cause]:
@@ -276,6 +286,9 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failur
         if process.name == failure.component:
             return attempt.path / process.log
     if failure.component == "job" or re.match(r"agent-\d+$|head$", failure.component):
+        job = attempt.job()
+        if job is not None and files.is_file(own := run.job_output(job.job_id)):
+            return own
         outputs = [*files.listing(run.path, "slurm-*.out"), *files.listing(run.path / "submitit", "*.out")]
         written = {path: about.st_mtime for path in outputs if (about := files.status(path))}
         return max(sorted(written), key=lambda path: written[path], default=None)

@@ -183,6 +183,10 @@ _REASONS = (
         re.compile(r"^a command of the site's set-up failed"),
         Cause("`modules` or `prologue` of the site file does not work in a job", "correct it in the site file"),
     ),
+    (
+        re.compile(r"srun: (fatal|error): "),
+        Cause("srun could not start the agents", "correct what srun says: options of the site or recipe, or variables"),
+    ),
     (re.compile(r"USR2|time limit|preempt"), Cause("preemption or the time limit", "nothing: the run resumes")),
     (
         re.compile(r"no sign of its agent|preflight has not ended"),
@@ -239,8 +243,8 @@ def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
     return sorted(found.values(), key=lambda each: each[0].symptom)
 
 
-_LATE = re.compile(r"(?i)time(d )?out")
-"""What was not there in time may be there the next time, whoever was waited for."""
+_LATE = re.compile(r"(?i)time(d )?out|unable to contact|connection failure|temporarily|\bbusy\b|try again")
+"""What was not there in time, or was busy, may be there the next time, whoever was waited for."""
 
 
 def is_transient(error: str) -> bool:

@@ -54,6 +54,8 @@ NO_ANSWER = "NO ANSWER"
 """What a `JobQuery` says where Slurm does not answer."""
 BROKEN_UP = "others of its components have ended"
 """What a `JobQuery` says of a job that waits without them, and would for ever."""
+SUBMITTING = "SUBMITTING"
+"""Begins what a `JobQuery` says of a job that has no id yet, while somebody submits it."""
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """Slurm's words for a job that has begun and has not ended."""
 
@@ -195,7 +197,7 @@ def read_status(
         directory=str(run.path),
         task=placement.task,
         attempt=attempt.number,
-        job_id=job.job_id if job else None,
+        job_id=(job.job_id or None) if job else None,
         phase=phase,
         reason=reason,
         max_steps=max_steps,
@@ -248,9 +250,11 @@ def _phase(
         loading = not begun and any(state in ("STARTING", "LOADING") for state in fleet.states.values())
         return ("starting", "") if loading else ("running", "")
     state = job_state(job) if job else None
+    if state is None and job and job.submission and not job.job_id:
+        return "lost", "its submission was interrupted before Slurm had the job; `primeslurm resume` submits it again"
     if state is None:
         return "lost", "no sign of life, and no such job"
-    if state.startswith(("PENDING", "CONFIGURING")):
+    if state.startswith(("PENDING", "CONFIGURING", SUBMITTING)):
         return "pending", state
     if state == NO_ANSWER:
         return "silent", ("the head is silent, and " if silence else "nothing was written yet, and ") + _MUTE

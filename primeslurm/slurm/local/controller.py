@@ -1,4 +1,4 @@
-"""Keeps a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MAX_ATTEMPTS`.
+"""Keeps a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MAX_ATTEMPTS SUBMISSION`.
 
 submitit's own controller starts a job at most six times, waits for every task although one asked for a requeue, and
 leaves tasks one second to end. Agents end the processes of a whole node; here they are treated as Slurm treats them.
@@ -6,13 +6,17 @@ leaves tasks one second to end. Agents end the processes of a whole node; here t
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJobEnvironment
+
+from primeslurm.slurm.launch_failures import START
 
 KILL_WAIT_S = 30.0
 _POLL_S = 0.1
@@ -28,6 +32,11 @@ class PlanController(Controller):
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
+
+    def start_tasks(self) -> None:
+        """Start the tasks, with a word that is new each time, as the batch script of a Slurm job has."""
+        os.environ[START] = str(uuid.uuid4())
+        super().start_tasks()
 
     def wait(self, freq: int = 24) -> Sequence[int | None]:
         """Exit codes once all tasks ended, one asked for a requeue, the time is over, or the run is to end.

@@ -9,18 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import psutil
-import submitit
-from submitit.local.local import LocalJob
 
-from primeslurm import durable
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.environment import clean
-from primeslurm.slurm.executor import Agent
+from primeslurm.slurm.executor import Agent, write_pickle
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
@@ -28,14 +25,64 @@ _EXEC_POLLS, _EXEC_POLL_S = 20, 0.01
 """A process that is just being started has an empty command line for a moment, one that has ended keeps it empty."""
 
 
-def submit_local(plan: Plan, agent: Agent) -> str:
+def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     """Start a Plan's agents and return the job id, which is the pid of their controller.
 
     The controller outlives the caller, starts the agents again after a checkpoint, and ends an attempt at the recipe's
     time. Its own messages are in `submitit/controller.log` of the run, those of the agents beside it. Modules and
     prologue of the site are for batch scripts and not run here.
+
+    Args:
+        plan: of the run.
+        agent: what runs once per node of the plan.
+        submission: unique word, by which `find` finds the controller.
     """
-    return str(PlanLocalExecutor(plan).submit(agent).job_id)
+    write_pickle(plan, agent, submission)
+    folder = submitit_folder(plan)
+    command = [plan.python, "-u", "-m", LOAD, str(folder), submission]
+    environment = {
+        **clean(os.environ),  # a shell inside salloc: this run is no part of that job
+        **exports(plan),
+        **_libraries(plan),
+        "SUBMITIT_EXECUTOR": "local",
+        "SUBMITIT_LOCAL_COMMAND": shlex.join(command),
+        "SUBMITIT_LOCAL_NTASKS": str(plan.allocated),
+        "SUBMITIT_LOCAL_NODEID": "0",
+        "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
+        "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * minutes(plan.job.time)),
+        "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(plan.job.signal_s),
+        "SUBMITIT_LOCAL_WITH_SHELL": "",
+        "SUBMITIT_STDERR_TO_STDOUT": "1",
+    }
+    argv = [sys.executable, "-m", _CONTROLLER, str(folder), str(plan.max_attempts), submission]
+    with (folder / "controller.log").open("ab") as log:
+        # Its own session: closing the terminal, or Ctrl-C in it, does not reach the run.
+        process = subprocess.Popen(
+            argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    return str(process.pid)
+
+
+def _libraries(plan: Plan) -> dict[str, str]:
+    """LD_LIBRARY_PATH as the batch script would set it."""
+    inherited = [path for path in [os.environ.get("LD_LIBRARY_PATH")] if path]
+    found = [*plan.library_path, *inherited]
+    return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
+
+
+def find(submission: str) -> str | None:
+    """Find the controller that was started for a submission; None if none runs on this host."""
+    return next((str(pid) for pid, argv in _processes() if _CONTROLLER in argv and submission in argv), None)
+
+
+def being_submitted(submission: str) -> bool:
+    """Whether a process of this host, such as sbatch, has the word of a submission among its arguments."""
+    return any(submission in word for _, argv in _processes() for word in argv)
+
+
+def _processes() -> Iterator[tuple[int, list[str]]]:
+    for process in psutil.process_iter(["cmdline"]):
+        yield process.pid, process.info["cmdline"] or []
 
 
 def is_running(plan: Plan, job_id: str) -> bool:
@@ -65,47 +112,3 @@ def cancel(plan: Plan, job_id: str) -> None:
         raise RunError(f"run {plan.run}: its local job {job_id} does not run")
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(job_id), signal.SIGTERM)
-
-
-class PlanLocalExecutor(submitit.LocalExecutor):
-    """Runs a Plan's agents as tasks of one local job under our own controller."""
-
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(submitit_folder(plan), max_num_timeout=plan.max_attempts, python=shlex.quote(plan.python))
-        self._plan = plan
-        self.update_parameters(timeout_min=minutes(plan.job.time), tasks_per_node=plan.allocated)
-
-    @property
-    def _submitit_command_str(self) -> str:
-        return f"{self.python} -u -m {LOAD} {shlex.quote(str(self.folder))}"
-
-    def _libraries(self) -> dict[str, str]:
-        """LD_LIBRARY_PATH as the batch script would set it."""
-        inherited = [path for path in [os.environ.get("LD_LIBRARY_PATH")] if path]
-        found = [*self._plan.library_path, *inherited]
-        return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
-
-    def _submit_command(self, command: str) -> LocalJob[Any]:
-        durable.sync_tree(self.folder)
-        tasks = self._num_tasks()
-        environment = {
-            **clean(os.environ),  # a shell inside salloc: this run is no part of that job
-            **exports(self._plan),
-            **self._libraries(),
-            "SUBMITIT_EXECUTOR": "local",
-            "SUBMITIT_LOCAL_COMMAND": command,
-            "SUBMITIT_LOCAL_NTASKS": str(tasks),
-            "SUBMITIT_LOCAL_NODEID": "0",
-            "SUBMITIT_LOCAL_JOB_NUM_NODES": "1",
-            "SUBMITIT_LOCAL_TIMEOUT_S": str(60 * self.parameters["timeout_min"]),
-            "SUBMITIT_LOCAL_SIGNAL_DELAY_S": str(self._plan.job.signal_s),
-            "SUBMITIT_LOCAL_WITH_SHELL": "",
-            "SUBMITIT_STDERR_TO_STDOUT": "1",
-        }
-        argv = [sys.executable, "-m", _CONTROLLER, str(self.folder), str(self._plan.max_attempts)]
-        with (self.folder / "controller.log").open("ab") as log:
-            # Its own session: closing the terminal, or Ctrl-C in it, does not reach the run.
-            process = subprocess.Popen(
-                argv, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
-        return LocalJob(self.folder, str(process.pid), tasks=list(range(tasks)), process=process)

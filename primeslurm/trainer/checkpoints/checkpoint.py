@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from primeslurm import files
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
+from primeslurm.records.attempt import require_newest
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointSetAside
 from primeslurm.records.journal import Journal
@@ -109,6 +110,10 @@ class Checkpoints:
         if config.local and (directory := os.environ.get(LOCAL_CHECKPOINTS)):
             self._copies = LocalCopies(Path(directory), world, _BACKSTOP)
 
+    def require_owned(self) -> None:
+        """Raise TakenOverError if a newer attempt owns the run: then nothing may be written for this one."""
+        require_newest(self._run_dir, self._attempt)
+
     def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         """Commit what has been written meanwhile, and save `step` if it is one of the interval.
 
@@ -147,8 +152,10 @@ class Checkpoints:
         which is the newest. The newest is announced again: who committed it may have been killed before.
 
         Raises:
-            RankError: the orchestrator failed, or a committed checkpoint is not visible from a rank's node.
+            RankError: the orchestrator failed, a newer attempt owns the run, or a committed checkpoint is not visible
+                from a rank's node.
         """
+        self._on_main(self.require_owned, "restoring a checkpoint")
         half_loaded = False
         while step := self._newest_whole():
             damage = self._damaged_before(step)
@@ -257,6 +264,7 @@ class Checkpoints:
 
     def _begin(self, directory: Path, step: int, journal: Journal) -> None:
         """The orchestrator's part comes first, while its state is that of `step`. It flushes its records, too."""
+        self.require_owned()
         checkpoints.clear(directory)
         journal.sync()
         if self._link is not None:
@@ -267,6 +275,7 @@ class Checkpoints:
     def _write(self, write: Callable[[], object], writer: ShardWriter, directory: Path, step: int) -> None:
         write()
         if self._world.is_main:
+            self.require_owned()
             checkpoints.commit(directory, step, self._attempt, writer.files)
 
     def _concluded(self, timer: PhaseTimer) -> bool:

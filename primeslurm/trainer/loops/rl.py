@@ -141,6 +141,7 @@ class RlTask:
         return choice, batch
 
     def _ask(self, step: int) -> tuple[Choice, Batch | None]:
+        self._saver.require_owned()
         batch = self._fetch(step)
         if batch is not None:
             return Choice.TRAIN, batch

@@ -7,7 +7,13 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.records.events.training import CheckpointLoaded, StepSkipped, TrainerStopped, WeightsPublished
+from primeslurm.records.events.training import (
+    CheckpointLoaded,
+    StepSkipped,
+    StepTrained,
+    TrainerStopped,
+    WeightsPublished,
+)
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -64,7 +70,9 @@ class SftTask:
             self._timer.step = step
             values = self._learner.train(self._batch(step), self._timer) | self._timer.take()
             if metrics is not None:
+                self._saver.require_owned()
                 metrics.write(step, values)
+                self._journal.write(StepTrained(step, values["loss"]))
                 if values["skipped"]:
                     self._journal.write(StepSkipped(step, str(values["grad_norm"])))
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))

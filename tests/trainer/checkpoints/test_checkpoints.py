@@ -178,3 +178,22 @@ def test_what_cannot_be_begun_for_want_of_space_is_begun_later(
     run.train(1, 2)
     run.saver.finish(2, run.learner, run.timer)
     assert (tries, checkpoints.committed(tmp_path)) == ([2] * 5, [2])
+
+
+def test_a_trainer_whose_run_was_taken_over_commits_nothing(
+    moe_model: Path, world: World, disk: Disk, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, moe_model, world)
+    run.train(1, 2)  # is being written
+    (tmp_path / "attempts" / "2").mkdir(parents=True)
+    disk.free.set()
+    with pytest.raises(RankError, match="attempt 2 has taken over the run from attempt 1"):
+        run.saver.finish(2, run.learner, run.timer)
+    assert checkpoints.committed(tmp_path) == []
+    before = sorted(tmp_path.rglob("*"))
+    late = Run(tmp_path, moe_model, world)
+    with pytest.raises(RankError, match="attempt 2 has taken over"):
+        late.saver.restore(late.learner)
+    with pytest.raises(RankError, match="attempt 2 has taken over"):
+        late.train(3, 4)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -21,6 +21,7 @@ from primeslurm.trainer.components.loss import cross_entropy
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
@@ -61,6 +62,22 @@ def train(
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
     assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_trainer_whose_run_was_taken_over_writes_no_metrics(
+    moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
+) -> None:
+    class TakenOver(Checkpoints):
+        def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
+            super().after(step, learner, timer)
+            (tmp_path / "attempts" / "2").mkdir(exist_ok=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(train.__globals__, "Checkpoints", TakenOver)
+        with pytest.raises(OSError, match="attempt 2 has taken over the run from attempt 1"):
+            train(sft_recipe(moe_model, demonstrations), tmp_path, world)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1]
 
 
 def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:

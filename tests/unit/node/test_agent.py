@@ -142,6 +142,16 @@ def test_dependents_start_after_what_they_need_answers(start: Callable[..., Runn
     assert running.report("server").healthy is True
 
 
+def test_an_attempt_ends_when_a_newer_one_owns_the_run(start: Callable[..., Running]) -> None:
+    running = start((process("orchestrator", 0, SLEEP),))
+    pid = running.wait_state("orchestrator", "ready").pid
+    (running.run.path / "attempts" / "2").mkdir()
+    running.join()
+    assert running.head.ending == Ending(Outcome.CANCELLED, "attempt 2 has taken over the run")
+    assert not alive(pid) and not running.head.conclude()
+    assert (end := running.attempt.end()) is not None and not end.requeued
+
+
 def test_agents_are_told_what_is_new_at_once_and_what_they_know_each_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

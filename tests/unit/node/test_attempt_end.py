@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from primeslurm.errors import ClusterError
+from primeslurm.files import write_json
 from primeslurm.node.attempt import attempt_end, controller
 from primeslurm.node.attempt.attempt_end import conclude
-from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.events.training import StepTrained
+from primeslurm.records.fleet import AgentReport, Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import JobComponent, JobState
@@ -30,6 +33,50 @@ def test_a_run_ends_after_three_attempts_that_committed_nothing_new_and_not_afte
         ending = Ending(Outcome.FAILED, "a trainer rank was killed", "trainer-rank-0")
         requeued.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
     assert requeued == [True, True, True, False]
+
+
+MISSING = "2026-11-28 09:00:01 trainer 0 ERROR ValueError: missing: model.embed_tokens.weight in /m/1.safetensors"
+NAMED = "ValueError: node {} with 127.0.0.{} does not know tensor at 0x7f5b479cc1{}0"
+
+
+@pytest.mark.parametrize(
+    ("errors", "trained", "requeued"),
+    [
+        pytest.param((MISSING, MISSING), (), [True, False], id="the same"),
+        pytest.param((MISSING, MISSING.replace("01 trainer 0", "59 trainer 3")), (), [True, False], id="time and rank"),
+        pytest.param(
+            (NAMED.format("alpha", 1, "a"), NAMED.format("beta", 2, "b")), (), [True, False], id="node, address"
+        ),
+        pytest.param((f"{MISSING[:90]}...", MISSING), (), [True, False], id="cut"),
+        pytest.param((MISSING, "KeyError: 'x'", MISSING), (), [True, True, False], id="another"),
+        pytest.param((MISSING, MISSING, MISSING), (1, 2, 3), [True, True, False], id="after progress"),
+        pytest.param((MISSING, MISSING, MISSING), (1,), [True, True, False], id="the second time without progress"),
+        pytest.param(("ConnectionError: Connection refused",) * 3, (), [True, True, False], id="may pass"),
+        pytest.param(("",) * 3, (), [True, True, False], id="no message"),
+    ],
+)
+def test_an_error_that_repeats_before_any_progress_ends_the_run_after_the_second(
+    errors: tuple[str, ...], trained: tuple[int, ...], requeued: list[bool], tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path / "r", (), max_attempts=9)
+    run, found = RunDirectory(Path(plan.run_dir)), []
+    for number, error in enumerate(errors, start=1):
+        attempt = run.attempt(number)
+        attempt.prepare(plan)
+        for name in ("alpha", "beta"):
+            report = AgentReport(0, name, "", 1.0, agent_pid=1)
+            write_json(attempt.agent_file(("alpha", "beta").index(name)), msgspec.to_builtins(report))
+        if number in trained:
+            Journal(attempt.path, "trainer-rank-0").write(StepTrained(1))
+        ending = Ending(
+            Outcome.FAILED, f"trainer-rank-0 ended with exit code 1 ({error})", "trainer-rank-0", error=error
+        )
+        found.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
+    assert found == requeued
+    last = run.latest().end()
+    assert last is not None
+    if len(errors) == 2:
+        assert last.why_not_requeued == "the attempt before ended with the same error, and neither made progress"
 
 
 class ForgetfulSlurm:

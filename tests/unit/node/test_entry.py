@@ -18,8 +18,9 @@ from primeslurm.files import write_json
 from primeslurm.node import entry
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan, Process
-from primeslurm.records.attempt import EndRecord
+from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.launch_failures import START
 from primeslurm.slurm.local import submit
 from tests.support.plans import plan_of, python
 
@@ -43,8 +44,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RunDirectory, str]]]:
         plan = plan.model_copy(update={"addresses": {f"local-{i}": f"127.0.0.{i + 1}" for i in range(len(nodes))}})
         directory = RunDirectory(tmp_path / "run")
         directory.attempt(1).prepare(plan)
+        directory.attempt(1).record_job(JobRecord("", "local", time.time(), submission="w"))
         write_json(directory.path / "lock.json", {"run_id": "test-id"})
-        started.append((plan, submit.submit_local(plan, AgentTask(plan.run_dir, 1))))
+        started.append((plan, submit.submit_local(plan, AgentTask(plan.run_dir, 1, "w"), "w")))
         return directory, started[-1][1]
 
     yield run
@@ -106,14 +108,17 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask
     """The only task of a run that completes by itself, in this process as under submitit."""
     last = process("trainer-rank-0", 0, python("pass"), "trainer")
     plan = plan_of(tmp_path / "run", (last,)).model_copy(update={"addresses": {"local-0": "127.0.0.1"}})
-    RunDirectory(tmp_path / "run").attempt(1).prepare(plan)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    attempt.record_job(JobRecord("1", "local", time.time(), submission="w"))
     ids = {"JOB_ID": "1", "NTASKS": "1", "JOB_NUM_NODES": "1", "NODEID": "0", "GLOBALID": "0", "LOCALID": "0"}
     for name, value in ids.items():
         monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
     monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    monkeypatch.setenv(START, "first")
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
     signal.signal(signal.SIGTERM, lambda *_: None)  # submitit passes over it
-    yield AgentTask(plan.run_dir, 1)
+    yield AgentTask(plan.run_dir, 1, "w")
     for number, handler in handlers.items():
         signal.signal(number, handler)
 

@@ -87,7 +87,7 @@ def test_an_attempt_ends_when_all_engines_of_a_role_fail_alike_and_one_of_them_t
         "decode-0 cannot start: 2 starts in a row ended with the same error, and no process of role decode has been "
         f"ready: {ERROR}",
         "decode-0",
-        start_error=ERROR,
+        error=ERROR,
     )
 
 
@@ -163,13 +163,13 @@ def test_a_run_ends_with_the_second_attempt_that_cannot_start(
     for number, error in enumerate(errors, start=1):
         attempt = run.attempt(number)
         attempt.prepare(plan)
-        ending = Ending(Outcome.FAILED, f"engine-0 cannot start: {error}", "engine-0", start_error=error or "")
+        ending = Ending(Outcome.FAILED, f"engine-0 cannot start: {error}", "engine-0", error=error or "")
         ending = ending if error is not None else Ending(Outcome.PREEMPTED, "USR2")
         found.append(conclude(plan, run, attempt, ending, Journal(attempt.path, "head")))
     assert found == requeued
     end = run.latest().end()
     assert end is not None
-    again = "engines could not start in the attempt before, either, with the same error"
+    again = "the attempt before ended with the same error, and neither made progress"
     assert end.why_not_requeued == ("" if requeued[-1] else again)
 
 
@@ -183,7 +183,7 @@ def test_attempts_before_the_newest_committed_step_do_not_count(tmp_path: Path) 
             plan,
             run,
             attempt,
-            Ending(Outcome.FAILED, "engine-0 cannot start", "engine-0", start_error=ERROR),
+            Ending(Outcome.FAILED, "engine-0 cannot start", "engine-0", error=ERROR),
             Journal(attempt.path, "head"),
         )
         checkpoints.step_dir(run.path, 5).mkdir(parents=True, exist_ok=True)
@@ -205,6 +205,6 @@ def test_an_engine_that_cannot_start_is_started_twice(start: Callable[..., Runni
     running = start((of_plan("engine-0", 0, python(code, "--quick"), ports={"http": 21000}, health=health),))
     running.join()
     assert running.head.ending is not None
-    assert running.head.ending.start_error == error
+    assert running.head.ending.error == error
     assert running.head.ending.reason.startswith("engine-0 cannot start: 2 starts in a row")
     assert running.report("engine-0").state in (ProcessState.BACKOFF, ProcessState.STOPPED)

@@ -10,7 +10,6 @@ import pytest
 
 from primeslurm.files import write_json
 from primeslurm.node.agent.head_watch import QUIET, HeadWatch
-from primeslurm.node.attempt.attempts import enter, first_of_job
 from primeslurm.node.attempt.batch_epilogue import BatchEpilogue, ending_of_step
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord, JobRecord
@@ -19,6 +18,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.launch_failures import (
     AGAIN,
     NODES,
+    START,
     JobOutput,
     early_exits,
     kills,
@@ -45,21 +45,21 @@ srun: error: n001: task 0: Killed
 def test_what_srun_says_of_the_newest_start_of_the_job(tmp_path: Path) -> None:
     path = tmp_path / "slurm-7.out"
     path.write_text(OUTPUT)
-    lines = JobOutput(path, 1).news()
+    lines = JobOutput(path, "1").news()
     assert launch_failures(lines) == {"n003": "Communication connection failure"}
     codes = {"n002": 127, "n005": 2, "n007": 2, "n008": 2}
     assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
     assert kills(lines) == {"n001": "Killed"}
     assert kills(f"{lines}{AGAIN}\n") == {}, "srun had killed it as it could not reach another node"
     assert kills("srun: error: Node failure on n[003-004]\n") == {"n003": "node failure", "n004": "node failure"}
-    assert JobOutput(path, 2).news() == ""
+    assert JobOutput(path, "2").news() == ""
 
 
 def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "run", (), ())
     path = RunDirectory(tmp_path / "run").job_output("7")
     path.parent.mkdir()
-    watch = HeadWatch(plan, {"SLURM_JOB_ID": "7", NODES: "n001,n002", "SLURM_RESTART_COUNT": "1"})
+    watch = HeadWatch(plan, {"SLURM_JOB_ID": "7", NODES: "n001,n002", START: "1"})
     assert watch.killed(QUIET, now=10.0) is None, "there is no output"
     path.write_text("primeslurm: start 1\nsrun: error: n002: task 1: Killed\n")
     assert watch.killed(QUIET, now=20.0) is None
@@ -72,7 +72,7 @@ def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
 
 def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:
     path = tmp_path / "slurm-7.out"
-    output = JobOutput(path, 1)
+    output = JobOutput(path, "1")
     with pytest.raises(FileNotFoundError):
         output.news()
     pieces = (  # what is appended, and what is new then
@@ -149,7 +149,36 @@ def test_a_step_that_failed(
     end: EndRecord | None, state: str, unreached: dict[str, str], reason: str | None, suspect: str
 ) -> None:
     expected = None if reason is None else Ending(Outcome.FAILED, reason, suspect)
-    assert ending_of_step(end, state, 7, unreached) == expected
+    assert ending_of_step(end, state, 7, unreached, "") == expected
+
+
+MEMORY = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."
+REQUEUED = "slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-01T10:00:00 DUE TO JOB REQUEUE ***"
+NO_MODULE = "ModuleNotFoundError: No module named 'primeslurm'"
+
+
+@pytest.mark.parametrize(
+    ("output", "reason", "error"),
+    [
+        (f"{MEMORY}\n{REQUEUED}\n", f"no agent could be started: {MEMORY}", MEMORY),
+        (
+            "srun: warning: can't honor --ntasks-per-node\n"
+            "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n",
+            "no agent could be started: srun: error: Unable to create step for job 5: Invalid generic resource (gres) "
+            "specification",
+            "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification",
+        ),
+        (
+            f"0: Traceback (most recent call last):\n0: {NO_MODULE}\nsrun: error: n1: task 0: Exited with exit code 1\n"
+            f"srun: Terminating StepId=5.0\n{REQUEUED}\n",
+            f"srun ended with exit code 7, and no agent has said why: {NO_MODULE}",
+            NO_MODULE,
+        ),
+        (f"{REQUEUED}\n", "srun ended with exit code 7, and no agent has said why", ""),
+    ],
+)
+def test_why_no_agent_ran_is_told_in_sruns_words_or_the_agents(output: str, reason: str, error: str) -> None:
+    assert ending_of_step(None, "RUNNING", 7, {}, output) == Ending(Outcome.FAILED, reason, "job", error=error)
 
 
 @pytest.fixture
@@ -167,6 +196,7 @@ def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PATH", str(scripts), prepend=os.pathsep)
     for variable, value in (("JOB_ID", "5"), ("RESTART_COUNT", "0"), ("JOB_NODELIST", "n[0-3]")):
         monkeypatch.setenv(f"SLURM_{variable}", value)
+    monkeypatch.setenv(START, "s0")
     return scripts / "srun"
 
 
@@ -176,9 +206,9 @@ def stopped(tmp_path: Path) -> Attempt:
     run = RunDirectory(tmp_path / "run")
     attempt = run.attempt(1)
     attempt.prepare(needing(plan(run.path, group(0, "all", 4)), 3))
-    attempt.record_job(JobRecord("5", "slurm", 0.0))
+    attempt.record_job(JobRecord("5", "slurm", 0.0, submission="w"))
     said = "srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure"
-    run.job_output("5").write_text(f"primeslurm: start 0\n{said}\n")
+    run.job_output("5").write_text(f"primeslurm: start s0\n{said}\n")
     return attempt
 
 
@@ -192,27 +222,7 @@ def test_the_step_starts_again_also_after_a_head_has_assigned_the_others(
             1, {0: AssignedAgent(0, "n0"), 1: AssignedAgent(1, "n1"), 2: AssignedAgent(3, "n3")}
         )
         write_json(stopped.roster_file, msgspec.to_builtins(assignment))
-    assert BatchEpilogue(RunDirectory(tmp_path / "run"), [str(fake_srun), "--label", "agent"]).see_to(1) == 0
+    assert BatchEpilogue(RunDirectory(tmp_path / "run"), "w", [str(fake_srun), "--label", "agent"]).see_to(1) == 0
     assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
     assert not stopped.assignment().agents, "of heads that are gone"
     assert stopped.end() is None
-
-
-def test_an_attempt_that_no_head_has_made_is_made_by_those_who_waited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = RunDirectory(tmp_path / "run")
-    for number, job_id in ((1, "5"), (2, "6"), (3, "6")):
-        run.attempt(number).prepare(plan_of(run.path, ()))
-        run.attempt(number).record_job(JobRecord(job_id, "slurm", 0.0))
-    assert [first_of_job(run, job_id) for job_id in ("5", "6", "7")] == [1, 2, 3]
-    prepare, seen = Attempt.prepare, []
-
-    def look_first(attempt: Attempt, plan: Plan) -> None:
-        seen.append((run.latest().number, attempt.job()))
-        prepare(attempt, plan)
-
-    monkeypatch.setattr(Attempt, "prepare", look_first)
-    attempt = enter(run, 4, wait_s=0.0)
-    assert seen == [(3, run.attempt(3).job())], "it has its job before anybody sees it"
-    assert attempt.plan() == run.attempt(3).plan() and attempt.job() == run.attempt(3).job()

@@ -28,8 +28,10 @@ from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe
+from primeslurm.records.attempt import TakenOverError
 from primeslurm.wire.batches.rollouts import RankShard, Rollout
 from primeslurm.wire.transport import secret
+from primeslurm.wire.transport.link import StepDone
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
 
@@ -152,3 +154,14 @@ async def test_an_algorithm_looks_at_a_batch_beside_it(tmp_path: Path) -> None:
         assert server._dispatch.add_ready(RolloutGroup(f"{LABEL}-{number:08d}", LABEL, number, 0, rollouts))
     assert await server._form_batch(False)
     assert elsewhere(watched) and server._progress.now.memory == {2: {"groups": float(needed)}}
+
+
+async def test_an_orchestrator_whose_run_was_taken_over_counts_no_step(tmp_path: Path) -> None:
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
+    server = OrchestratorServer(RECIPE, arguments)
+    (tmp_path / "attempts" / "2").mkdir(parents=True)
+    with pytest.raises(TakenOverError, match="attempt 2 has taken over the run from attempt 1"):
+        await server._step_done(StepDone(1, {"loss": 0.5}))
+    assert not (tmp_path / "metrics.jsonl").exists() and server._progress.now.done_step == 0
+    with pytest.raises(TakenOverError):
+        OrchestratorServer(RECIPE, arguments)

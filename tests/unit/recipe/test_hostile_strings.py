@@ -7,6 +7,7 @@ under real bash; `srun` and `module` only write down what reached them.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,12 @@ def _check_plan(plan: Plan, directory: Path, tools: Path) -> None:
         (directory / name).unlink(missing_ok=True)
     (directory / "job.sbatch").write_text(script)
     environment = {"PATH": f"{tools}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "job.sbatch"], cwd=directory, env=environment, capture_output=True, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (0, b"", b"primeslurm: start 0\n")
+    done = subprocess.run(["bash", "job.sbatch", "w"], cwd=directory, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert re.fullmatch(rb"primeslurm: start [0-9a-f-]{36}\n", done.stdout)
     assert not (directory / CANARY).exists()
     argv = (directory / "srun.argv").read_bytes().decode().split("\0")[:-1]
-    agent = [*plan.job.launcher, plan.python, "-u", "-m", "primeslurm.node.load", f"{plan.run_dir}/submitit"]
+    agent = [*plan.job.launcher, plan.python, "-u", "-m", "primeslurm.node.load", f"{plan.run_dir}/submitit", "w"]
     assert argv[-len(agent) :] == agent
     step = argv[: -len(agent)]
     assert step[len(step) - len(plan.job.srun) :] == list(plan.job.srun)

@@ -83,11 +83,11 @@ def test_all_that_a_commit_names_is_flushed_before_it(calls: Calls, tmp_path: Pa
 
 
 def test_what_a_requeue_starts_from_is_flushed(calls: Calls, tmp_path: Path) -> None:
-    saved = NextAttempt(AgentTask("/runs/a", 2, restarts=1))
+    saved = NextAttempt(AgentTask("/runs/a", 2, "w"))
     saved.set_timeout(7, 3)
     saved.dump(tmp_path / "agent.pkl")
     loaded = DelayedSubmission.load(tmp_path / "agent.pkl")
-    assert (loaded.function.restarts, loaded._timeout_min, loaded._timeout_countdown) == (1, 7, 3)
+    assert (loaded.function.submission, loaded._timeout_min, loaded._timeout_countdown) == ("w", 7, 3)
     assert calls.seen == ["flush agent.pkl", "flush ."]
 
 

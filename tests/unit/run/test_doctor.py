@@ -12,8 +12,9 @@ import pytest
 
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
-from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.attempt import EndRecord, JobRecord, StartRecord
 from primeslurm.records.fleet import AgentReport
+from primeslurm.run.claims import claim_start
 from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
 from primeslurm.run.diagnosis.failure_signatures import in_log, of_exit, of_job, of_reason
 from primeslurm.run.diagnosis.logs import error_line, lines_until
@@ -403,3 +404,28 @@ def test_a_router_that_was_started_anew_is_told_of(run: RunDirectory) -> None:
     assert found.first is None
     (told,) = found.recovered
     assert told.component == "router-0" and "wrong tokens" in told.how
+
+
+def test_the_words_of_srun_are_told_from_those_of_a_requeue_and_of_other_starts(run: RunDirectory) -> None:
+    fatal = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."
+    requeued = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-01T10:00:00 DUE TO JOB REQUEUE ***"
+    output = [
+        "primeslurm: start s1",
+        "srun: error: of the start before",
+        "primeslurm: start s2",
+        fatal,
+        requeued,
+        "primeslurm: start s3",
+        "RuntimeError: of the start after",
+    ]
+    run.job_output("7").write_text("".join(f"{line}\n" for line in output))
+    run.job_output("8").write_text("RuntimeError: of a job that does not own the run\n")
+    attempt = run.attempt(1)
+    assert claim_start(attempt, StartRecord("s2", "7", "n0", T0))
+    why_not = "the attempt before ended with the same error, and neither made progress"
+    attempt.record_end(EndRecord("failed", f"no agent could be started: {fatal}", "job", None, False, why_not, T0 + 5))
+    found = diagnosis(run)
+    assert found.reason == f"no agent could be started: {fatal}; {why_not}"
+    assert found.first is not None and found.first.error == fatal
+    assert found.first.last_lines == [fatal]
+    assert found.first.causes[0].cause == "srun could not start the agents"

@@ -65,8 +65,9 @@ def run(tmp_path: Path) -> Iterator[RunDirectory]:
     attempt = directory.attempt(1)
     attempt.prepare(given)
     write_json(directory.path / "lock.json", {"run_id": "here-1", "created_at": time.time()})
-    job_id = submit.submit_local(given, AgentTask(given.run_dir, 1))
-    attempt.record_job(JobRecord(job_id, "local", time.time()))
+    attempt.record_job(JobRecord("", "local", time.time(), submission="w"))
+    job_id = submit.submit_local(given, AgentTask(given.run_dir, 1, "w"), "w")
+    attempt.record_job(JobRecord(job_id, "local", time.time(), submission="w"))
     yield directory
     submit.cancel(given, job_id)
     while submit.is_running(given, job_id):

@@ -95,4 +95,4 @@ def test_sacct_knows_nothing() -> None:
 def test_a_job_for_a_cluster_that_is_gone_is_refused_before_sbatch_waits(tmp_path: Path) -> None:
     conf = str(tmp_path / "slurm.conf")
     with pytest.raises(ClusterError, match="does not exist; is the cluster up"):
-        submit(plan(tmp_path, group(0, "train")), lambda: None, tmp_path / "job.sbatch", conf)
+        submit(plan(tmp_path, group(0, "train")), lambda: None, tmp_path / "job.sbatch", conf, "w")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.environment import clean, inherited_by_jobs
-from primeslurm.slurm.executor import PlanExecutor
+from primeslurm.slurm.executor import submit
 from tests.support.slurm_plans import group, plan
 
 FOREIGN = {
@@ -62,13 +61,16 @@ def test_commands_of_the_client_see_none_of_it(tmp_path: Path, monkeypatch: pyte
 def test_sbatch_hands_none_of_it_to_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (FOREIGN | OWN).items():
         monkeypatch.setenv(name, value)
-    (tmp_path / "run").mkdir()
-    executor = PlanExecutor(plan(tmp_path / "run", group(0, "train")), tmp_path / "job.sbatch", "/own.conf")
-    executor.folder.mkdir(parents=True, exist_ok=True)
-    program, *words = executor._make_submission_command(tmp_path / "job.sbatch")
-    assert program == "env"
-    unset = {name for option, name in itertools.pairwise(words) if option == "-u"}
-    assert unset >= FOREIGN.keys()
-    assert not unset & OWN.keys()
-    assert words[-3:] == ["SLURM_CONF=/own.conf", "sbatch", str(tmp_path / "job.sbatch")]
+    conf = tmp_path / "slurm.conf"
+    conf.touch()
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\nenv > {tmp_path}/environment\necho Submitted batch job 5\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    given = plan(tmp_path / "run", group(0, "train"))
+    assert submit(given, print, tmp_path / "job.sbatch", str(conf), "word") == "5"
+    lines = (tmp_path / "environment").read_text().splitlines()
+    seen = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not seen.keys() & FOREIGN.keys()
+    assert seen["SLURM_CONF"] == str(conf)
+    assert {name: seen[name] for name in ("SLURM_JWT", "WANDB_API_KEY", "MY_SLURM_ID")}.items() <= OWN.items()
     assert set(os.environ) >= FOREIGN.keys(), "this process keeps its own"

@@ -41,7 +41,7 @@ def said(run_dir: Path, what: str) -> list[int]:
 
 def test_requeue_from_inside(tmp_path: Path) -> None:
     given = make(tmp_path)
-    job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True))
+    job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True), "w")
     assert submit.is_running(given, job_id)
     wait(lambda: not submit.is_running(given, job_id))
     assert said(tmp_path, "start") == [0, 0, 1, 1, 2, 2]
@@ -83,7 +83,7 @@ def test_all_tasks_are_warned_of_the_time_limit_and_may_requeue(controller: Plan
 def test_it_outlives_the_one_who_submits_and_can_be_cancelled(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.unit.slurm.test_local import *; "
-        "d = Path(sys.argv[1]); print(submit.submit_local(make(d), ToyAgent(d, requeue_itself=False)))"
+        "d = Path(sys.argv[1]); print(submit.submit_local(make(d), ToyAgent(d, requeue_itself=False), 'w'))"
     )
     argv = [sys.executable, "-c", code, str(tmp_path)]
     job_id = subprocess.run(argv, cwd=CHECKOUT, capture_output=True, text=True, check=True).stdout.strip()

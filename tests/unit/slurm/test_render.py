@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -121,10 +122,10 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
     script = tmp_path / "job.sbatch"
     script.write_text(render(PLANS["quoting"].model_copy(update={"job": PLANS["het"].job})))
     path = f"{tools}:{os.environ['PATH']}"
-    seen = subprocess.run(["bash", script], env={"PATH": path}, capture_output=True, text=True, check=True)
+    seen = subprocess.run(["bash", script, "w"], env={"PATH": path}, capture_output=True, text=True, check=True)
     assert seen.stderr == ""
-    assert seen.stdout.splitlines() == [
-        "primeslurm: start 0",
+    assert re.fullmatch(r"primeslurm: start [0-9a-f-]{36}", seen.stdout.splitlines()[0])
+    assert seen.stdout.splitlines()[1:] == [
         WEIRD,
         "[]",
         "slurm",
@@ -140,6 +141,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "-m",
         "primeslurm.node.load",
         "/runs/it's 100% $x/submitit",
+        "w",
     ]
 
 
@@ -150,14 +152,25 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
     for program in (tmp_path / "srun", python):
         program.chmod(0o755)
     script = render(PLANS["quoting"].model_copy(update={"python": str(python), "job": PLANS["het"].job}))
-    batch_epilogue = ["-m", "primeslurm.node.attempt.batch_epilogue", "/runs/it's 100% $x", "9"]
-    step = ["srun", "--het-group=0,1", "--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"]
-    step += ["--kill-on-bad-exit=0", "--label", "--unbuffered"]
-    step += [str(python), "-u", "-m", "primeslurm.node.load", "/runs/it's 100% $x/submitit"]
+    batch_epilogue = ["-m", "primeslurm.node.attempt.batch_epilogue", "/runs/it's 100% $x", "w", "9"]
+    step = ["srun", "--het-group=0,1", *["--ntasks-per-node=1", "--export=ALL", "--cpu-bind=none"]]
+    step += [
+        "--kill-on-bad-exit=0",
+        "--label",
+        "--unbuffered",
+        str(python),
+        "-u",
+        "-m",
+        "primeslurm.node.load",
+        "/runs/it's 100% $x/submitit",
+        "w",
+    ]
     for code, expected in ((0, []), (9, [*batch_epilogue, *step])):
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
-        seen = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
-        assert seen.stdout.splitlines() == ["primeslurm: start 0", *expected]
+        seen = subprocess.run(
+            ["bash", "-c", script, "bash", "w"], env=environment, capture_output=True, text=True, check=True
+        )
+        assert seen.stdout.splitlines()[1:] == expected
 
 
 @pytest.mark.parametrize(

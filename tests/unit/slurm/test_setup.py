@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.support.slurm_plans import group, plan
 def run(
     tmp_path: Path, *, modules: tuple[str, ...] = (), prologue: tuple[str, ...] = (), module: str = ""
 ) -> tuple[int, list[str], str]:
-    """Run a batch script; return its exit code, its lines, and what it wrote to stderr.
+    """Run a batch script; return its exit code, its lines after the first, and what it wrote to stderr.
 
     Args:
         tmp_path: directory for what stands in for srun and Python.
@@ -32,17 +33,19 @@ def run(
     (tmp_path / "job.sbatch").write_text(script)
     define = f"module() {{ {module}; }}; export -f module; " if module else "unset -f module; "
     done = subprocess.run(
-        ["bash", "-c", define + "exec bash job.sbatch"],
+        ["bash", "-c", define + "exec bash job.sbatch w"],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
         check=False,
         cwd=tmp_path,
     )
-    return done.returncode, done.stdout.splitlines(), done.stderr
+    first, *lines = done.stdout.splitlines()
+    assert re.fullmatch(r"primeslurm: start [0-9a-f-]{36}", first)
+    return done.returncode, lines, done.stderr
 
 
-OK = (0, ["primeslurm: start 0", "step"])
+OK = (0, ["step"])
 LMOD = 'echo "Lmod has detected the following error: unknown: $*" >&2; return 1'
 TCL_3 = """echo "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile for '$2'" >&2"""
 
@@ -58,7 +61,7 @@ TCL_3 = """echo "ModuleCmd_Load.c(213):ERROR:105: Unable to locate a modulefile 
 def test_a_module_that_does_not_load_ends_the_job(tmp_path: Path, module: str, code: int, words: str) -> None:
     found, lines, said = run(tmp_path, modules=("cuda/99", "ucx"), module=module)
     assert found == code
-    assert lines == ["primeslurm: start 0", f"python /runs/demo {code} module load cuda/99 ucx"]
+    assert lines == [f"python /runs/demo w {code} module load cuda/99 ucx"]
     assert words in said
     assert f"primeslurm: set-up failed with exit code {code}: module load cuda/99 ucx" in said
 
@@ -66,7 +69,7 @@ def test_a_module_that_does_not_load_ends_the_job(tmp_path: Path, module: str, c
 def test_modules_that_load_say_what_they_like_and_stay_loaded(tmp_path: Path) -> None:
     module = 'echo "WARNING: cuda/99 is old; no ERROR" >&2; export LOADED="$2"'
     code, lines, said = run(tmp_path, modules=("cuda/99",), module=module, prologue=('echo "has $LOADED"',))
-    assert (code, lines) == (0, ["primeslurm: start 0", "has cuda/99", "step"])
+    assert (code, lines) == (0, ["has cuda/99", "step"])
     assert said == "WARNING: cuda/99 is old; no ERROR\n"
 
 
@@ -88,7 +91,7 @@ def test_a_failing_line_of_the_prologue_ends_the_job(
     (tmp_path / "ends-badly.sh").write_text("return 3\n")
     found, out, said = run(tmp_path, prologue=lines)
     assert found == (code or 1)
-    assert out == ["primeslurm: start 0", f"python /runs/demo {code} {command}"]
+    assert out == [f"python /runs/demo w {code} {command}"]
     assert f"primeslurm: set-up failed with exit code {code}: {command}\n" in said
 
 

@@ -1,0 +1,62 @@
+"""Signals that wait until a submission is on record: between sbatch's call and its answer nobody knows the job's id."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass
+class HeldSignals:
+    """What is told when the signals are delivered."""
+
+    done: str = ""
+    """What was done in the meantime; empty if nothing was."""
+
+
+@contextmanager
+def signals_held(run: str) -> Iterator[HeldSignals]:
+    """Hold back signals that would end this process; the first one is delivered after the block.
+
+    Handlers can be set in the main thread only. In another thread nothing is held back: Python's handlers, such as that
+    of Ctrl-C, do not run there.
+
+    Args:
+        run: name of the run that is submitted.
+    """
+    held = HeldSignals()
+    if threading.current_thread() is not threading.main_thread():
+        yield held
+        return
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if not came:
+            _say(f"{signal.Signals(number).name} waits until it is known whether {run} is submitted")
+        came.append(number)
+
+    before = {number: signal.getsignal(number) for number in HELD}
+    # What is ignored stays ignored (nohup), and what is not Python's cannot be put back.
+    held_back = {number: handler for number, handler in before.items() if handler not in (signal.SIG_IGN, None)}
+    for number in held_back:
+        signal.signal(number, note)
+    try:
+        yield held
+    finally:
+        for number, handler in held_back.items():
+            signal.signal(number, handler)
+    if came:
+        if held.done:
+            _say(f"{held.done}; `primeslurm cancel {run}` ends it")
+        signal.raise_signal(came[0])
+
+
+def _say(text: str) -> None:
+    print(f"\nnote: {text}", file=sys.stderr, flush=True)

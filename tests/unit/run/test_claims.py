@@ -1,0 +1,128 @@
+"""One owner for each run directory: claims that exactly one process gets, and directories that are not the plan's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeslurm.records.attempt import JobRecord, StartRecord, TakenOverError, newest_attempt, require_newest
+from primeslurm.run import claims
+from primeslurm.run.claims import claim_attempt, claim_start, displaced, owner
+from primeslurm.run.directory import RunDirectory
+from tests.support.plans import plan_of
+
+CLAIM = """
+import sys, time
+from pathlib import Path
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.claims import claim_attempt
+from primeslurm.run.directory import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+plan = run.attempt(1).plan()
+print("ready", flush=True)
+sys.stdin.readline()
+won = claim_attempt(run, 2, plan, JobRecord("", "local", 1.0, submission=sys.argv[2]))
+print(won is not None)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    found = RunDirectory(tmp_path / "run")
+    attempt = found.attempt(1)
+    attempt.prepare(plan_of(found.path, ()))
+    attempt.record_job(JobRecord("5", "slurm", 1.0, submission="one", host="login1"))
+    return found
+
+
+def test_of_many_processes_that_claim_an_attempt_exactly_one_gets_it(run: RunDirectory) -> None:
+    words = [f"w{i}" for i in range(6)]
+    argv = [sys.executable, "-c", CLAIM, str(run.path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    processes = [subprocess.Popen([*argv, word], text=True, **pipes) for word in words]  # type: ignore[call-overload]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write("\n")
+        process.stdin.flush()
+    won = [word for word, process in zip(words, processes, strict=True) if process.communicate()[0] == "True\n"]
+    job = run.attempt(2).job()
+    assert job is not None and won == [job.submission]
+    assert run.attempt(2).plan() == run.attempt(1).plan()
+    assert sorted(path.name for path in (run.path / "attempts").iterdir()) == ["1", "2"], "nothing is left of losers"
+
+
+def test_an_attempt_belongs_to_one_start_of_a_job(run: RunDirectory) -> None:
+    first, second = StartRecord("s1", "5", "n1", 1.0), StartRecord("s2", "5", "n1", 2.0)
+    assert claim_start(run.attempt(1), first)
+    assert not claim_start(run.attempt(1), second)
+    assert run.attempt(1).start() == first
+
+
+def test_a_rename_whose_answer_was_lost_counts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An NFS client sends it again, and is told that there is no such directory any more."""
+    rename = Path.rename
+
+    def twice(path: Path, target: Path) -> Path:
+        rename(path, target)
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+    monkeypatch.setattr(Path, "rename", twice)
+    job = JobRecord("", "slurm", 1.0, submission="two")
+    assert claim_attempt(run, 2, run.attempt(1).plan(), job) is not None
+    assert run.latest().number == 2
+
+
+def test_another_error_than_a_name_that_is_taken_is_told(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, target: Path) -> Path:
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        claim_attempt(run, 2, run.attempt(1).plan(), JobRecord("", "slurm", 1.0))
+    assert [attempt.number for attempt in run.attempts()] == [1]
+
+
+def test_an_old_attempt_may_write_nothing_once_there_is_a_newer_one(run: RunDirectory) -> None:
+    require_newest(run.path, 1)
+    assert claim_attempt(run, 2, run.attempt(1).plan(), JobRecord("", "slurm", 1.0)) is not None
+    assert newest_attempt(run.path) == 2
+    require_newest(run.path, 2)
+    with pytest.raises(TakenOverError, match="attempt 2 has taken over the run from attempt 1"):
+        require_newest(run.path, 1)
+
+
+def test_the_owner_is_named_with_job_host_and_time(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert owner(run.attempt(1)).startswith("slurm job 5 (attempt 1, submitted from login1 at 1970-01-0")
+    run.attempt(1).record_job(JobRecord("", "local", 1.0, host="login1"))
+    assert owner(run.attempt(1)).startswith("a local job that is being submitted (attempt 1")
+
+
+def test_a_copy_and_a_run_that_was_moved_are_told_from_the_original(run: RunDirectory, tmp_path: Path) -> None:
+    plan = run.attempt(1).plan()
+    assert displaced(run.path, plan) == []
+    (tmp_path / "link").symlink_to(run.path)
+    assert displaced(tmp_path / "link", plan) == [], "the same directory by another path"
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (of_copy,) = displaced(copy, plan)
+    assert of_copy.why.startswith(f"is a copy of {run.path}") and "export" in of_copy.fix
+    run.path.rename(tmp_path / "moved")
+    (moved,) = displaced(tmp_path / "moved", plan)
+    assert moved.why == f"was moved: its plan was made for {run.path}"
+    assert moved.fix == f"move it back, or `ln -s {tmp_path / 'moved'} {run.path}`"
+    run.path.symlink_to(tmp_path / "moved")
+    assert displaced(tmp_path / "moved", plan) == [], "the link that was advised"
+
+
+def test_a_file_system_that_is_mounted_twice_is_one(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = run.attempt(1).plan()
+    monkeypatch.setattr(Path, "samefile", lambda *_: False)
+    assert displaced(run.path, plan) == []
+    assert not list(run.path.glob(".same*"))
+    assert claims.displaced(run.path.parent, plan)
