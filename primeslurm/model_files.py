@@ -6,6 +6,8 @@ from pathlib import Path
 
 from primeslurm.paths import expanded, is_dir
 
+INDEX = "model.safetensors.index.json"
+"""Says which file of a model each tensor is in."""
 _NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """A snapshot without other files (images, weights in other formats) is complete."""
 

@@ -20,7 +20,7 @@ _THINKING: Sequence[dict[str, Any]] = ({"enable_thinking": True}, {"enable_think
 """Arguments of chat templates beside the default: an answer may have been given with thoughts, or without."""
 
 
-class Conversation(NamedTuple):
+class Dialogue(NamedTuple):
     """A line with messages."""
 
     messages: list[ChatMessage]
@@ -28,14 +28,14 @@ class Conversation(NamedTuple):
     tools: list[dict[str, Any]] | None
 
 
-class Completion(NamedTuple):
+class PlainText(NamedTuple):
     """A line with text alone."""
 
     prompt: str
     completion: str
 
 
-def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Conversation | Completion:
+def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Dialogue | PlainText:
     """Read a line of a data set, without rendering it.
 
     Args:
@@ -55,14 +55,14 @@ def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Conv
         if not every and messages[-1]["role"] != "assistant":
             why = f"its last message, which is trained, is of role {messages[-1]['role']}"
             raise ConversationError(why, "`train: all`, or end conversations with the assistant's answer")
-        return Conversation(messages, tools)
+        return Dialogue(messages, tools)
     if not {"prompt", "completion"} <= record.keys():
         keys = ", ".join(list(record)[:_KEYS]) or "nothing"
         fix = "call them `messages`, each with `role` and `content`" if "conversations" in record else ""
         raise ConversationError(f"has {keys}, but neither `messages` nor `prompt` and `completion`", fix)
     if not (isinstance(record["prompt"], str) and isinstance(record["completion"], str)):
         raise ConversationError("prompt and completion must be text", "`messages` for conversations")
-    return Completion(record["prompt"], record["completion"])
+    return PlainText(record["prompt"], record["completion"])
 
 
 class TrainingText:
@@ -89,7 +89,7 @@ class TrainingText:
             ConversationError: the line cannot be trained on.
         """
         line = read_line(record, self.every, self.template.form)
-        if isinstance(line, Conversation):
+        if isinstance(line, Dialogue):
             return self._of_messages(line.messages, line.tools)
         return [(line.prompt, False), *self._completion(line.completion)]
 

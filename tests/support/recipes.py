@@ -13,12 +13,12 @@ from primeslurm.recipe.reading.recipe_files import merge
 
 
 def model_dir(root: Path, **config: Any) -> Path:
-    """A directory that looks like a model to checks: config.json and one (empty) safetensors file."""
+    """A directory that looks like a model to checks: config.json and one safetensors file, without tensors."""
     directory = root / "model"
     directory.mkdir(parents=True, exist_ok=True)
     content = {"model_type": "qwen3_moe", "max_position_embeddings": 4096, **config}
     (directory / "config.json").write_text(json.dumps(content))
-    (directory / "model.safetensors").touch()
+    (directory / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     return directory
 
 

@@ -42,13 +42,14 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         roles = {role: agents.completed(config.get(role) or {}, agent, name) for role in agent_config_fields(kind())}
         env = load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
-        known = mistakes.absent_part(error) or mistakes.absent_module(error, name)
+        known = mistakes.outdated(error, name) or mistakes.absent_part(error) or mistakes.absent_module(error, name)
         missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
         raise UsageError([missing]) from error
     except ValidationError as error:
         raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error
     except Exception as error:  # an environment may raise anything
-        raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
+        known = mistakes.outdated(error, name)
+        raise UsageError([known or Violation("environments.id", name, mistakes.raised(error, name))]) from error
     if unbound := mistakes.unbound_toolsets(env):
         raise UsageError([Violation("environments.id", *unbound)])
     return env

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import importlib.util
 import inspect
 import re
+import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
 from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids
 
@@ -19,6 +23,10 @@ from primeslurm.errors import Violation
 
 _WORDS = 300
 """Characters of a message that are shown."""
+_REMOVED = re.compile(
+    r"module 'verifiers' has no attribute '(\w+)'|cannot import name '(\w+)' from 'verifiers' "
+    r"|No module named 'verifiers\.(?!v1\b)([\w.]+)'"
+)
 _PART = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
 
 
@@ -86,6 +94,55 @@ def absent_module(error: ModuleNotFoundError, name: str) -> Violation | None:
         return None
     why = f"needs the module {missing}, which is not installed"
     return Violation("environments.id", name, why, "install it beside the environment")
+
+
+def outdated(error: BaseException, name: str) -> Violation | None:
+    """Say that an environment is for verifiers before 0.4, which had its parts in `verifiers` itself; None if not.
+
+    Args:
+        error: that it was loaded with.
+        name: of the environment.
+    """
+    sign = _requirement(name) or _removed(error) or _old_entry(name)
+    if not sign:
+        return None
+    why = f"it is made for verifiers before 0.4 ({sign}), and verifiers {importlib.metadata.version('verifiers')} runs"
+    fix = "install a version of it for verifiers 0.4, or port it: its tasks become a taskset, docs/environments.md"
+    return Violation("environments.id", name, why, fix)
+
+
+def _requirement(name: str) -> str:
+    """What an environment's package requires of verifiers, if the version that is installed does not do."""
+    installed = Version(importlib.metadata.version("verifiers"))
+    for package in importlib.metadata.packages_distributions().get(module_of(name), ()):
+        for line in importlib.metadata.requires(package) or ():
+            try:
+                required = Requirement(line)
+            except InvalidRequirement:
+                continue
+            if required.name != "verifiers" or required.specifier.contains(installed, prereleases=True):
+                continue
+            upper = [each for each in required.specifier if each.operator in ("<", "<=", "==", "~=")]
+            if any(Version(each.version.removesuffix(".*")) <= installed for each in upper):
+                return f"{package} requires {required.name}{required.specifier}"
+    return ""
+
+
+def _removed(error: BaseException) -> str:
+    """The part of `verifiers` itself that an import asks for in vain."""
+    each: BaseException | None = error
+    while each is not None:
+        if found := _REMOVED.search(str(each)):
+            return f"it uses verifiers.{next(filter(None, found.groups()))}"
+        each = each.__cause__ or each.__context__
+    return ""
+
+
+def _old_entry(name: str) -> str:
+    """How a module offers itself as verifiers before 0.4 wanted it, if it does."""
+    module = sys.modules.get(module_of(name))
+    old = module is not None and hasattr(module, "load_environment") and not hasattr(module, "__all__")
+    return "it has load_environment() and exports no taskset" if old else ""
 
 
 def module_of(name: str) -> str:

@@ -13,6 +13,7 @@ from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.model_files import ModelNotFoundError, locate, model_directory
 from primeslurm.paths import is_file
+from primeslurm.plan.checks.model_tensors import tensor_problems
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
@@ -52,6 +53,8 @@ def model_files(recipe: Recipe) -> ModelFiles:
         shape = shape_of(config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         shape = None  # not a decoder's config, or a damaged one
+    if any(directory.glob("*.safetensors")):
+        problems += tensor_problems(directory, config, shape)
     return ModelFiles(shape, config.get("model_type"), str(directory / "config.json"), tuple(problems))
 
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from primeslurm.chat.lines import LineErrors, record_of
 from primeslurm.chat.messages import ConversationError, MessageForm
 from primeslurm.chat.training_text import read_line
 from primeslurm.errors import Violation
 from primeslurm.paths import is_file
-from primeslurm.plan.checks.environments import Interpreter, run_module, why_no_answer
 from primeslurm.recipe import Recipe
-from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.environment_probe import DataAnswer, DataRequest, decoded, encoded
+
+if TYPE_CHECKING:
+    from primeslurm.plan.checks.environments import Interpreter
 
 LOOKED_AT = 1 << 24
 """Bytes of the file that are read here."""
@@ -70,6 +71,11 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
         recipe: with absolute paths of model and data, which are here.
         interpreter: is here.
     """
+    # Not above: `render` reads data and renders none.
+    from primeslurm.plan.checks.environments import run_module, why_no_answer
+    from primeslurm.wire.decoding import DamagedError
+    from primeslurm.wire.environment_probe import DataAnswer, DataRequest, decoded, encoded
+
     assert recipe.sft is not None
     data = recipe.sft.data
     asked = DataRequest(data.path, recipe.model.path, data.train == "all", recipe.model.vlm is not None)

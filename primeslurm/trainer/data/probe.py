@@ -14,7 +14,7 @@ from pathlib import Path
 from primeslurm.chat import ChatMessage
 from primeslurm.chat.lines import LineErrors, line_number, record_of
 from primeslurm.chat.messages import THOUGHTS, ConversationError
-from primeslurm.chat.training_text import Conversation, TrainingText, read_line
+from primeslurm.chat.training_text import Dialogue, TrainingText, read_line
 from primeslurm.chat.turn_ends import no_end
 from primeslurm.errors import Violation
 from primeslurm.wire.batches import data_uri
@@ -83,7 +83,7 @@ class _Look:
     def _line(self, start: int, line: bytes, is_rendered: bool) -> None:
         record, sources = record_of(line, sees=self._asked.sees)
         read = read_line(record, self._asked.every, self._text.template.form)
-        if isinstance(read, Conversation):
+        if isinstance(read, Dialogue):
             self.converses = True
             if self._thinks is None and _has_thoughts(read.messages, self._asked.every):
                 self._thinks = start

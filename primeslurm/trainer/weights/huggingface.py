@@ -13,8 +13,8 @@ from transformers import AutoConfig
 from primeslurm import files
 from primeslurm.families import model_types
 from primeslurm.families.stored import in_four_bits, in_fp8_blocks
+from primeslurm.model_files import INDEX
 from primeslurm.trainer import models
-from primeslurm.trainer.weights.tensor_files import INDEX
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from primeslurm import files
+from primeslurm.model_files import INDEX
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
 from primeslurm.trainer.weights.headers import TensorLocation, read_header
 from primeslurm.wire.decoding import DamagedError, json_value
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
-INDEX = "model.safetensors.index.json"
 _AT_ONCE = 8
 """Headers that are read side by side: each is a wait for the file system, and hardly any work."""
 

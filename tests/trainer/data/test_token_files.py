@@ -97,7 +97,7 @@ def test_wrong_data_is_named(moe_model: Path, world: World, tmp_path: Path) -> N
     run = tmp_path / "run"
     run.mkdir()
     it = conversations(tmp_path, moe_model, *lines(2), {"text": "x"})
-    with pytest.raises(RankError, match=r"rank 0: .*data\.jsonl, line 9: has neither `messages` nor"):
+    with pytest.raises(RankError, match=r"rank 0: .*data\.jsonl, line 9: has text, but neither `messages` nor"):
         token_files.tokenized(run, it, moe_model, world)
     with pytest.raises(RankError, match=rf"data\.jsonl: no example of at most {SEQ_LEN} tokens"):
         token_files.tokenized(run, conversations(tmp_path, moe_model, LONG), moe_model, world)

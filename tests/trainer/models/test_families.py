@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import Qwen3NextConfig
 
 from primeslurm.families import model_types
+from primeslurm.plan.checks import model_files
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.models.generic import GenericModel
@@ -30,6 +31,7 @@ def test_every_family_is_compared() -> None:
 @pytest.mark.parametrize("case", [*CASES, *GENERIC_CASES, *SEEING_CASES, BLIND_CASE], ids=lambda case: case.name)
 def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
+    assert model_files(make_recipe(path)).problems == (), "check finds nothing wrong with it"
     policy = build(make_recipe(path), world)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])[None]

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from primeslurm.api import exporting
 from primeslurm.errors import RunError, UsageError
+from primeslurm.model_files import INDEX
 from primeslurm.trainer.weights import convert
-from primeslurm.trainer.weights.tensor_files import INDEX
 from tests.support.cli import primeslurm
 from tests.trainer.as_released import tensors, to_fp8
 from tests.trainer.families import CASES, write

@@ -10,11 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from primeslurm.model_files import INDEX
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import loading
 from primeslurm.trainer.weights.headers import TensorLocation
-from primeslurm.trainer.weights.tensor_files import INDEX, OpenFiles, TensorFiles
+from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 from tests.trainer.as_released import quantise
 from tests.trainer.conftest import finish, make_recipe, start_ranks

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from primeslurm.model_files import INDEX
 from primeslurm.trainer.weights.headers import read_header
-from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
+from primeslurm.trainer.weights.tensor_files import TensorFiles
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts
 from tests.unit.fuzz.test_files import damaged
 

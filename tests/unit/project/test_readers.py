@@ -108,6 +108,7 @@ OWN = {
         "orchestrator/rendering/harmony.py",
         "orchestrator/rollouts/plausible.py",
         "plan/checks/files.py",
+        "plan/checks/model_tensors.py",
         "plan/checks/teacher.py",
         "trainer/weights/huggingface.py",
         "wire/stored/task_images.py",

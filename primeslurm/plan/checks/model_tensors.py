@@ -1,0 +1,230 @@
+"""Whether a model's checkpoint has the tensors that its config asks for, by the headers of its files.
+
+No torch is needed, so nothing is known of single modules. What is compared is the layers with one another: a tensor
+that all other layers of the kind have, and one does not, is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from primeslurm.errors import Violation
+from primeslurm.families import family_of
+from primeslurm.families.shape import ModelShape
+from primeslurm.model_files import INDEX
+
+_HEADERS_AT_ONCE = 8
+"""Headers that are read side by side: each is a wait for the file system."""
+_SHOWN = 5
+"""Names that are shown."""
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|embeddings?|word_embeddings|tok_embeddings|wte)\.weight$")
+_HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out|output_layer)\.")
+_NORM = re.compile(r"(^|\.)(norm|norm_f|final_layernorm|ln_f)\.weight$")
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"(^|\.)experts\.(\d+)\.")
+_ELSEWHERE = re.compile(r"(^|\.)(visual|vision\w*|mtp|mm_projector|multi_modal_projector)\.")
+"""What is no part of the language model."""
+_BESIDE = re.compile(r"(scale|scales|scale_inv|shape|zero_point|g_idx|inv_freq)$|(^|\.)indexer\.")
+"""What some layers may have and others not: parts of a quantised weight, and DSA's shared indexers."""
+_PACKED = re.compile(r"_(packed|blocks)$")
+_ENCODED = re.compile(r"image|audio|video|vision")
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""By the name of a tensor."""
+
+
+def tensor_problems(directory: Path, config: Mapping[str, Any], shape: ModelShape | None) -> list[Violation]:
+    """Find what a checkpoint lacks, and tokens that it has no embedding for.
+
+    Args:
+        directory: of the model, with safetensors files.
+        config: its config.json.
+        shape: what the config says; None if it is not understood.
+    """
+    where = str(directory)
+    if "model_type" not in config:
+        return []
+    try:
+        shapes = read_shapes(directory)
+    except (OSError, ValueError) as error:
+        return [Violation("model.path", where, f"its weights cannot be read: {error}")]
+    problems = [Violation("model.path", where, why, fix) for why, fix in _unembedded(directory, config, shapes)]
+    if shape is not None:
+        lacks = [*_ends(config, shapes, shape), *(_lacking(shapes, shape) if family_of(shape.model_type) else [])]
+        fix = "get the model's files again"
+        problems += [Violation("model.path", where, f"its checkpoint {why}", fix) for why in lacks]
+    return problems
+
+
+def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Read the names and shapes of all tensors of a model, from the headers of its files.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        ValueError: a file is no safetensors file.
+    """
+    index = directory / INDEX
+    if index.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{INDEX} is damaged") from None
+        if absent := [name for name in names if not (directory / name).is_file()]:
+            raise ValueError(f"{INDEX} names {', '.join(absent[:_SHOWN])}, which {_is(absent)} not there")
+    else:
+        names = sorted(path.name for path in directory.glob("*.safetensors"))
+    with ThreadPoolExecutor(_HEADERS_AT_ONCE, "headers") as threads:
+        headers = list(threads.map(lambda name: _header(directory / name), names))
+    return {name: shape for header in headers for name, shape in header.items()}
+
+
+def token_ids(directory: Path) -> dict[int, str]:
+    """Read which ids a model's tokenizer gives, from its files; empty if it has none that are JSON."""
+    main, added, settings = (
+        _object(directory / name) for name in ("tokenizer.json", "added_tokens.json", "tokenizer_config.json")
+    )
+    found: dict[int, str] = {}
+    vocabulary = (main.get("model") or {}).get("vocab") or {}
+    if isinstance(vocabulary, dict):
+        found |= {number: token for token, number in vocabulary.items() if isinstance(number, int)}
+    else:  # a Unigram's tokens are numbered as they are listed
+        found |= {number: str(entry[0]) for number, entry in enumerate(vocabulary)}
+    found |= {entry["id"]: entry["content"] for entry in main.get("added_tokens") or ()}
+    found |= {number: token for token, number in added.items() if isinstance(number, int)}
+    decoder = settings.get("added_tokens_decoder") or {}
+    return found | {int(number): str(entry["content"]) for number, entry in decoder.items()}
+
+
+def _unembedded(directory: Path, config: Mapping[str, Any], shapes: Shapes) -> list[tuple[str, str]]:
+    """Tokens that have no row in the embedding."""
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    rows = next((shape[0] for name, shape in shapes.items() if _is_embedding(name) and shape), text.get("vocab_size"))
+    try:
+        ids = token_ids(directory)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return [("its tokenizer's files are damaged", "get them again")]
+    # Gemma 3 of one billion parameters sees no images, and has a token for them behind its last row.
+    sees = bool(config.get("vision_config") or config.get("audio_config"))
+    ids = {number: token for number, token in ids.items() if sees or not _ENCODED.search(token)}
+    if not isinstance(rows, int) or not ids or max(ids) < rows:
+        return []
+    beyond = [f"{ids[number]!r} is {number}" for number in sorted(ids) if number >= rows]
+    why = f"its tokenizer has ids up to {max(ids)}, and its embedding has {rows} rows: {_some(beyond)}"
+    return [(why, "resize the embedding, or use the tokenizer that the checkpoint was made with")]
+
+
+def _ends(config: Mapping[str, Any], shapes: Shapes, shape: ModelShape) -> list[str]:
+    """What is wrong with embedding and head."""
+    known = family_of(shape.model_type) is not None
+    said = [part["tie_word_embeddings"] for part in (config, config.get("text_config") or {}) if _ties(part)]
+    found = []
+    if not any(_HEAD.search(name) for name in shapes) and not shape.tied and (known or said):
+        found.append("has no head (lm_head.weight), and its config does not tie it to the embedding")
+    embeddings = {name: rows for name, rows in shapes.items() if _is_embedding(name)}
+    if known and not embeddings:
+        found.append("has no embedding (model.embed_tokens.weight)")
+    wrong = [f"{name} has {rows[0]} rows" for name, rows in embeddings.items() if rows and rows[0] != shape.vocab]
+    if known and wrong:
+        found.append(f"does not match its config, whose vocab_size is {shape.vocab}: {_some(wrong)}")
+    return found
+
+
+def _lacking(shapes: Shapes, shape: ModelShape) -> list[str]:
+    """What is missing of the layers of a family that the trainer knows, and behind them."""
+    layers: dict[int, set[str]] = defaultdict(set)
+    prefixes: Counter[str] = Counter()
+    for name in shapes:
+        if _ELSEWHERE.search(name) or _BESIDE.search(name) or not (found := _LAYER.search(name)):
+            continue
+        layers[int(found[2])].add(_PACKED.sub("", found[3]))
+        prefixes[name[: found.start(2)]] += 1
+    if absent := [number for number in range(shape.layers) if number not in layers]:
+        return [f"has no tensors of {_some(f'layer {number}' for number in absent)}"]
+    beginning = prefixes.most_common(1)[0][0]
+    missing = [f"{beginning}{number}.{name}" for number in range(shape.layers) for name in _unlike(number, layers)]
+    if shape.experts:
+        missing += [f"{beginning}{number}.{each}" for number in layers for each in _experts(layers[number], shape)]
+    if not any(_NORM.search(name) and not _LAYER.search(name) and not _ELSEWHERE.search(name) for name in shapes):
+        missing.append("the norm behind the last layer")
+    return [f"lacks {_some(dict.fromkeys(missing))}"] if missing else []
+
+
+def _unlike(number: int, layers: Mapping[int, set[str]]) -> list[str]:
+    """What a layer lacks, as a whole or in one of its modules, that another one has beside all that it has itself.
+
+    Nothing if yet another one is like it: layers may be of several kinds.
+    """
+    found: list[str] = []
+    for module in ("", *sorted({_module(name) for name in layers[number]})):
+        every = [{name for name in names if not module or _module(name) == module} for names in layers.values()]
+        own = {name for name in layers[number] if not module or _module(name) == module}
+        fuller = [names for names in every if names > own]
+        if fuller and every.count(own) == 1:
+            found += sorted(min(fuller, key=len) - own)
+    return found
+
+
+def _module(name: str) -> str:
+    """The module of a layer that a tensor is in; those in none, as norms are, are together."""
+    module, _, rest = name.partition(".")
+    return "norms" if rest in ("", "weight", "bias") else module
+
+
+def _experts(names: Collection[str], shape: ModelShape) -> list[str]:
+    """The experts that a layer lacks, if they are stored one by one."""
+    numbers = {int(found[2]) for name in names if (found := _EXPERT.search(name))}
+    count = shape.experts.count if shape.experts else 0
+    return [f"mlp.experts.{number}" for number in range(count) if numbers and number not in numbers]
+
+
+def _is_embedding(name: str) -> bool:
+    return bool(_EMBEDDING.search(name)) and not _LAYER.search(name) and not _ELSEWHERE.search(name)
+
+
+def _ties(part: Mapping[str, Any]) -> bool:
+    return part.get("tie_word_embeddings") is not None
+
+
+def _header(path: Path) -> dict[str, tuple[int, ...]]:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        beginning = file.read(8)
+        length = struct.unpack("<Q", beginning)[0] if len(beginning) == 8 else size
+        if length > size - 8:
+            raise ValueError(f"{path.name} is no safetensors file, or is cut short")
+        try:
+            header = json.loads(file.read(length))
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in entries.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
+            raise ValueError(f"{path.name}: its header is damaged") from None
+    if size < 8 + length + end:
+        raise ValueError(f"{path.name} is cut short: {size} bytes of {8 + length + end}")
+    return shapes
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _some(names: Iterable[str]) -> str:
+    every = list(names)
+    more = f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else ""
+    return ", ".join(every[:_SHOWN]) + more
+
+
+def _is(names: Collection[str]) -> str:
+    return "are" if len(names) > 1 else "is"
