@@ -216,8 +216,9 @@ class GenerateEndpoint:
         room = self._max_len - len(body["token_ids"])
         if room < 1:
             raise RefusedError(f"the prompt has {len(body['token_ids'])} tokens: {self.overflow}", 400)
-        if "content_parts" not in body:  # how many tokens images take, only the engine knows
-            sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
+        # Images take more tokens than are here, so this may be more than fits: the engine stops at its own limit.
+        # Without max_tokens it would stop at the max_new_tokens of the model's generation config.
+        sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
         sampling["logprobs"] = 0  # the sampled token's own, no alternatives
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 

@@ -30,7 +30,10 @@ PLANNED = frozenset(
 )
 """vLLM options that other processes rely on."""
 SAMPLED = frozenset(
-    {"logprobs_mode", "logits_processors", "return_sampling_mask", "watermark_config", "diffusion_config"}
+    {
+        *("logprobs_mode", "logits_processors", "return_sampling_mask", "watermark_config", "diffusion_config"),
+        *("hf_overrides", "hf_config_path"),  # the trainer reads the checkpoint's own config
+    }
 )
 """vLLM options that decide what tokens are drawn from, or which log-probabilities are returned."""
 SPECULATIVE = frozenset({"speculative_config"})

@@ -12,6 +12,7 @@ from renderers.base import load_tokenizer
 
 from primeslurm.orchestrator.rendering.choosing import Rendering
 from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.rollouts.token_client import serving
 from primeslurm.orchestrator.rollouts.worker import Worker
@@ -95,3 +96,17 @@ async def test_a_rollout_says_what_its_environment_changed(tmp_path: Path) -> No
                 assert engine.requests == []
     (request,) = engine.requests
     assert (request["sampling_params"]["temperature"], request["sampling_params"]["min_p"]) == (0.3, 0.1)
+
+
+@pytest.mark.parametrize("images", [{}, {"content_parts": [{"type": "image_url", "url": "data:,"}]}])
+@pytest.mark.parametrize(("asked_for", "sent"), [(None, 96), (7, 7), (1000, 96)])
+async def test_the_length_is_always_said(images: dict[str, Any], asked_for: int | None, sent: int) -> None:
+    """Where a request does not say it, an engine takes that of the model's generation config."""
+    engine = ScriptedEngine([[5]])
+    endpoint = GenerateEndpoint(lambda: engine.url, 100, 60)
+    sampling = {} if asked_for is None else {"max_tokens": asked_for}
+    async with engine.serving():
+        await endpoint.generate({"token_ids": [1, 2, 3, 4], "sampling_params": sampling, **images}, {})
+    await endpoint.close()
+    (request,) = engine.requests
+    assert request["sampling_params"]["max_tokens"] == sent

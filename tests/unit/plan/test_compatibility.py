@@ -345,6 +345,7 @@ def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
         ("prefill", {"logprobs_mode": "raw_logprobs"}, "logprobs_mode = raw_logprobs"),
         ("decode", {"logits_processors": ["a:B"]}, "logits_processors = ['a:B']"),
         ("inference", {"watermark_config": {"key": 1}}, "watermark_config = {'key': 1}"),
+        ("inference", {"hf-overrides": {"a": 1}}, "hf-overrides = {'a': 1}"),
         (
             "inference",
             {"speculative_config": '{"rejection_sample_method": "synthetic"}'},
