@@ -107,6 +107,7 @@ class _Connection(asyncio.Protocol):
             return
         body = bytes(self._buffer[end + 4 : end + 4 + length])
         del self._buffer[: end + 4 + length]
+        scope["server"] = self._transport.get_extra_info("sockname")
         fields = dict(scope["headers"])
         keep = fields.get(b"connection", b"").lower() != b"close"
         unsupported = b"transfer-encoding" in fields

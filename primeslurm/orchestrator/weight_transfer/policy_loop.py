@@ -210,7 +210,7 @@ class PolicyLoop:
         """
         names = {url.partition("//")[2]: name for name, url in self._urls.items()}
         named = {names.get(where, f"an engine behind {where}"): answers for where, answers in reports.items()}
-        for bad in self._damaged.add(named):
+        for bad in self._damaged.add(named, self._urls):
             self._journal.write(EngineAnswersDamaged(bad.engine, bad.damaged, bad.answers, bad.error))
             if bad.again:
                 self.useless = f"engines give no usable answers, also after a restart: {bad.engine}: {bad}"
@@ -256,6 +256,7 @@ class PolicyLoop:
             self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
         else:
             self._missed_updates[name] = 0
+            self._bad_because.pop(name, None)
             self.pool.updated(name, policy.version)
             parts = self._engines[name].seconds if step is Step.UPDATE else {}
             wait_s, load_s, pause_s = (_milliseconds(parts.get(part)) for part in ("wait", "load", "pause"))
@@ -281,7 +282,7 @@ class PolicyLoop:
             await self._engines[name].shutdown()
         except EngineDownError:
             return  # it is already gone, or so broken that only its agent can end it: `report` says so
-        self._journal.write(EngineRestarted(name, self._bad_because.pop(name, "")))
+        self._journal.write(EngineRestarted(name, self._bad_because.get(name, "")))
         self._missed_updates[name] = 0
         self.pool.ended(name)
         await self._announce()

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import (
     NoAnswerError,
     completion_of,
 )
-from primeslurm.orchestrator.telemetry.damaged_answers import FEW, MANY, WINDOW_S, BadEngine, DamagedAnswers
+from primeslurm.orchestrator.telemetry.damaged_answers import FEW, MANY, SETTLE_S, WINDOW_S, BadEngine, DamagedAnswers
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import MISSED_UPDATES, PolicyLoop
 from primeslurm.records.journal import Journal
@@ -137,50 +137,78 @@ def good(count: int = 1) -> Answers:
     return Answers(count)
 
 
-def test_the_one_that_answers_faster_than_the_others_is_found_before_they_answer() -> None:
-    found = DamagedAnswers(Clock())
-    assert found.add({"a": bad(FEW - 1, 1, 2)}) == []
-    (verdict,) = found.add({"a": bad(1, 3)})
-    assert verdict == BadEngine("a", FEW, FEW, "NaN", again=False)
+ENGINES = ["decode-r0-0", "decode-r0-1", "prefill-r0-0"]
+A, B = ENGINES[:2]
 
 
-def test_a_few_damaged_answers_among_many_are_no_reason() -> None:
-    found = DamagedAnswers(Clock())
+class Judge:
+    """Hears of engines, a minute after the verdict before."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.answers = DamagedAnswers(self.clock)
+
+    def hear(self, **reports: Answers) -> list[BadEngine]:
+        names = {"a": A, "b": B}
+        return self.answers.add({names[name]: each for name, each in reports.items()}, ENGINES)
+
+    def later(self) -> None:
+        self.clock.now += SETTLE_S + 1
+
+
+@pytest.fixture
+def judge() -> Judge:
+    return Judge()
+
+
+def test_the_one_that_answers_faster_than_the_others_is_found_before_they_answer(judge: Judge) -> None:
+    assert judge.hear(a=bad(FEW - 1, 1, 2)) == []
+    assert judge.hear(a=bad(1, 3)) == [BadEngine(A, FEW, FEW, "NaN", again=False)]
+
+
+def test_a_few_damaged_answers_among_many_are_no_reason(judge: Judge) -> None:
     for task in range(100):
-        assert found.add({"a": Answers(3, 1, [f"t{task}"], "x")}) == []
+        assert judge.hear(a=Answers(3, 1, [f"t{task}"], "x")) == []
 
 
-def test_what_was_good_for_long_may_turn_bad() -> None:
-    clock = Clock()
-    found = DamagedAnswers(clock)
-    found.add({"a": good(1_000_000)})
-    clock.now += WINDOW_S + 1
-    assert [each.engine for each in found.add({"a": bad(FEW, 1, 2, 3)})] == ["a"]
+def test_what_was_good_for_long_may_turn_bad(judge: Judge) -> None:
+    judge.hear(a=good(1_000_000))
+    judge.clock.now += WINDOW_S + 1
+    assert [each.engine for each in judge.hear(a=bad(FEW, 1, 2, 3))] == [A]
 
 
-def test_one_task_that_breaks_whatever_it_meets_takes_no_engine_along() -> None:
-    found = DamagedAnswers(Clock())
+def test_one_task_that_breaks_whatever_it_meets_takes_no_engine_along(judge: Judge) -> None:
     for _ in range(100):
-        assert found.add({"a": bad(1, 7)}) == [] == found.add({"b": bad(1, 7)})
+        assert judge.hear(a=bad(1, 7)) == [] == judge.hear(b=bad(1, 7))
 
 
-def test_one_task_is_enough_where_the_others_work() -> None:
-    found = DamagedAnswers(Clock())
-    assert found.add({"b": good()}) == []
-    assert [each.engine for each in found.add({"a": bad(MANY, 7)})] == ["a"]
+def test_one_task_is_enough_where_the_others_work(judge: Judge) -> None:
+    assert judge.hear(b=good()) == []
+    assert [each.engine for each in judge.hear(a=bad(MANY, 7))] == [A]
 
 
-def test_engines_that_are_bad_again_without_a_usable_answer_are_not_to_blame() -> None:
-    found = DamagedAnswers(Clock())
-    assert [each.again for each in found.add({"a": bad(FEW, 1, 2, 3), "b": bad(FEW, 1, 2, 3)})] == [False, False]
-    assert [each.again for each in found.add({"b": bad(FEW, 4, 5, 6)})] == [True]
+def test_what_others_say_of_the_engine_before_its_restart_counts_no_more(judge: Judge) -> None:
+    assert judge.hear(a=bad(FEW, 1, 2, 3))
+    assert judge.hear(a=bad(FEW, 4, 5, 6)) == [], "another worker's report of the same second"
+    judge.later()
+    assert judge.hear(a=bad(FEW - 1, 4, 5, 6)) == []
+    assert judge.hear(a=bad(1, 4, 5, 6)) != []
 
 
-def test_an_engine_that_is_broken_for_good_is_one_each_time_while_others_work() -> None:
-    found = DamagedAnswers(Clock())
-    for _ in range(5):
-        assert [each.again for each in found.add({"a": bad(FEW, 1, 2, 3)})] == [False]
-        found.add({"b": good()})
+def test_engines_that_are_bad_again_without_a_usable_answer_are_not_to_blame(judge: Judge) -> None:
+    assert [each.again for each in judge.hear(a=bad(FEW, 1, 2, 3), b=bad(FEW, 1, 2, 3))] == [False, False]
+    judge.later()
+    assert [each.again for each in judge.hear(b=bad(FEW, 4, 5, 6))] == [True]
+
+
+def test_an_engine_that_is_broken_for_good_is_one_each_time(judge: Judge) -> None:
+    """Also while the others have not answered: their requests take long."""
+    for working in (True, False):
+        for _ in range(5):
+            assert [each.again for each in judge.hear(a=bad(FEW, 1, 2, 3))] == [False]
+            if working:
+                judge.hear(b=good())
+            judge.later()
 
 
 class Engine:
@@ -293,7 +321,10 @@ async def test_engines_that_are_all_bad_are_restarted_once_and_then_the_run_ends
     made = Loop(tmp_path)
     async with made.running() as loop:
         await made.begin()
+        clock = loop._damaged._clock = Clock()  # type: ignore[assignment]
         for _ in range(2):
+            assert loop.useless == ""
+            clock.now += SETTLE_S + 1
             loop.take_answers({"a:1": bad(FEW, 1, 2, 3), "b:1": bad(FEW, 1, 2, 3)})
     assert loop.useless.startswith("engines give no usable answers, also after a restart: ")
     assert "NaN" in loop.useless
