@@ -12,7 +12,7 @@ import pytest
 
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
-from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
 from primeslurm.run.diagnosis.failure_signatures import in_log, of_exit, of_job, of_reason
@@ -389,3 +389,25 @@ def test_a_router_that_was_started_anew_is_told_of(run: RunDirectory) -> None:
     assert found.first is None
     (told,) = found.recovered
     assert told.component == "router-0" and "wrong tokens" in told.how
+
+
+def test_a_job_that_cannot_start_is_a_failure_with_every_obstacle(run: RunDirectory) -> None:
+    attempt = run.latest()
+    attempt.record_job(JobRecord("7", "slurm", 1000.0))
+    told = [
+        Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time"),
+        Obstacle("decode", "QOSMaxGRESPerJob", "asks for more", "ask for less"),
+    ]
+    for obstacles, well in ((told, False), ([], True)):
+        found = diagnose(run, attempt, lambda job: "PENDING (Resources)", why_waiting=lambda job: obstacles)
+        assert found.well is well
+    found = diagnose(run, attempt, lambda job: "PENDING (Resources)", why_waiting=lambda job: told)
+    assert found.first is not None
+    assert found.first.failure.component == "component train"
+    assert found.first.failure.how == "cannot start: asks for more time (PartitionTimeLimit)"
+    assert [(cause.cause, cause.fix) for cause in found.first.causes] == [
+        ("train asks for more time", "a shorter slurm.time"),
+        ("decode asks for more", "ask for less"),
+    ]
+    running = diagnose(run, attempt, lambda job: "RUNNING", why_waiting=lambda job: told)
+    assert running.first is None or "cannot start" not in running.first.failure.how
