@@ -77,6 +77,7 @@ class PlanExecutor(submitit.SlurmExecutor):
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
         durable.sync_tree(self.folder)  # a job that is taken finds its pickle, whatever happens to this machine
         # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
-        unset = [word for name in inherited_by_jobs(os.environ) for word in ("-u", name)]
+        foreign = inherited_by_jobs(os.environ.keys() - set(self._plan.pass_env))
+        unset = [word for name in foreign for word in ("-u", name)]
         conf = [] if self._slurm_conf is None else [f"SLURM_CONF={self._slurm_conf}"]
         return ["env", *unset, *conf, "sbatch", str(submission_file_path)]
