@@ -106,8 +106,8 @@ def _obstacles(run: RunDirectory, client: SlurmClient, job_id: str) -> list[Obst
         nodes = {node for component in job.components for node in client.nodes_of(component.partition)}
         reserved = [each for each in client.reservations() if each.maintenance]
         maintenance = [each for each in reserved if not each.nodes or nodes & set(expand(each.nodes))]
-    others = not waiting.depends_on_others(job) or client.has_rivals(job)
-    return waiting.obstacles(job, _component_names(run), maintenance, others)
+    rivals = client.rivals(job) if waiting.depends_on_others(job) else ()
+    return waiting.obstacles(job, _component_names(run), maintenance, rivals)
 
 
 def _component_names(run: RunDirectory) -> dict[int, str]:

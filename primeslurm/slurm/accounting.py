@@ -74,6 +74,8 @@ NO_ACCOUNTING = Accounting()
 def parse_enforced(config: str) -> frozenset[str]:
     """Find what the accounting enforces in `scontrol show config`."""
     words = frozenset(config_value(config, "AccountingStorageEnforce").lower().split(",")) - {"", "none", "(null)"}
+    if "all" in words:
+        words |= {"associations", "limits", "qos"}
     # Slurm's own rule: limits need associations, and safe and qos need limits or associations.
     return words | ({"associations"} if words & {"limits", "safe", "qos", "wckeys"} else frozenset())
 

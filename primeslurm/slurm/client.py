@@ -54,6 +54,10 @@ _ENDED = frozenset(
 )
 
 
+Shared = Literal["user", "account", "qos"]
+"""What several jobs have in common, with limits for all of them together."""
+
+
 @dataclass(frozen=True)
 class NodeState:
     """A node."""
@@ -304,15 +308,14 @@ class SlurmClient:
         lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
         return list(dict.fromkeys(line.partition("+")[0] for line in lines))
 
-    def has_rivals(self, job: JobState) -> bool:
-        """Whether another job runs that belongs to the same user, account or QOS."""
-        user, account, qos = (*(word.partition("(")[0] for word in job.shares), "", "", "")[:3]
+    def rivals(self, job: JobState) -> set[Shared]:
+        """Say what other jobs that run share with a job: their limits count all of these jobs together."""
+        names: tuple[Shared, ...] = ("user", "account", "qos")
+        own = dict(zip(names, (word.partition("(")[0] for word in job.shares), strict=False))
         mine = {component.job_id for component in job.components}
         rows = self._table("squeue", "--noheader", "--all", "--states=RUNNING,COMPLETING", "--format=%A|%u|%a|%q")
-        return any(
-            row[0] not in mine and (row[1] == user or (account and row[2] == account) or (qos and row[3] == qos))
-            for row in rows
-        )
+        others = [dict(zip(names, row, strict=True)) for job_id, *row in rows if job_id not in mine]
+        return {name for name in own for other in others if own[name] and own[name] == other[name]}
 
     def cancel(self, job_id: str) -> None:
         """End a job with all its components."""

@@ -51,7 +51,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
     """
     require_conf(slurm_conf)
     write_pickle(plan, agent, submission)
-    command = [*_sbatch(slurm_conf), *_comment(plan, submission), str(script_path), submission]
+    command = [*_sbatch(plan, slurm_conf), *_comment(plan, submission), str(script_path), submission]
     try:
         # Its own session: Ctrl-C in the terminal, and closing it, must not end sbatch before it has said the job id.
         done = subprocess.run(
@@ -89,9 +89,10 @@ def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
     durable.sync(folder)
 
 
-def _sbatch(slurm_conf: str | None) -> list[str]:
+def _sbatch(plan: Plan, slurm_conf: str | None) -> list[str]:
     # sbatch prefers SBATCH_PARTITION to a line of the script, and hands SLURM_* of this shell to the job's srun.
-    unset = [word for name in inherited_by_jobs(os.environ) for word in ("-u", name)]
+    foreign = inherited_by_jobs(os.environ.keys() - set(plan.pass_env))
+    unset = [word for name in foreign for word in ("-u", name)]
     conf = [] if slurm_conf is None else [f"SLURM_CONF={slurm_conf}"]
     return ["env", *unset, *conf, "sbatch"]
 

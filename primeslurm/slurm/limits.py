@@ -28,7 +28,10 @@ def limit_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
 def qos_of(plan: Plan, partition: Partition, accounting: Accounting) -> str:
     """Return the name of the QOS that the job gets in a partition; empty if nobody says."""
     association = accounting.association(plan.job.account, partition.name)
-    return plan.job.qos or (association.default_qos if association else "")
+    if plan.job.qos or association is None:
+        return plan.job.qos or ""
+    only = next(iter(association.qos_names)) if len(association.qos_names) == 1 else "normal"
+    return association.default_qos or only
 
 
 def memory_mib(group: HetGroup) -> int:
@@ -105,23 +108,26 @@ def _account_problems(plan: Plan, accounting: Accounting) -> Iterator[Violation]
 
 
 def _time_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> Iterator[Violation]:
-    limits: list[tuple[int, str]] = []
+    # A partition takes a job whose time_min it allows; QOS and accounts compare the time itself (seen with 22.05).
+    least = ("time_min", plan.job.time_min) if plan.job.time_min else ("time", plan.job.time)
+    limits: list[tuple[int, str, str, str]] = []
     for group in plan.groups:
         partition = partitions.get(group.partition)
         if partition is None:
             continue
         qos = accounting.qos.get(qos_of(plan, partition, accounting))
         if partition.max_minutes is not None and not (qos and "PartitionTimeLimit" in qos.flags):
-            limits.append((partition.max_minutes, f"partition {partition.name}"))
+            limits.append((partition.max_minutes, f"partition {partition.name}", *least))
         for source in _sources(plan, group, partitions, accounting):
             if source.limits.minutes is not None:
-                limits.append((source.limits.minutes, f"{source.kind.replace('qos', 'QOS')} {source.name}"))
+                name = f"{source.kind.replace('qos', 'QOS')} {source.name}"
+                limits.append((source.limits.minutes, name, "time", plan.job.time))
                 break
-    # Slurm starts the job with as little as time_min if its limits allow no more.
-    option, asked = ("time_min", plan.job.time_min) if plan.job.time_min else ("time", plan.job.time)
-    if limits and minutes(asked) > min(limits)[0]:
-        most, source_name = min(limits)
-        yield Violation(f"slurm.{option}", asked, f"{source_name} allows {clock(most)}", f'nearest: "{clock(most)}"')
+    for option in ("time", "time_min"):
+        exceeded = [each for each in limits if each[2] == option and minutes(each[3]) > each[0]]
+        if exceeded:
+            most, name, _, asked = min(exceeded)
+            yield Violation(f"slurm.{option}", asked, f"{name} allows {clock(most)}", f'nearest: "{clock(most)}"')
 
 
 def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> Iterator[Violation]:

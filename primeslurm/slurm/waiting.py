@@ -6,10 +6,10 @@ The names of reasons are those of Slurm 20.11 to 25.05; scontrol writes undersco
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from primeslurm.records.attempt import Obstacle
-from primeslurm.slurm.client import JobComponent, JobState
+from primeslurm.slurm.client import JobComponent, JobState, Shared
 from primeslurm.slurm.partitions import Reservation
 
 _AMOUNT = r"(Cpu|CPU|Mem|Memory|Node|GRES|Energy|Lic|License|BB|Billing|Unknown|WallDuration)"
@@ -77,7 +77,10 @@ def is_reserved(job: JobState) -> bool:
 
 
 def obstacles(
-    job: JobState, names: Mapping[int, str], maintenance: Sequence[Reservation] = (), others: bool = True
+    job: JobState,
+    names: Mapping[int, str],
+    maintenance: Sequence[Reservation] = (),
+    rivals: Collection[Shared] = ("user", "account", "qos"),
 ) -> list[Obstacle]:
     """List why the job does not start by waiting alone.
 
@@ -85,20 +88,29 @@ def obstacles(
         job: that waits.
         names: of the components, by their offset.
         maintenance: reservations for maintenance of nodes that the job might get.
-        others: other jobs count against the same limits, and may end.
+        rivals: what other jobs that run share with this one: those count against its limits, and may end.
     """
     found = []
     for component in job.components:
         if component.state != "PENDING":
             continue
         told = _never(component.reason) or _temporary(component.reason, maintenance)
-        if told is None and not others and _SHARED.fullmatch(_name(component)):
+        if told is None and _SHARED.fullmatch(_name(component)) and not _counted(_name(component)) & set(rivals):
             told = "asks alone for more than all jobs of its user, account or QOS may have", _LESS, True
         if told is not None:
             text, fix, never = told
             who = names.get(component.offset, f"+{component.offset}") if len(job.components) > 1 else ""
             found.append(Obstacle(who, component.reason, text, fix.format(job=job.job_id), never))
     return _joined(found)
+
+
+def _counted(reason: str) -> set[Shared]:
+    """Whose jobs a limit counts together."""
+    if "PerUser" in reason or reason.startswith("AssocMax"):
+        return {"user"}
+    if reason.startswith("QOSGrp"):
+        return {"qos"}
+    return {"account"} if "PerAccount" in reason else {"user", "account", "qos"}
 
 
 def _name(component: JobComponent) -> str:

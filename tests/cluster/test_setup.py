@@ -42,3 +42,18 @@ def test_a_failing_set_up_ends_the_run(
     assert doctor["first"]["failure"]["component"] == "site set-up"
     assert [cause["fix"] for cause in doctor["first"]["causes"]] == ["correct it in the site file"]
     assert len(RunDirectory(tmp_path / "runs" / "setup").attempts()) == 1
+
+
+def test_names_that_resolve_on_no_node_end_the_run_and_blame_no_node(cluster: Cluster, tmp_path: Path) -> None:
+    site = yaml.safe_load((cluster.spec.directory / "site.yaml").read_text())
+    site |= {"runs": str(tmp_path / "runs"), "network": {}}
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(name="nameless")))
+    submitted = primeslurm("submit", "r.yaml", "--emulate", "--site", "site.yaml", cwd=tmp_path)
+    assert submitted.code == 0, submitted.err
+    status = find_run("nameless", tmp_path / "runs").wait(timeout_s=120, poll_s=0.5)
+    assert (status.phase, status.attempt) == ("failed", 1)
+    assert "no node is to blame" in status.reason and "network.addresses of the site file" in status.reason
+    assert status.reason.endswith("another attempt would end in the same way")
+    nodes = primeslurm("nodes", "--runs", "runs", "--json", cwd=tmp_path)
+    assert json.loads(nodes.out) == []

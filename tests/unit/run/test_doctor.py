@@ -12,7 +12,7 @@ import pytest
 
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
-from primeslurm.records.attempt import EndRecord, JobRecord, StartRecord
+from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle, StartRecord
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.claims import claim_start
 from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
@@ -429,3 +429,23 @@ def test_the_words_of_srun_are_told_from_those_of_a_requeue_and_of_other_starts(
     assert found.first is not None and found.first.error == fatal
     assert found.first.last_lines == [fatal]
     assert found.first.causes[0].cause == "srun could not start the agents"
+
+
+def test_a_job_that_cannot_start_is_a_failure_with_every_obstacle(run: RunDirectory) -> None:
+    attempt = run.latest()
+    attempt.record_job(JobRecord("7", "slurm", 1000.0))
+    told = [
+        Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time"),
+        Obstacle("decode", "QOSMaxGRESPerJob", "asks for more", "ask for less"),
+    ]
+    assert diagnose(run, attempt, lambda job: "PENDING (Resources)").well
+    found = diagnose(run, attempt, lambda job: "PENDING (Resources)", why_waiting=lambda job: told)
+    assert found.first is not None and not found.well
+    assert found.first.failure.component == "component train"
+    assert found.first.failure.how == "cannot start: asks for more time (PartitionTimeLimit)"
+    assert [(cause.cause, cause.fix) for cause in found.first.causes] == [
+        ("train asks for more time", "a shorter slurm.time"),
+        ("decode asks for more", "ask for less"),
+    ]
+    running = diagnose(run, attempt, lambda job: "RUNNING", why_waiting=lambda job: told)
+    assert running.first is None or "cannot start" not in running.first.failure.how

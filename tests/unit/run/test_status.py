@@ -21,7 +21,7 @@ from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.records import reserve
-from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import (
     AgentReport,
     AssignedAgent,
@@ -330,3 +330,11 @@ def test_a_full_file_system_is_told_with_and_without_the_head(
     kept = Reserve(run.path)
     assert kept.fill() and status(run, "RUNNING").waits_for == ""
     assert kept.give_up() and status(run, "RUNNING").waits_for == reserve.GIVEN_UP
+
+
+@pytest.mark.parametrize(("state", "told"), [("PENDING (Resources)", 1), ("RUNNING", 0)])
+def test_obstacles_are_those_of_a_job_that_waits(run: RunDirectory, state: str, told: int) -> None:
+    run.latest().record_job(JobRecord("7", "slurm", 1000.0))
+    obstacle = Obstacle("train", "PartitionTimeLimit", "asks for more time", "a shorter slurm.time")
+    found = read_status(run, lambda job: state, why_waiting=lambda job: [obstacle])
+    assert len(found.obstacles) == told

@@ -12,7 +12,9 @@ import pytest
 
 from primeslurm.errors import ClusterError
 from primeslurm.node.preflight import installed
+from primeslurm.recipe import Site
 from primeslurm.slurm import inventory
+from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import REQUIRED, InstalledDifference, differences, lock
 
 GOOD: dict[str, str | None] = dict.fromkeys(REQUIRED, "1.0") | {"deep_ep": None, "gpus": None}
@@ -71,3 +73,28 @@ def test_what_is_required_is_named_by_node() -> None:
 def test_the_lock_is_the_requirements_and_the_manifests() -> None:
     assert lock("cpu")["vllm-router"] == lock("cuda")["vllm-router"] == "0.1.17"
     assert lock("cpu")["ucx"]
+
+
+def test_nodes_are_asked_under_the_site_s_account_and_reservation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = {
+        "sinfo": "echo 'n1|gpu|resv'; echo 'n2|gpu|resv'; echo 'n3|gpu|idle'; echo 'n4|gpu|drain*'",
+        "scontrol": "echo 'ReservationName=lab Nodes=n[1,4] Flags=SPEC_NODES State=ACTIVE'",
+        "srun": """printf '{"node": "n1", "parts": {"srun": "%s"}}' "$*" """,
+    }
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    options = {"account": "lab9", "qos": "high", "reservation": "lab", "extra": ["--wckey=x"]}
+    kind = {"partition": "gpu", "gpus": 8, "cpus": 96, "mem_per_cpu": "4G"}
+    found = inventory.on_nodes(
+        Site(schema=1, name="s", nodes={"default": kind}, slurm=options, python="/opt/python"), SlurmClient(), None
+    )
+    assert set(found) == {"n1", "n4"}, "the others are not in the reservation"
+    assert found["n4"] == {"node": "drain*"}
+    words = str(found["n1"]["srun"]).split()
+    assert words[:4] == ["--job-name=primeslurm-doctor", "--partition=gpu", "--nodelist=n1", "--nodes=1"]
+    assert {"--account=lab9", "--qos=high", "--reservation=lab", "--wckey=x", "--mem-per-cpu=256M"} <= set(words)
+    assert words[-3:] == ["/opt/python", "-m", "primeslurm.node.preflight.installed"]

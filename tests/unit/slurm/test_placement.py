@@ -288,6 +288,26 @@ def test_accounts_and_qos_that_the_user_does_not_have(job: dict[str, object], ex
     assert problems(make(*TWO, **job), replace(accounting(), accounting=Accounting())) == []
 
 
+def test_the_least_time_counts_for_partitions_and_not_for_qos() -> None:
+    facts = accounting(TresLimits(minutes=45))
+    given = make(CONTROL, train(partition="debug"), qos="small", time_min="00:20:00")
+    assert problems(given, facts) == ['slurm.time = 01:00:00: QOS small allows 00:45:00 (nearest: "00:45:00")']
+    longer = make(CONTROL, train(partition="debug"), qos="small", time_min="00:40:00")
+    assert problems(longer, facts) == [
+        'slurm.time = 01:00:00: QOS small allows 00:45:00 (nearest: "00:45:00")',
+        'slurm.time_min = 00:40:00: partition debug allows 00:30:00 (nearest: "00:30:00")',
+    ]
+
+
+def test_a_job_without_a_qos_has_the_account_s_default_or_only_one_or_normal() -> None:
+    tight = {name: Qos(name, TresLimits(minutes=number)) for name, number in (("a", 1), ("b", 2), ("normal", 3))}
+    for names, default, expected in (("ab", "b", "QOS b"), ("a", "", "QOS a"), ("ab", "", "QOS normal")):
+        mine = Association("lab", "", frozenset(names), default)
+        facts = replace(FACTS, accounting=Accounting(ENFORCED, "lab", (mine,), tight))
+        (found,) = problems(make(CONTROL), facts)
+        assert expected in found
+
+
 def test_accounts_of_a_partition() -> None:
     found = problems(make(train(partition="closed"), reservation=None), accounting())
     assert "slurm.account = lab: may not use partition closed (use a, b)" in found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from primeslurm.records.attempt import Obstacle
-from primeslurm.slurm.client import JobComponent, JobState, parse_job
+from primeslurm.slurm.client import JobComponent, JobState, Shared, SlurmClient, parse_job
 from primeslurm.slurm.partitions import parse_reservations
 from primeslurm.slurm.waiting import depends_on_others, is_reserved, obstacles, reasons
 
@@ -85,7 +87,7 @@ def test_reasons_that_last_are_obstacles(reason: str) -> None:
     ],
 )
 def test_reasons_that_pass_are_none(reason: str) -> None:
-    assert obstacles(job("Priority", reason), NAMES, others=False) == []
+    assert obstacles(job("Priority", reason), NAMES, rivals=()) == []
 
 
 @pytest.mark.parametrize(
@@ -98,9 +100,25 @@ def test_reasons_that_pass_are_none(reason: str) -> None:
 def test_limits_for_all_jobs_together_last_only_if_there_are_no_others(reason: str) -> None:
     waiting = job("Resources", reason)
     assert depends_on_others(waiting)
-    assert obstacles(waiting, NAMES, others=True) == []
-    (alone,) = obstacles(waiting, NAMES, others=False)
+    assert obstacles(waiting, NAMES) == [], "others may end"
+    (alone,) = obstacles(waiting, NAMES, rivals=())
     assert alone.never and alone.component == "train"
+
+
+@pytest.mark.parametrize(
+    ("reason", "rivals", "lasts"),
+    [
+        ("QOSMaxGRESPerUser", ["account", "qos"], True),
+        ("QOSMaxGRESPerUser", ["user"], False),
+        ("AssocMaxJobsLimit", ["qos"], True),
+        ("QOSGrpGRES", ["user", "account"], True),
+        ("QOSGrpGRES", ["qos"], False),
+        ("MaxGRESPerAccount", ["user"], True),
+        ("AssocGrpGRES", ["account"], False),
+    ],
+)
+def test_only_jobs_that_a_limit_counts_may_make_room(reason: str, rivals: list[Shared], lasts: bool) -> None:
+    assert bool(obstacles(job("Resources", reason), NAMES, rivals=rivals)) is lasts
 
 
 def test_a_job_that_runs_has_no_obstacles() -> None:
@@ -131,3 +149,12 @@ def test_maintenance_is_told_with_its_name_and_times() -> None:
 def test_nodes_that_are_down_are_named() -> None:
     (found,) = obstacles(job("ReqNodeNotAvail,_UnavailableNodes:n[1-2]"), {})
     assert found.text == "the nodes that it needs are down, drained or reserved: n[1-2]"
+
+
+def test_rivals_are_other_running_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = ["19|alice|lab|normal", "20|alice|lab|normal", "30|bob|lab|high", "31|eve||normal"]
+    (tmp_path / "squeue").write_text("#!/bin/sh\n" + "\n".join(f"echo '{row}'" for row in rows))
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert SlurmClient().rivals(parse_job(LIMIT)) == {"account", "qos"}
+    assert SlurmClient().rivals(parse_job(OLD)) == set()
