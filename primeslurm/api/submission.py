@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -215,7 +216,8 @@ def _start(attempt: Attempt, plan: Plan, script: str, held: HeldSignals) -> Subm
         raise
     attempt.record_job(msgspec.structs.replace(job, job_id=job_id))
     _record_excluded(plan)
-    held.done = f"submitted {plan.run} as {plan.executor} job {job_id}"
+    how_to_end = f"`primeslurm cancel {shlex.quote(plan.run_dir)}` ends it"
+    held.done = f"submitted {plan.run} as {plan.executor} job {job_id}; {how_to_end}"
     return Submitted(plan, attempt.number, job_id)
 
 
@@ -240,7 +242,9 @@ def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -
                     raise error from silence
                 if time.monotonic() >= until:
                     why = "whether Slurm has the job is not known, as Slurm does not answer"
-                    raise _UnknownError(f"{error}; {why}. `primeslurm status {plan.run}` asks again") from silence
+                    raise _UnknownError(
+                        f"{error}; {why}. `primeslurm status {shlex.quote(plan.run_dir)}` asks again"
+                    ) from silence
             else:
                 if found is not None:
                     return found

@@ -30,4 +30,4 @@ def srun_error(lines: Iterable[str]) -> str:
     """Return why srun could not start the tasks, in its own words; empty if it does not say."""
     found = [match[1] for line in telling(lines) if (match := _SRUN.match(line))]
     fatal = [line for line in found if line.startswith("srun: fatal")]
-    return (fatal or found or [""])[0]
+    return (fatal or found or [""])[0].removesuffix(".")

@@ -23,7 +23,8 @@ Agent = Callable[[], object]
 """What runs once per node. With a `checkpoint()` method it is requeued on USR2 to its first task."""
 SBATCH_S = 600.0
 """Longest wait for sbatch, which itself tries for minutes while the controller is busy."""
-_JOB = re.compile(r"(?:^|\bjob )(\d+)\b")
+_JOB = re.compile(r"Submitted batch job (\d+)|^(\d+)(?:;\S+)?$", re.MULTILINE)
+"""The second form is that of a wrapper with `--parsable`."""
 _UNCERTAIN = re.compile(r"(?i)timed? ?out|unable to contact|communication|connection|socket|zero bytes|transmitted")
 """sbatch says so where the request, or its answer, was lost: Slurm may have the job."""
 
@@ -67,7 +68,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None, 
         raise UncertainSubmissionError(f"sbatch gave no answer within {SBATCH_S:.0f} s") from error
     words = done.stderr.strip()
     if done.returncode == 0 and (job := _JOB.search(done.stdout)):
-        return job[1]
+        return job[1] or job[2]
     refused = f"sbatch refused the job: {words or 'it did not say why'}"
     if done.returncode > 0 and not _UNCERTAIN.search(words):
         raise ClusterError(refused)

@@ -54,7 +54,7 @@ def signals_held(run: str) -> Iterator[HeldSignals]:
             signal.signal(number, handler)
     if came:
         if held.done:
-            _say(f"{held.done}; `primeslurm cancel {run}` ends it")
+            _say(held.done)
         signal.raise_signal(came[0])
 
 

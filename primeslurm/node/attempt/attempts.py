@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 
 from primeslurm.errors import RunError
-from primeslurm.records.attempt import JobRecord, StartRecord
+from primeslurm.records.attempt import JobRecord, StartRecord, newest_attempt
 from primeslurm.records.reserve import Reserve, until_written
 from primeslurm.run.claims import NotOwnerError, claim_attempt, claim_start, owner
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -68,8 +68,9 @@ def enter(
 
 
 def _newest(run: RunDirectory, first: int) -> Attempt | None:
-    attempts = run.attempts()
-    return attempts[-1] if attempts and attempts[-1].number >= first else None
+    # One listing and one look: every agent of a large job asks for this twice a second until the head is there.
+    attempt = run.attempt(newest_attempt(run.path))
+    return attempt if attempt.number >= first and attempt.plan_file.is_file() else None
 
 
 def _refuse_stranger(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import primeslurm
-from primeslurm.api import submission
+from primeslurm.api import runs, submission
 from primeslurm.api.runs import Run
 from primeslurm.errors import ClusterError, UsageError
 from primeslurm.files import write_json
@@ -102,7 +102,7 @@ def test_a_signal_waits_until_the_job_is_on_record(
     slurm.unset("hold")
     _, err = process.communicate(timeout=120)
     assert process.returncode == -number or (number == signal.SIGINT and "KeyboardInterrupt" in err)
-    assert "submitted demo as slurm job 1; `primeslurm cancel demo` ends it" in err
+    assert f"submitted demo as slurm job 1; `primeslurm cancel {run.path}` ends it" in err
     assert (status := run.status()).job_id == "1" and status.phase == "pending"
     assert slurm.jobs == {"1": "PENDING"}
 
@@ -244,3 +244,20 @@ def test_a_run_directory_that_was_left_half_made_is_told(run: Run, tmp_path: Pat
     half.attempt(1).record_job(JobRecord("5", "slurm", 1.0, submission="w"))
     with pytest.raises(primeslurm.RunError, match=r"has no lock\.json$"):
         primeslurm.find_run(half.path)
+
+
+def test_a_local_run_of_another_host_is_resumed_only_once_it_was_given_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes cannot be seen from here."""
+    attempt = run.directory.attempt(1)
+    local = run.plan().model_copy(update={"executor": "local"})
+    (attempt.path / "end.json").unlink()
+    attempt.prepare(local)
+    attempt.record_job(JobRecord("1", "local", time.time(), None, "w", "elsewhere", 7))
+    assert run.status().active
+    with pytest.raises(UsageError, match=r"local job 1 \(attempt 1, submitted from elsewhere"):
+        run.start_again()
+    monkeypatch.setattr(runs, "CANCEL_GRACE_S", 0.0)
+    assert run.cancel()
+    assert run.status().phase == "lost"

@@ -152,7 +152,7 @@ def test_a_step_that_failed(
     assert ending_of_step(end, state, 7, unreached, "") == expected
 
 
-MEMORY = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."
+MEMORY = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive"
 REQUEUED = "slurmstepd: error: *** JOB 5 ON n1 CANCELLED AT 2026-11-01T10:00:00 DUE TO JOB REQUEUE ***"
 NO_MODULE = "ModuleNotFoundError: No module named 'primeslurm'"
 
@@ -160,7 +160,7 @@ NO_MODULE = "ModuleNotFoundError: No module named 'primeslurm'"
 @pytest.mark.parametrize(
     ("output", "reason", "error"),
     [
-        (f"{MEMORY}\n{REQUEUED}\n", f"no agent could be started: {MEMORY}", MEMORY),
+        (f"{MEMORY}.\n{REQUEUED}\n", f"no agent could be started: {MEMORY}", MEMORY),
         (
             "srun: warning: can't honor --ntasks-per-node\n"
             "srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification\n",

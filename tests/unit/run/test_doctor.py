@@ -407,13 +407,13 @@ def test_a_router_that_was_started_anew_is_told_of(run: RunDirectory) -> None:
 
 
 def test_the_words_of_srun_are_told_from_those_of_a_requeue_and_of_other_starts(run: RunDirectory) -> None:
-    fatal = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive."
+    fatal = "srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive"
     requeued = "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-11-01T10:00:00 DUE TO JOB REQUEUE ***"
     output = [
         "primeslurm: start s1",
         "srun: error: of the start before",
         "primeslurm: start s2",
-        fatal,
+        f"{fatal}.",
         requeued,
         "primeslurm: start s3",
         "RuntimeError: of the start after",
@@ -427,7 +427,7 @@ def test_the_words_of_srun_are_told_from_those_of_a_requeue_and_of_other_starts(
     found = diagnosis(run)
     assert found.reason == f"no agent could be started: {fatal}; {why_not}"
     assert found.first is not None and found.first.error == fatal
-    assert found.first.last_lines == [fatal]
+    assert found.first.last_lines == [f"{fatal}."]
     assert found.first.causes[0].cause == "srun could not start the agents"
 
 

@@ -41,8 +41,9 @@ def said(run_dir: Path, what: str) -> list[int]:
 
 def test_requeue_from_inside(tmp_path: Path) -> None:
     given = make(tmp_path)
-    job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True), "w")
+    job_id = submit.submit_local(given, ToyAgent(tmp_path, requeue_itself=True), "w-of-this-test")
     assert submit.is_running(given, job_id)
+    wait(lambda: submit.find("w-of-this-test") == job_id)  # by its word alone, as after a submission that was killed
     wait(lambda: not submit.is_running(given, job_id))
     assert said(tmp_path, "start") == [0, 0, 1, 1, 2, 2]
     assert said(tmp_path, "checkpoint") == [0]
