@@ -73,7 +73,7 @@ clock: Callable[[], float] = time.monotonic
 sleep: Callable[[float], None] = time.sleep
 
 
-class Fault(NamedTuple):
+class Outage(NamedTuple):
     """A fault of the file system that is over, or that was given up on."""
 
     path: Path
@@ -83,7 +83,7 @@ class Fault(NamedTuple):
     recovered: bool
 
 
-on_fault: Callable[[Fault], None] | None = None
+on_fault: Callable[[Outage], None] | None = None
 """Called once per outage, when an operation succeeds again or is given up. Processes with a journal write an event."""
 on_pause: Callable[[], None] | None = None
 """Called before each pause: a process that waits for the file system does not hang."""
@@ -139,14 +139,14 @@ def retrying(path: Path, action: Callable[[], T]) -> T:
             if clock() + pause_s > began + limit_s:
                 seconds = clock() - began
                 _outages["given up"] = clock()
-                _report(Fault(path, str(error), tries, seconds, recovered=False))
+                _report(Outage(path, str(error), tries, seconds, recovered=False))
                 raise _named(error, path, tries, seconds) from error
             if tries == 1 and _is_news("begun"):
                 log.warning("%s: %s; it is tried again for up to %.3g s", path, _text(error), limit_s)
             last = error
         else:
             if tries:
-                _report(Fault(path, str(last), tries, clock() - began, recovered=True))
+                _report(Outage(path, str(last), tries, clock() - began, recovered=True))
             return result
         _pause(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
@@ -198,15 +198,15 @@ def _is_news(kind: str) -> bool:
     return before is None or not 0 <= now - before < QUIET_S
 
 
-def _report(fault: Fault) -> None:
-    if not _is_news("recovered" if fault.recovered else "lost") or getattr(_thread, "reports", False):
-        return
+def _report(fault: Outage) -> None:
     how = "recovered" if fault.recovered else "was given up"
-    log.warning("%s: %s after %d failures in %.1f s: %s", fault.path, how, fault.tries, fault.seconds, fault.error)
+    if _is_news(f"{how} (log)"):
+        log.warning("%s: %s after %d failures in %.1f s: %s", fault.path, how, fault.tries, fault.seconds, fault.error)
+    if on_fault is None or getattr(_thread, "reports", False) or not _is_news(how):
+        return
     _thread.reports = True  # the report is a file, too
     try:
-        if on_fault is not None:
-            on_fault(fault)
+        on_fault(fault)
     finally:
         _thread.reports = False
 
@@ -498,23 +498,27 @@ class Watched:
         self.fault = ""
         """Why the file could not be read the last time; empty if it could, or is not there."""
 
-    def changed(self) -> Any | None:
+    def changed(self, *, wait: bool = False) -> Any | None:
         """The content if it changed since the last call, else None (also while the file is missing or half there).
 
-        It never waits: whoever watches a file looks again soon.
+        Args:
+            wait: repeat a look that fails, as `retrying` does. Whoever looks again soon need not wait.
         """
         self.fault = ""
         try:
-            # Opened, not only looked at: that is what makes a network file system ask its server.
-            with self._path.open("rb") as handle:
-                status = os.fstat(handle.fileno())
-                key = (status.st_ino, status.st_mtime_ns, status.st_size)
-                if key == self._seen:
-                    return None
-                value = json.loads(handle.read())
+            return retrying(self._path, self._look) if wait else self._look()
         except (OSError, ValueError, RecursionError) as error:
             if is_transient(error):
                 self.fault = f"{self._path}: {_text(error)}"
             return None
+
+    def _look(self) -> Any | None:
+        # Opened, not only looked at: that is what makes a network file system ask its server.
+        with self._path.open("rb") as handle:
+            status = os.fstat(handle.fileno())
+            key = (status.st_ino, status.st_mtime_ns, status.st_size)
+            if key == self._seen:
+                return None
+            value = json.loads(handle.read())
         self._seen = key
         return value

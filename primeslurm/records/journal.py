@@ -48,7 +48,7 @@ class Journal:
     def note_storage_faults(self) -> None:
         """Write an event of each outage of the shared file system that this process notices from now on."""
 
-        def note(fault: files.Fault) -> None:
+        def note(fault: files.Outage) -> None:
             self.write(StorageFault(str(fault.path), fault.error, fault.tries, fault.seconds, fault.recovered))
 
         files.on_fault = note

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from primeslurm.files import Appender, write_atomic
 from primeslurm.records.attempt import LockRecord
 from primeslurm.records.reading import find_record, last_lines, whole_lines
 
+log = logging.getLogger(__name__)
 EVALUATION = "eval/"
 """Prefix of what evaluations measured: it comes when they are done, as a row of its own of the step evaluated."""
 
@@ -82,9 +84,11 @@ class MetricsLog:
     def _append(self, step: int, row: Mapping[str, float]) -> None:
         now = time.time()
         self._unwritten += (json.dumps({"step": step, "time": now, **row}) + "\n").encode()
-        if self._board is not None:
-            self._board.write(step, now, row)
-        self.flush()
+        try:
+            self.flush()
+        finally:
+            if self._board is not None:
+                self._board.write(step, now, row)
 
     def flush(self) -> None:
         """Write rows that the file system has not taken yet. Raises OSError."""
@@ -180,15 +184,18 @@ def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
 
 
 class _Board:
-    """TensorBoard's event files, without torch. What it shows of steps after `resumed_step` is forgotten."""
+    """TensorBoard's event files, without torch. What it shows of steps after `resumed_step` is forgotten.
+
+    A file that cannot be written costs what it would have shown, never the run: a new file is begun.
+    """
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # 0.3 s, and not in the base install
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self._writer = EventFileWriter(str(directory))
+        self._directory = directory
+        self._writer: Any = None
         begin = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=begin))
+        self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=begin))
 
     def write(self, step: int, now: float, row: Mapping[str, float]) -> None:
         """Add the row of a step."""
@@ -196,12 +203,25 @@ class _Board:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()])
-        self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
-        self._writer.flush()
+        self._add(Event(wall_time=now, step=step, summary=summary))
+
+    def _add(self, event: Any) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        try:
+            if self._writer is None:
+                self._writer = files.retrying(self._directory, lambda: EventFileWriter(str(self._directory)))
+            self._writer.add_event(event)
+            self._writer.flush()
+        except OSError as error:
+            log.warning("TensorBoard's file cannot be written, a new one is begun: %s", error)
+            self._writer = None  # its thread has ended
 
     def close(self) -> None:
         """Write what is left."""
-        self._writer.close()
+        with contextlib.suppress(OSError):
+            if self._writer is not None:
+                self._writer.close()
 
 
 def _wandb(run_dir: Path, options: Mapping[str, Any]) -> Any:

@@ -44,6 +44,8 @@ class Run:
     """Put the weights of a version into the run directory; returns where they are."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the recipe."""
+    orchestrator: str = "primeslurm.orchestrator"
+    """Module that is run as the orchestrator."""
     teachers: dict[str, str] = field(default_factory=dict)
     """URL by process name."""
     attempt: int = 1
@@ -78,7 +80,7 @@ class Run:
         )
         common = ["--recipe", str(self.recipe)]
         if name == "orchestrator":
-            command = ["primeslurm.orchestrator", *common, "--run-dir", str(self.run_dir), "--run-id", "test-1"]
+            command = [self.orchestrator, *common, "--run-dir", str(self.run_dir), "--run-id", "test-1"]
             command += ["--attempt", str(self.attempt), "--bind", self.wire, "--env-bind", self.envs]
             command += ["--routers", ",".join(f"router-{i}" for i in range(len(self.routers)))]
             command += ["--engines", ",".join(self.engines), "--teachers", ",".join(self.teachers)]

@@ -61,7 +61,7 @@ class AddressBook:
         now = self._clock()
         if self._known is None or self._looked_at is None or now - self._looked_at >= PERIOD_S:
             self._looked_at = now
-            value = self._file.changed()
+            value = self._file.changed(wait=self._known is None)
             if value is not None:
                 with contextlib.suppress(msgspec.ValidationError):  # damaged: what was known holds
                     self._known = msgspec.convert(value, Addresses)

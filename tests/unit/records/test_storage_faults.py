@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm import durable, files
-from primeslurm.files import RETRY_S, Appender, Fault
+from primeslurm.files import RETRY_S, Appender, Outage
 from primeslurm.records import metrics
 from primeslurm.records.events.nodes import AgentStarted
 from primeslurm.records.events.processes import StorageFault
@@ -301,7 +301,7 @@ def test_a_row_that_could_not_be_written_comes_with_the_next(tmp_path: Path) -> 
 
 
 def test_faults_of_another_thread_are_told_too(tmp_path: Path) -> None:
-    told: list[Fault] = []
+    told: list[Outage] = []
     files.on_fault = told.append
     (tmp_path / "a").write_text("x")
     with FaultyStorage(tmp_path, once(errno.ESTALE, operations=("open",))).installed():

@@ -1,0 +1,152 @@
+"""An orchestrator whose run directory fails for a moment: recovery, the spool, and a whole run."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.errors import RunError
+from primeslurm.orchestrator.evaluation.archive import Archive, Begun
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.wire.stored import checkpoints
+from tests.support.fake_engine import FakeEngine, write_tokenizer
+from tests.support.faulty_storage import FakeTime, FaultyStorage, once
+from tests.support.scripted_run import OFF_POLICY, STEPS
+from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run
+from tests.unit.orchestrator.test_packing import group
+
+NUMBERS = pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ESHUTDOWN])
+
+
+@NUMBERS
+def test_every_call_of_a_recovery_may_fail_twice(number: int, tmp_path: Path) -> None:
+    directory = checkpoints.step_dir(tmp_path, 2)
+    RunProgress(1, 3, 2, cursors={"a": 9}).save(directory / CHECKPOINT_PART)
+    checkpoints.commit(directory, 2, 1)
+    with FaultyStorage(tmp_path, once(number, number)).installed():
+        found = restore(tmp_path, 2)
+        found.save(tmp_path / PROGRESS)
+    assert (found.cursors, found.committed) == ({"a": 9}, 2)
+    with FaultyStorage(tmp_path, once(number, number)).installed():
+        assert restore(tmp_path, 2) == found
+
+
+def test_a_checkpoint_that_is_not_seen_is_not_begun_before(tmp_path: Path) -> None:
+    for step in (2, 4):
+        RunProgress(1, step + 1, step).save(checkpoints.step_dir(tmp_path, step) / CHECKPOINT_PART)
+        checkpoints.commit(checkpoints.step_dir(tmp_path, step), step, 1)
+    with (
+        FaultyStorage(tmp_path, hidden={"step_000004"}).installed(),
+        pytest.raises(RunError, match="step 4 is committed"),
+    ):
+        restore(tmp_path, 2)
+
+
+@NUMBERS
+def test_every_call_of_the_spool_may_fail_twice(number: int, tmp_path: Path) -> None:
+    made = group([3, 7], [0.25, 1.0])
+    with FaultyStorage(tmp_path, once(number, number)).installed():
+        spool = Spool(tmp_path / "rollouts")
+        assert spool.put(made) and not spool.waiting
+        (again,) = Spool(tmp_path / "rollouts").load()
+        assert again.to_bytes() == made.to_bytes()
+        spool.delete([made.id])
+    assert list((tmp_path / "rollouts").iterdir()) == []
+
+
+@pytest.mark.parametrize("seconds", [0.01, 20.0])
+def test_a_group_that_is_on_record_is_waited_for(seconds: float, tmp_path: Path, storage_time: FakeTime) -> None:
+    made = group([3, 7], [0.25, 1.0])
+    Spool(tmp_path).put(made)
+    storage, until = FaultyStorage(tmp_path), storage_time.now + seconds
+
+    def rule(operation: str, path: str) -> None:
+        storage.hidden = {"g.group"} if storage_time.now < until else set()
+
+    storage.fail = rule
+    rule("", "")
+    with storage.installed():
+        spool = Spool(tmp_path)
+        assert [each.id for each in spool.load([made.id])] == [made.id]
+    assert spool.damaged == {}
+
+
+def test_a_group_that_one_listing_misses_loses_no_rollouts(tmp_path: Path) -> None:
+    Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
+    storage, listings = FaultyStorage(tmp_path), [{"g.group"}]
+
+    def rule(operation: str, path: str) -> None:
+        if operation == "listdir":
+            storage.hidden = listings.pop() if listings else set()
+
+    storage.fail = rule
+    with storage.installed():
+        assert [each.id for each in Spool(tmp_path).load()] == ["g"]
+
+
+def test_a_spool_that_cannot_be_read_damages_no_group(tmp_path: Path) -> None:
+    Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
+    spool = Spool(tmp_path)
+    away = FaultyStorage(tmp_path, lambda operation, path: errno.EIO if path.endswith(".group") else None)
+    with away.installed(), pytest.raises(OSError, match="Input/output"):
+        spool.load()
+    assert spool.damaged == {} and [each.id for each in spool.load()] == ["g"]
+
+
+def test_a_damaged_group_is_set_aside_with_its_reason(tmp_path: Path) -> None:
+    Spool(tmp_path).put(group([3, 7], [0.25, 1.0]))
+    (tmp_path / "g.group").write_bytes(b"nothing of the kind")
+    spool = Spool(tmp_path)
+    assert spool.load() == []
+    spool.delete(["g"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["g.damaged", "g.damaged.txt"]
+    assert (tmp_path / "g.damaged.txt").read_text().strip()
+
+
+@NUMBERS
+def test_an_evaluation_that_was_under_way_goes_on(number: int, tmp_path: Path) -> None:
+    archive = Archive(tmp_path)
+    archive.begin(Begun(5, 5, 1.0))
+    with (
+        FaultyStorage(
+            tmp_path, lambda operation, path: number if path.endswith("progress.jsonl") else None
+        ).installed(),
+        pytest.raises(OSError, match="failures in"),
+    ):
+        archive.unfinished()
+    with FaultyStorage(tmp_path, once(number, number)).installed():
+        assert archive.unfinished() == (Begun(5, 5, 1.0), [])
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    options = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY, "rollout_transport": "filesystem"}
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        run = FakeRun(engine, tmp_path, {"orchestrator": options})
+        run.orchestrator = "tests.support.faulty_orchestrator"
+        yield run
+        run.stop()
+
+
+def test_a_whole_run_on_a_file_system_where_each_first_call_fails(run: FakeRun) -> None:
+    run.start("orchestrator")
+    run.start("worker")
+    link = run.link()
+    run.publish(link, 0)
+    run.train(link, 1)
+    run.train(link, 2)
+    run.kill("orchestrator")
+    run.start("orchestrator")
+    for step in range(3, STEPS + 1):
+        run.train(link, step)
+    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+    check_whole_run(run)
+    told = run.events("storage_fault")
+    assert told and all(event["recovered"] for event in told)
+    assert "it is tried again" in run.logs()
+    assert json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["step"] == STEPS
