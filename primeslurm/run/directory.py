@@ -38,6 +38,8 @@ if TYPE_CHECKING:  # agents have no use for it
 
 R = TypeVar("R", bound=Record)
 
+CANCEL_NOW = "now"
+"""Content of `Attempt.cancel_file` if the attempt ends without a last checkpoint."""
 BY_SIGTERM = "SIGTERM"
 """Reason of an attempt that was ended from outside."""
 

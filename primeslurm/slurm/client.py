@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +16,8 @@ from primeslurm.hostlists import compress, expand
 
 TIMEOUT_S = 60.0
 """For the answer to a command, in seconds."""
+KILL_WAIT_S = 30.0
+"""Slurm's default for KillWait, in seconds."""
 _ENDED = frozenset(
     [
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
@@ -80,6 +83,10 @@ class JobState:
     source: Literal["scontrol", "sacct"]
     size: int = 1
     """Components that it was submitted with; Slurm forgets those that ended some minutes ago."""
+    preempted_at: float | None = None
+    """When Slurm began to preempt it, in Unix seconds; None if it did not."""
+    ends_at: float | None = None
+    """When Slurm ends it: at its time limit, or after the grace time of a preemption. Unix seconds; None: unknown."""
 
     @property
     def active(self) -> bool:
@@ -187,6 +194,11 @@ class SlurmClient:
         except ClusterError:
             return None  # no accounting on this cluster
 
+    def kill_wait_s(self) -> float:
+        """Return how long Slurm waits between SIGTERM and SIGKILL when it ends a job, in seconds."""
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
+        return float(found[1]) if found else KILL_WAIT_S
+
     def job_ids(self) -> list[str]:
         """Ids of all jobs that wait or run, one per heterogeneous job."""
         lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
@@ -220,7 +232,15 @@ class SlurmClient:
     def _run(self, *argv: str) -> str:
         require_conf(self._slurm_conf)
         try:
-            done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=self._timeout_s)
+            # Names and reasons may be in any encoding: administrators type them.
+            done = subprocess.run(
+                argv,
+                env=self._environment,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
+                timeout=self._timeout_s,
+            )
         except FileNotFoundError as error:
             raise ClusterError(f"{argv[0]} is not installed on this machine") from error
         except subprocess.TimeoutExpired as error:
@@ -264,7 +284,17 @@ def parse_job(text: str) -> JobState:
         components=tuple(components),
         source="scontrol",
         size=len(expand(f"[{ids}]")) if (ids := leader.get("HetJobIdSet")) else 1,
+        preempted_at=_unix_seconds(leader.get("PreemptTime", "None")),
+        ends_at=_unix_seconds(leader.get("EndTime", "Unknown")),
     )
+
+
+def _unix_seconds(text: str) -> float | None:
+    """Convert Slurm's local time; None for its words for no time: None, Unknown, N/A."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def _fields(line: str) -> dict[str, str]:

@@ -17,6 +17,8 @@ from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.render import submitit_folder
 
+UNLIMITED = 2**31
+"""submitit counts timeouts and attempts, and stops requeueing at a limit. The head decides when to stop."""
 Agent = Callable[[], object]
 """What runs once per node. With a `checkpoint()` method it is requeued on USR2 to its first task."""
 
@@ -59,9 +61,7 @@ class PlanExecutor(submitit.SlurmExecutor):
     """Submits the script that was rendered from a Plan, instead of submitit's own."""
 
     def __init__(self, plan: Plan, script_path: Path, slurm_conf: str | None) -> None:
-        # submitit counts time-outs down and then stops requeueing. The agent decides when to stop, so that count must
-        # not reach its end first.
-        super().__init__(submitit_folder(plan), max_num_timeout=plan.max_attempts)
+        super().__init__(submitit_folder(plan), max_num_timeout=UNLIMITED)
         self._plan = plan
         self._script_path = script_path
         self._slurm_conf = slurm_conf

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJobEnvironment
 
-KILL_WAIT_S = 30.0
+from primeslurm.slurm.client import KILL_WAIT_S
+
 _POLL_S = 0.1
 
 

@@ -19,7 +19,7 @@ from primeslurm import durable
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
-from primeslurm.slurm.executor import Agent
+from primeslurm.slurm.executor import UNLIMITED, Agent
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
@@ -70,7 +70,7 @@ class PlanLocalExecutor(submitit.LocalExecutor):
     """Runs a Plan's agents as tasks of one local job under our own controller."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(submitit_folder(plan), max_num_timeout=plan.max_attempts, python=shlex.quote(plan.python))
+        super().__init__(submitit_folder(plan), max_num_timeout=UNLIMITED, python=shlex.quote(plan.python))
         self._plan = plan
         self.update_parameters(timeout_min=minutes(plan.job.time), tasks_per_node=plan.allocated)
 
@@ -101,7 +101,7 @@ class PlanLocalExecutor(submitit.LocalExecutor):
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "SUBMITIT_STDERR_TO_STDOUT": "1",
         }
-        argv = [sys.executable, "-m", _CONTROLLER, str(self.folder), str(self._plan.max_attempts)]
+        argv = [sys.executable, "-m", _CONTROLLER, str(self.folder), str(UNLIMITED)]
         with (self.folder / "controller.log").open("ab") as log:
             # Its own session: closing the terminal, or Ctrl-C in it, does not reach the run.
             process = subprocess.Popen(
