@@ -303,7 +303,7 @@ def _git_state() -> str | None:
     here = Path(__file__).resolve().parent
     argv = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(argv, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

@@ -305,6 +305,6 @@ class NodeAgent:
 def _address(name: str, plan: Plan) -> str:
     """The node's address; empty if it has none, which its preflight then says."""
     try:
-        return own_address(name, plan.interface, plan.addresses)
+        return own_address(name, plan.interface, plan.addresses, plan.allocated == 1)
     except NetworkError:
         return ""

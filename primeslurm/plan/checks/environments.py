@@ -133,7 +133,7 @@ def _run(interpreter: Interpreter, asked: str, limit_s: float, tmp: Path | None)
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             cwd=directory,
             env={"HF_HUB_OFFLINE": "1", **os.environ, **interpreter.env, "TMPDIR": directory},

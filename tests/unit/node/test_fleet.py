@@ -116,6 +116,19 @@ class Agents:
         return [item.event for item in self.fleet.news if isinstance(item.event, kind)]
 
 
+def test_nodes_with_the_same_address_end_the_run_and_no_node_is_to_blame() -> None:
+    agents = Agents((process(),), (process(name="q", node=1),))
+    agents.fleet.plan = agents.fleet.plan.model_copy(update={"executor": "slurm"})
+    agents.beat(0.0)
+    for rank in (0, 1):
+        same = msgspec.structs.replace(agents.fleet.agents[rank], address="172.17.0.1")
+        agents.fleet.observe(same, 0.0)
+    ending = agents.fleet.decide(0.0)
+    assert ending is not None and (ending.outcome, ending.suspect, ending.final) == ("failed", "network", True)
+    assert "nodes n0 and n1 both have the address 172.17.0.1" in ending.reason
+    assert agents.news(NodeLost) == []
+
+
 def test_a_process_starts_loads_serves_and_backs_off() -> None:
     s = Supervision(process())
     assert s.tick(0, prerequisites=False, ready=False) == "nothing"
