@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Install what only tests use, as root on Debian: a browser, container engines, apptainer. What cannot be had is named,
-# and the tests that need it are skipped.
+# Install what only tests use, as root on Debian: a browser, container engines, apptainer, Slurm's accounting. What cannot
+# be had is named, and the tests that need it are skipped; those of Slurm's accounting fail under CI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 # the packages' own services stay off
@@ -20,3 +20,5 @@ try chromium "${get[@]}" chromium
 try dockerd "${get[@]}" docker.io
 try busybox "${get[@]}" busybox-static
 try apptainer scripts/apptainer.sh
+try mariadbd "${get[@]}" mariadb-server
+try slurmdbd "${get[@]}" slurmdbd

@@ -76,7 +76,9 @@ def _run(argv: list[str], progress: Callable[[str], None] | None = None) -> None
     """
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     last = ""
-    with subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, encoding="utf-8", errors="replace"
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if progress and last:

@@ -18,7 +18,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.claims import displaced
-from primeslurm.run.directory import UNFINISHED, Attempt, RunDirectory, was_never_submitted
+from primeslurm.run.directory import CANCEL_NOW, UNFINISHED, Attempt, RunDirectory, was_never_submitted
 from primeslurm.run.status.run_status import NO_ANSWER, SUBMITTING, JobQuery, RunStatus, read_status
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from primeslurm.run.status.summary import Summary
 
 CANCEL_GRACE_S = 45.0
-"""From the request to end in good order to scancel. An agent gives its processes 15 s."""
+"""From the request to end in good order to scancel, if the head does not react. An agent gives its processes 15 s."""
+CHECKPOINT_GRACE_S = 390.0
+"""The same if the head waits for a last checkpoint, for which it gives trainers 300 s."""
 _POLL_S = 0.5
 
 
@@ -119,8 +121,12 @@ class Run:
                 status = self.status()
         return status
 
-    def cancel(self, *, if_silent: OnSilence | None = None) -> bool:
-        """End the run in good order, and its job. Committed checkpoints stay. Returns whether it was not over.
+    def cancel(self, *, now: bool = False, if_silent: OnSilence | None = None) -> bool:
+        """Have the trainer write a last checkpoint, then end the run and its job. Returns whether it was not over.
+
+        Args:
+            now: do not wait for a last checkpoint. Committed checkpoints stay.
+            if_silent: as of `status`.
 
         Raises:
             UsageError: the directory is a copy of a run, or was moved.
@@ -132,10 +138,10 @@ class Run:
         if not status.active and status.phase != "lost":
             return False
         attempt = self.directory.latest()
-        durable.write(attempt.cancel_file, "")
+        durable.write(attempt.cancel_file, CANCEL_NOW if now else "")
         if status.phase not in ("pending", "requeued", "lost"):
-            deadline = time.monotonic() + CANCEL_GRACE_S
-            while time.monotonic() < deadline and attempt.end() is None:
+            began = time.monotonic()
+            while attempt.end() is None and time.monotonic() - began < _cancel_grace_s(attempt):
                 time.sleep(_POLL_S)
         if job := self._job_to_end(attempt, query):
             end_job(attempt.plan(), job)
@@ -227,6 +233,11 @@ class Run:
 
         with reading(self):
             return report(self.directory, job_query(self.directory, if_silent), time.time())
+
+
+def _cancel_grace_s(attempt: Attempt) -> float:
+    fleet = attempt.fleet()
+    return CHECKPOINT_GRACE_S if fleet is not None and fleet.ending is not None else CANCEL_GRACE_S
 
 
 def find_run(name: str | Path, runs: str | Path | None = None) -> Run:

@@ -21,6 +21,7 @@ from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.attempt.attempt_end import (
     complete_requeue,
     conclude,
+    end_for_good,
     keep_away_from_bad_nodes,
     remember_bad_node,
     see_requeued,
@@ -28,9 +29,8 @@ from primeslurm.node.attempt.attempt_end import (
 from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter, this_start
 from primeslurm.node.attempt.controller import insist, requeue
 from primeslurm.plan.model import Plan
-from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.run.claims import NotOwnerError
-from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import node_names, restarts
 
@@ -72,7 +72,7 @@ class AgentTask:
         self._agent: NodeAgent | None = None
         self._head: Head | None = None
         self._threads: list[threading.Thread] = []
-        self._asked: Ending | None = None
+        self._terminated = False
         self._warned = False
         self._requeue: bool | None = None
         """Whether the run goes on, once that is on record."""
@@ -107,19 +107,24 @@ class AgentTask:
         self._join()
         if self._head is None and self._agent.head_lost:
             self._requeue_without_head(plan, run, attempt, rank)
-        if self._head is not None and self._concluded(self._head):
+        goes_on = self._head is not None and self._concluded(self._head)
+        if self._head is not None and goes_on and not self._head.requeued_by_slurm:
             # submitit's own handler calls checkpoint(), saves this object for the next attempt and requeues the job.
             os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(600)
-        if self._head is not None and self._asked is not None and plan.executor == "slurm":
-            complete_requeue(plan, submitit.JobEnvironment().job_id, restarts(os.environ))
+        if self._head is not None and self._terminated and plan.executor == "slurm":
+            job_id = submitit.JobEnvironment().job_id
+            if self._head.requeued_by_slurm and not goes_on:
+                end_for_good(job_id)
+            else:
+                complete_requeue(plan, job_id, restarts(os.environ))
         return str(self._agent.ending.outcome) if self._agent.ending else ""
 
     def checkpoint(self) -> DelayedSubmission | None:
         """Called in the main thread on USR2: before the time limit, on preemption, or by ourselves after a failure."""
         if self._head is None:
             return None
-        self._head.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
+        self._head.warn()
         self._join()
         if not self._concluded(self._head):
             return None
@@ -173,18 +178,18 @@ class AgentTask:
                 thread.join(0.2)
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
-        print("SIGTERM: stopping what this node runs", file=sys.stderr, flush=True)
-        self._asked = Ending(Outcome.CANCELLED, BY_SIGTERM)
+        print("SIGTERM: this job ends", file=sys.stderr, flush=True)
+        self._terminated = True
         self._pass_on()
 
     def _on_early_warning(self, signum: int, frame: FrameType | None) -> None:
         self._warned = True
 
     def _pass_on(self) -> None:
-        if self._asked is not None and self._head is not None:
-            self._head.end(self._asked)
-        if self._asked is not None and self._agent is not None:
-            self._agent.end(self._asked)
+        if self._terminated and self._head is not None:
+            self._head.terminate()
+        if self._terminated and self._agent is not None:
+            self._agent.terminate()
 
     def __getstate__(self) -> dict[str, object]:
         return {"run_dir": self.run_dir, "first_attempt": self.first_attempt, "submission": self.submission}

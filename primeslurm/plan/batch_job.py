@@ -25,11 +25,13 @@ from primeslurm.wire.transport import secret
 
 _MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")
 """Options that say how much memory a component gets."""
+_REPLACED = ("%j", "%t", "%A", "%a")
+"""What submitit replaces anywhere in the path of its folder. Slurm's own patterns are escaped (`slurm.render`)."""
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
     """Find options that contradict one another, and host lists that are none."""
-    found = [*_host_problems(recipe, site), *_time_problems(recipe, site)]
+    found = [*_host_problems(recipe, site), *_time_problems(recipe, site), *_runs_problems(recipe, site)]
     for field, options in _component_options(recipe, site):
         said = [(name, value) for name in _MEMORY if (value := getattr(options, name))]
         why = f"contradicts {said[0][0]}" if said else ""
@@ -237,6 +239,15 @@ def _host_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
             expand(value or "")
         except ValueError as error:
             yield Violation(field, repr(value), str(error), "for example node[001-003],login1")
+
+
+def _runs_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
+    run_dir = str(Path(site.runs).absolute() / recipe.name)
+    if patterns := [pattern for pattern in _REPLACED if pattern in run_dir]:
+        why = f"submitit would replace {' and '.join(patterns)} in {run_dir} by numbers of the job"
+        yield Violation(
+            f"site {site.name}: runs", site.runs, why, "use a directory without it, or a symbolic link to it"
+        )
 
 
 def _time_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:

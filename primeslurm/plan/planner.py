@@ -216,7 +216,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         node_start_s=site.node_start_s,
         bad_node_hours=site.bad_node_hours,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
-        max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,
+        max_attempts=recipe.slurm.max_attempts,
     )
 
 

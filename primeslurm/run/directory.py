@@ -40,6 +40,8 @@ UNFINISHED = "its submission was interrupted before there was a job"
 """Of a run directory that was never submitted."""
 START_FILE = "record.json"
 """In the start directory of an attempt."""
+CANCEL_NOW = "now"
+"""Content of `Attempt.cancel_file` if the attempt ends without a last checkpoint."""
 BY_SIGTERM = "SIGTERM"
 """Reason of an attempt that was ended from outside."""
 
@@ -334,7 +336,7 @@ def _git_state() -> str | None:
     here = Path(__file__).resolve().parent
     argv = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(argv, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None

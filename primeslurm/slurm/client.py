@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -46,6 +48,8 @@ _TRANSIENT = (
 """Refusals of `sbatch --test-only` that say something about now. `placement` finds what nodes never have."""
 TIMEOUT_S = 60.0
 """For the answer to a command, in seconds."""
+KILL_WAIT_S = 30.0
+"""Slurm's default for KillWait, in seconds."""
 _ENDED = frozenset(
     [
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
@@ -103,6 +107,10 @@ class JobState:
     """Components that it was submitted with; Slurm forgets those that ended some minutes ago."""
     shares: tuple[str, ...] = ()
     """User, account and QOS, whose limits hold for all jobs together; empty words where there is none."""
+    preempted_at: float | None = None
+    """When Slurm began to preempt it, in Unix seconds; None if it did not."""
+    ends_at: float | None = None
+    """When Slurm ends it: at its time limit, or after the grace time of a preemption. Unix seconds; None: unknown."""
 
     @property
     def active(self) -> bool:
@@ -303,6 +311,11 @@ class SlurmClient:
             return found[0] if found else None
         return None
 
+    def kill_wait_s(self) -> float:
+        """Return how long Slurm waits between SIGTERM and SIGKILL when it ends a job, in seconds."""
+        found = re.search(r"^KillWait\s*=\s*(\d+)", self._run("scontrol", "show", "config"), re.MULTILINE)
+        return float(found[1]) if found else KILL_WAIT_S
+
     def job_ids(self) -> list[str]:
         """Ids of all jobs that wait or run, one per heterogeneous job."""
         lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
@@ -359,7 +372,8 @@ class SlurmClient:
                 env=env or self._environment,
                 input=input,
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
+                errors="replace",  # administrators type names and reasons in any encoding
                 timeout=self._timeout_s,
                 check=False,
             )
@@ -397,8 +411,18 @@ def parse_job(text: str) -> JobState:
         components=tuple(components),
         source="scontrol",
         size=len(expand(f"[{ids}]")) if (ids := leader.get("HetJobIdSet")) else 1,
+        preempted_at=_unix_seconds(leader.get("PreemptTime", "None")),
+        ends_at=_unix_seconds(leader.get("EndTime", "Unknown")),
         shares=tuple(_known(leader, name) for name in ("UserId", "Account", "QOS")),
     )
+
+
+def _unix_seconds(text: str) -> float | None:
+    """Convert Slurm's local time; None for its words for no time: None, Unknown, N/A."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
 
 
 def _reason(value: Mapping[str, str]) -> str:

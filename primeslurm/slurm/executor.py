@@ -19,6 +19,8 @@ from primeslurm.slurm.client import require_conf
 from primeslurm.slurm.environment import inherited_by_jobs
 from primeslurm.slurm.render import submitit_folder
 
+UNLIMITED = 2**31
+"""submitit counts timeouts and attempts, and stops requeueing at a limit. The head decides when to stop."""
 Agent = Callable[[], object]
 """What runs once per node. With a `checkpoint()` method it is requeued on USR2 to its first task."""
 SBATCH_S = 600.0
@@ -81,9 +83,7 @@ def write_pickle(plan: Plan, agent: Agent, submission: str) -> None:
     folder = submitit_folder(plan)
     durable.make_directory(folder)
     delayed = DelayedSubmission(agent)
-    # submitit counts time-outs down and then stops requeueing. The agent decides when to stop, so that count must not
-    # reach its end first.
-    delayed.set_timeout(minutes(plan.job.time), plan.max_attempts)
+    delayed.set_timeout(minutes(plan.job.time), UNLIMITED)
     pickle = pickled_agent(folder, submission)
     delayed.dump(pickle)
     durable.sync(pickle)

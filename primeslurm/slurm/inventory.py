@@ -136,7 +136,7 @@ def _parse(text: str) -> dict[str, Parts]:
 
 
 def _run(argv: Sequence[str]) -> str:
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    done = subprocess.run(argv, capture_output=True, encoding="utf-8", errors="replace", check=False)
     if done.returncode:
         raise ClusterError(f"{' '.join(argv)}: {done.stderr.strip()}")
     return done.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from primeslurm.slurm.embedded.cluster import Cluster, up
 from primeslurm.slurm.embedded.config import ClusterSpec
+from tests.cluster.accounting.cluster import AccountingCluster, missing_programs
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +25,29 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     started, _ = up(spec)
     yield started
     started.down()
+
+
+@pytest.fixture(scope="session")
+def lab() -> Iterator[AccountingCluster]:
+    """A cluster with slurmdbd, accounts, QOS and preemption, whose slurm.conf is written by hand.
+
+    `lab.submit`, `lab.primeslurm` and `lab.as_user` act as an ordinary user; `lab.hold` takes nodes as root.
+    """
+    if os.geteuid() != 0:
+        pytest.skip("needs root: Slurm's daemons start jobs of other users")
+    if missing := missing_programs():
+        reason = (
+            f"not installed: {', '.join(missing)} (on Debian: apt-get install slurm-wlm munge slurmdbd mariadb-server)"
+        )
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="lab-") as name:
+        directory = Path(name)
+        directory.chmod(0o755)  # the user enters it
+        cluster = AccountingCluster(directory)
+        yield cluster
+        cluster.down()
 
 
 @pytest.fixture

@@ -169,7 +169,9 @@ def _workdir(tool: str, tag: str) -> str:
     words = [tool, "image", "inspect", "--format", "{{.Config.WorkingDir}}", tag]
     if tool == "buildah":
         words = [tool, "inspect", "--type", "image", "--format", "{{.OCIv1.Config.WorkingDir}}", tag]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        words, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace", check=False
+    )
     if done.returncode:
         raise ImageBuildError(f"{tool} does not tell its working directory: {done.stderr.strip()[-300:]}")
     return "" if done.stdout.strip() == "/" else done.stdout.strip()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import typer
+
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
@@ -37,10 +41,14 @@ def _row(run: Run) -> RunStatus | None:
         return None
 
 
-def cancel(run: RunArg, runs: RunsOpt = None) -> None:
-    """End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them."""
+def cancel(
+    run: RunArg,
+    runs: RunsOpt = None,
+    now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
+) -> None:
+    """Write a last checkpoint, then end a run and its job. `resume` continues from the checkpoint."""
     found = find_run(run, runs)
-    if found.cancel(if_silent=warn):
+    if found.cancel(now=now, if_silent=warn):
         note(f"{run} is cancelled")
     else:
         note(f"{run} is {found.status(if_silent=warn).phase}: nothing to cancel")

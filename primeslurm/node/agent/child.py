@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,12 +18,19 @@ from primeslurm import files
 from primeslurm.orphans import end_with_parent
 
 
-def settle() -> None:
-    """Set up this process, which a child is about to become: it ends with the agent, and has limits of its own."""
+def settle(*, ignore_term: bool = False) -> None:
+    """Set up this process, which a child is about to become: it ends with the agent, and has limits of its own.
+
+    Args:
+        ignore_term: ignore SIGTERM. Slurm may send it to every process of a step before it ends the job, and the agent
+            still wants a checkpoint from the trainer then.
+    """
     # A killed agent must not leave servers behind; Slurm would find them, the local executor would not.
     end_with_parent()
     # Before a time limit Slurm sends USR2 to every process of the step, not only to its task: it is for the agent.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if ignore_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Slurm hands on the shell's soft limit, often 1,024: as many strangers' connections would leave a server no file.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -87,14 +95,23 @@ class Child(ProcessGroup):
         log: file for what it prints.
         cwd: its directory.
         pass_fds: open files that it gets under the same numbers.
+        ignore_term: it ignores SIGTERM, unless it installs a handler. `terminate` then kills it.
 
     Raises:
         OSError: the program or the log file cannot be opened.
     """
 
     def __init__(
-        self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, pass_fds: Sequence[int] = ()
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        cwd: Path,
+        pass_fds: Sequence[int] = (),
+        *,
+        ignore_term: bool = False,
     ) -> None:
+        self._ignores_term = ignore_term
         with open_log(log, argv) as handle:
             self._popen = subprocess.Popen(
                 argv,
@@ -105,10 +122,16 @@ class Child(ProcessGroup):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=pass_fds,
-                preexec_fn=settle,
+                preexec_fn=partial(settle, ignore_term=ignore_term),
             )
         self.pid = self._popen.pid
 
     def poll(self) -> int | None:
         """Return the exit code once it ended."""
         return self._popen.poll()
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the whole group, and SIGKILL to a process that ignores SIGTERM."""
+        super().terminate()
+        if self._ignores_term:
+            self.send(signal.SIGKILL)

@@ -1,9 +1,10 @@
 """Imports modules once, and forks a process for every request: `python -m MODULE ARGS`, without the imports.
 
 A node's workers import the same thousands of files, which takes each several seconds and hundreds of MB; forked ones
-share both. Requests come through the socket that is file descriptor `argv[1]`: a message of JSON (`forks.ForkRequest`)
-with the open files that the process gets, which are what it prints to, a pipe that gets its wait status, and those that
-variables of its environment name. The answer is its process id. `ready`, before, says that all is imported.
+share both. Requests come through the socket that is file descriptor `argv[1]`: a byte with open files. The first holds
+the request as JSON (`forks.ForkRequest`). The process gets the others: what it prints to, a pipe that gets its wait
+status, and those that variables of its environment name. The answer is its process id. `ready`, before, says that all
+is imported.
 """
 
 from __future__ import annotations
@@ -24,9 +25,7 @@ from setproctitle import setproctitle
 from primeslurm.imports import uncollected
 from primeslurm.node.agent.child import settle
 
-LONGEST = 1 << 20
-"""Bytes of a request."""
-MOST_FILES = 8
+MOST_FILES = 9
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
@@ -49,14 +48,14 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
                 reap(statuses)
             if connection.fileno() not in ready:
                 continue
-            message, files, _, _ = socket.recv_fds(connection, LONGEST, MOST_FILES)
+            message, files, _, _ = socket.recv_fds(connection, 1, MOST_FILES)
             if not message:
                 return None
-            printed, status, *handed = files
+            asked, printed, status, *handed = files
             settled, settles = os.pipe()
             if pid := os.fork():
                 statuses[pid] = status
-                for each in (printed, settles, *handed):
+                for each in (asked, printed, settles, *handed):
                     os.close(each)
                 os.read(settled, 1)  # until it is closed: whoever is told of the process can send signals to its group
                 os.close(settled)
@@ -73,7 +72,9 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             for each in (printed, status, settled, settles, *statuses.values(), awake, wakes):
                 os.close(each)
             connection.close()
-            request: dict[str, Any] = json.loads(message)
+            with os.fdopen(asked, "rb") as file:
+                file.seek(0)
+                request: dict[str, Any] = json.load(file)
             _name(request["env"], request["handed"], handed)
             return request
 

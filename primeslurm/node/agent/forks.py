@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -31,6 +32,23 @@ class ForkRequest(msgspec.Struct):
     directory: str
     handed: Sequence[str]
     """Variables of `env` whose values begin with the number of an open file: in the order of these files."""
+
+
+@contextlib.contextmanager
+def memory_file(request: ForkRequest) -> Iterator[int]:
+    """Write a request to a file in memory: an environment may be larger than a message of a socket.
+
+    Yields:
+        The file's descriptor, closed with the block.
+    """
+    descriptor = os.memfd_create("request")
+    try:
+        with os.fdopen(descriptor, "wb", closefd=False) as file:
+            # Unlike msgspec, json escapes what is not UTF-8 in the environment.
+            file.write(json.dumps(msgspec.to_builtins(request)).encode())
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 class ForkedChild(ProcessGroup):
@@ -125,8 +143,9 @@ class ForkServer:
         with open_log(log, argv) as handle:
             status, told = os.pipe()
             try:
-                files = [handle.fileno(), told, *handed.values()]
-                socket.send_fds(self._connection, [msgspec.json.encode(request)], files)
+                with memory_file(request) as message:
+                    files = [message, handle.fileno(), told, *handed.values()]
+                    socket.send_fds(self._connection, [b"."], files)
                 pid = self._connection.recv(_ANSWER)
                 if not pid:
                     raise BrokenPipeError(f"{log}: the process that it is forked from has ended")

@@ -41,7 +41,7 @@ from primeslurm.records.fleet import (
 )
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
-from primeslurm.run.directory import Attempt
+from primeslurm.run.directory import BY_SIGTERM, Attempt
 from primeslurm.silence import LATE_S, held_up_s
 from primeslurm.wire.transport.addresses import Addresses
 
@@ -55,7 +55,11 @@ class AgentTimings:
 
     tick_s: float = 0.25
     term_grace_s: float = 15.0
-    """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
+    """From SIGTERM to SIGKILL."""
+    hurried_grace_s: float = 5.0
+    """The same when Slurm has sent SIGTERM to the agent itself, which it kills soon."""
+    head_wait_s: float = 10.0
+    """After SIGTERM, how long the agent waits for the head to end the attempt before it ends by itself."""
     probe_timeout_s: float = TIMEOUT_S
     """For the answer of a server that is probed."""
     stopped_s: float = STOPPED_S
@@ -123,6 +127,15 @@ class NodeAgent:
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
         self._termed_at: float | None = None
+        self._terminated = False
+        self._terminated_at: float | None = None
+
+    def terminate(self) -> None:
+        """Take note of SIGTERM, from any thread or signal handler.
+
+        The trainer may still write a checkpoint: the head knows for how long, and tells all agents when to stop.
+        """
+        self._terminated = True
 
     def end(self, ending: Ending) -> None:
         """Ask this node to stop what it runs, from any thread or signal handler."""
@@ -172,13 +185,21 @@ class NodeAgent:
         hindered = now - self._head_seen_at > LATE_S and self._records.excuses(now)
         self._head_seen_at += now - self._ticked_at if hindered else held_up_s(self._ticked_at, now)
         self._ticked_at = now
+        if self._terminated and self._terminated_at is None:
+            self._terminated_at = now
+        ending = self.ending is not None or self._terminated
         if self.processes is not None:
-            ended = self.processes.reap(now, ending=self.ending is not None)
+            ended = self.processes.reap(now, ending=ending)
             if any(process.gpus for process in ended):
                 self.preflight.check_gpus_again()
         self._read_head(now)
+        waited_s = 0.0 if self._terminated_at is None else now - self._terminated_at
+        if self.view.ending is None and waited_s > self.timings.head_wait_s:  # this node alone was told to end
+            self.end(Ending(Outcome.CANCELLED, BY_SIGTERM))
         if self.ending is not None:
             self._wind_down(now, self.ending)
+        elif self._terminated:
+            pass  # nothing is started any more
         elif self.processes is not None and self.addresses is not None and self.processes.is_known(self.addresses):
             self.processes.tick(now, self.view, self.addresses)
         if self._news() != self._told or now - self._last_heartbeat >= self.plan.heartbeat_s:
@@ -246,7 +267,7 @@ class NodeAgent:
         processes = self.processes
         if processes is None:
             return
-        hurry = self._local_ending is not None or ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED)
+        hurry = self._local_ending is not None or ending.outcome is Outcome.COMPLETED
         if not hurry and not self.view.release:
             if not self._asked_to_checkpoint:
                 self._asked_to_checkpoint = True
@@ -255,7 +276,7 @@ class NodeAgent:
         if self._termed_at is None:
             self._termed_at = now
             processes.terminate()
-        elif now - self._termed_at > self.timings.term_grace_s:
+        elif now - self._termed_at > (self.timings.hurried_grace_s if self._terminated else self.timings.term_grace_s):
             processes.kill()
 
     def _finished(self) -> bool:
@@ -300,6 +321,6 @@ class NodeAgent:
 def _address(name: str, plan: Plan) -> str:
     """The node's address; empty if it has none, which its preflight then says."""
     try:
-        return own_address(name, plan.interface, plan.addresses)
+        return own_address(name, plan.interface, plan.addresses, plan.allocated == 1)
     except NetworkError:
         return ""

@@ -43,6 +43,9 @@ DUMP_S = 2.0
 UNLINK_S = 5.0
 """What is killed at the end is gone after so long, GPU drivers' work included."""
 
+_FOR_CHECKPOINTS = ("trainer", "orchestrator")
+"""Roles that write a last checkpoint. They handle no SIGTERM: the agent tells the trainer to checkpoint by SIGUSR1."""
+
 Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
 """What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
 
@@ -374,7 +377,8 @@ class ProcessManager:
         server = self._forks.of(process.imports) if self._shares_imports(process) else None
         if server is not None:
             return server.fork(argv, env, log, cwd, handed)
-        return Child(argv, env, log, cwd, tuple(handed.values()))
+        ignore_term = process.role in _FOR_CHECKPOINTS
+        return Child(argv, env, log, cwd, tuple(handed.values()), ignore_term=ignore_term)
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)

@@ -56,7 +56,9 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     failed = [end for end in known if end.outcome == Outcome.FAILED and end.committed_step == step]
     error = lasting_error(ending, attempt)
     again = bool(failed) and same_error(error, failed[-1].error)
-    requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again)
+    outcomes = [(end.outcome, end.committed_step) for end in known]
+    free = fruitful_preemptions([*outcomes, (ending.outcome, step)])
+    requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again, free=free)
     if (newest := newest_attempt(run.path)) > attempt.number:
         requeue, why_not = False, f"attempt {newest} has taken over the run"
     record = EndRecord(
@@ -118,7 +120,20 @@ def fruitless(ends: Sequence[tuple[bool, int | None]]) -> int:
     return count
 
 
-def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int, *, again: bool) -> tuple[bool, str]:
+def fruitful_preemptions(ends: Sequence[tuple[str, int | None]]) -> int:
+    """Count the attempts that Slurm ended, by preemption or the time limit, after they had committed a step. Pure.
+
+    Args:
+        ends: of all attempts, in order: the outcome, and the newest committed step by then.
+    """
+    before = [None, *(step for _, step in ends)]
+    pairs = zip(ends, before[:-1], strict=True)
+    return sum(outcome == Outcome.PREEMPTED and step != earlier for (outcome, step), earlier in pairs)
+
+
+def should_requeue(
+    ending: Ending, attempt: int, plan: Plan, fruitless: int, *, again: bool, free: int = 0
+) -> tuple[bool, str]:
     """Decide whether the job resumes as a new attempt. Pure.
 
     Args:
@@ -127,14 +142,18 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, fruitless: int, *, 
         plan: of the attempt.
         fruitless: failed attempts that have committed nothing new, this one included.
         again: the failed attempt before ended with the same error, and neither has made progress.
+        free: attempts that do not count: Slurm ended them after they had committed a step.
 
     Returns:
         The decision, and why not if the job does not resume though it failed.
     """
     if ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
         return False, ""
-    if attempt >= plan.max_attempts:
-        return False, f"this was attempt {attempt} of {plan.max_attempts}"
+    if not plan.job.requeue:
+        return False, "slurm.requeue is false"
+    if attempt - free >= plan.max_attempts:
+        uncounted = f", not counting {free} that Slurm ended after they committed a step" if free else ""
+        return False, f"this was attempt {attempt - free} of {plan.max_attempts}{uncounted}"
     if ending.final:
         return False, "another attempt would end in the same way"
     if again:
@@ -212,6 +231,14 @@ def see_requeued(plan: Plan, job_id: str, restarts: int) -> None:
     except ClusterError as error:
         print(f"job {job_id} may not start again: {error}", file=sys.stderr, flush=True)
     keep_away_from_bad_nodes(plan, job_id)
+
+
+def end_for_good(job_id: str) -> None:
+    """Cancel a job that Slurm has requeued although its run is over."""
+    try:
+        SlurmClient().cancel(job_id)
+    except ClusterError as error:
+        print(f"job {job_id} starts again although its run is over: {error}", file=sys.stderr, flush=True)
 
 
 def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:

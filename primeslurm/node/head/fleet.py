@@ -233,9 +233,24 @@ class Fleet:
             seconds = f"{self.plan.node_start_s} s"
             reason = _folded([f"node {name}: its preflight has not ended within {seconds}" for name in names])
             return Ending(Outcome.FAILED, reason, names[0])
+        if ending := self._same_address():
+            return ending
         spares = sorted(self.agents[rank].name for rank in self._fit() if self.assignment.node_of(rank) is None)
         nodes = [self.agents[rank].name for _, rank in sorted(self.assignment.rank_of.items())]
         self.news.append(News(NodesAssigned(nodes, spares)))
+        return None
+
+    def _same_address(self) -> Ending | None:
+        """Return why the attempt ends if two nodes have one address, such as that of a bridge which every node has."""
+        if self.plan.executor != "slurm":
+            return None
+        names: dict[str, str] = {}
+        for rank in sorted(self._fit()):
+            agent = self.agents[rank]
+            other = names.setdefault(agent.address, agent.name)
+            if other != agent.name:
+                reason = f"nodes {other} and {agent.name} both have the address {agent.address}: set network.interface"
+                return Ending(Outcome.FAILED, f"{reason} or network.addresses in the site file", "network", final=True)
         return None
 
     def _unfit(self, now: float) -> Ending | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -18,6 +20,7 @@ from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.hangs import PATIENCE, Patience
 from primeslurm.node.head.process_states import fleet_state
+from primeslurm.node.head.termination import Termination, ask_slurm, grace_time, termination
 from primeslurm.node.head.walltime import MARGIN_S, boot_clock, ends_too_late, seconds_left, seconds_to_stop
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
@@ -35,14 +38,28 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
-from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.silence import held_up_s
-from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kills, launch_failures, node_names
+from primeslurm.slurm.client import KILL_WAIT_S
+from primeslurm.slurm.launch_failures import (
+    START,
+    JobOutput,
+    early_exits,
+    kills,
+    launch_failures,
+    node_names,
+    restarts,
+)
+from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 
 SUSPECT = 10.0
 """Who has not been heard of for so many heartbeats, or a third of `node_silent_s`, is not called healthy any more."""
+
+
+RECORD_S = 3.0
+"""The head stops waiting for other nodes this long before Slurm kills it, and records the end. [s]"""
 
 
 @dataclass(frozen=True)
@@ -92,6 +109,13 @@ class Head(threading.Thread):
         self._published_generation = 0
         self._told = FleetView(time=0.0)
         self._asked: Ending | None = None
+        self._warned = self._terminated = False
+        """By USR2, by SIGTERM."""
+        self._looked: Callable[[], Termination | None] | None = None
+        """Has found out why the last signal came."""
+        self._requeued_by_slurm = False
+        self._killed_at = math.inf
+        """When Slurm kills what still runs."""
         self._ending_at = 0.0
         self._told_at = -math.inf
         self._ticked_at = now
@@ -103,6 +127,20 @@ class Head(threading.Thread):
     def end(self, ending: Ending) -> None:
         """Ask for the end of the attempt, from any thread or signal handler."""
         self._asked = self._asked or ending
+
+    def terminate(self) -> None:
+        """Take note of SIGTERM, from any thread or signal handler: the job's processes will be killed soon."""
+        self._terminated = True
+
+    def warn(self) -> None:
+        """Take note of USR2, from any thread or signal handler: the time limit comes, or Slurm preempts the job."""
+        self.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
+        self._warned = True
+
+    @property
+    def requeued_by_slurm(self) -> bool:
+        """Whether Slurm starts the job again without being asked to."""
+        return self._requeued_by_slurm
 
     def run(self) -> None:
         """Watch until the attempt has ended everywhere. An error of the head itself ends the attempt."""
@@ -151,6 +189,34 @@ class Head(threading.Thread):
         if self._asked is not None and ending.reason.endswith(AGENT_ENDED):
             ending = self._asked  # whoever ends all agents of a job may reach another one first
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
+
+    def _find_out_why(self, now: float) -> None:
+        """After a signal: learn from Slurm why it came, and until when a last checkpoint has to be written."""
+        look = self._why_terminated if self._terminated else self._why_warned if self._warned else None
+        if look is None or look == self._looked:
+            return
+        self._looked = look
+        if (found := look()) is None:
+            return
+        self._killed_at = now + found.left_s
+        self._requeued_by_slurm = found.requeued_by_slurm
+        self._grace_s = min(found.checkpoint_s, self._timings.checkpoint_grace_s)
+        if self.ending is None:
+            self._asked = found.ending
+        else:  # the grace is counted from when the attempt began to end
+            self._grace_s += now - self._ending_at
+
+    def _why_terminated(self) -> Termination:
+        job, kill_wait_s = None, KILL_WAIT_S
+        if self.plan.executor == "slurm":
+            job, kill_wait_s = ask_slurm(os.environ.get("SLURM_JOB_ID", ""))
+        return termination(job, restarts(os.environ), kill_wait_s, time.time())
+
+    def _why_warned(self) -> Termination | None:
+        """Only a preemption has less time than the time limit's warning, which the plan knows."""
+        if self.plan.executor != "slurm":
+            return None
+        return grace_time(ask_slurm(os.environ.get("SLURM_JOB_ID", ""))[0], time.time())
 
     def _unread_for_a_while(self, now: float) -> set[int]:
         """Ranks whose heartbeats could not be read at the last look, as long as that is excused."""
@@ -277,10 +343,25 @@ class Head(threading.Thread):
         """Whether engines and orchestrator may stop: no trainer needs them for a last checkpoint any more."""
         if self.ending is None:
             return False
-        if self.ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
+        if self.ending.outcome is Outcome.COMPLETED:
+            return True
+        if self.ending.outcome is Outcome.CANCELLED and (self._cancelled_now() or self._all_saved()):
             return True
         checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
         return not checkpointing or now - self._ending_at > self._grace_s
+
+    def _cancelled_now(self) -> bool:
+        """Whether the user wants no last checkpoint."""
+        with contextlib.suppress(OSError):
+            return files.read_text(self.attempt.cancel_file) == CANCEL_NOW
+        return False
+
+    def _all_saved(self) -> bool:
+        """Whether a checkpoint has all that was trained. A trainer that still loads has trained nothing."""
+        trainer = self.attempt.state("trainer-rank-0", TrainerState)
+        if trainer is None or trainer.step is None:
+            return True
+        return trainer.step == (checkpoints.newest(self.run_directory.path) or 0)
 
     def _all_run(self, role: str, *, none: bool = False) -> bool:
         """Whether all processes of a role run; `none`: the answer if there are none."""
@@ -298,4 +379,5 @@ class Head(threading.Thread):
             return False
         if all(self._has_ended(rank, now) for rank in self.fleet.agents):
             return True
-        return now - self._ending_at > self._grace_s + self._timings.gather_s
+        late = now - self._ending_at > self._grace_s + self._timings.gather_s
+        return late or now > self._killed_at - RECORD_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import os
 import random
 import socket
@@ -19,9 +20,6 @@ _ELSEWHERE = range(10000, 32768)
 """Where nobody foresees what is taken; below what the kernel gives to connections."""
 
 
-_ADDRESS_FIX = "give the nodes' addresses in network.addresses of the site file, or an interface in network.interface"
-
-
 class NetworkError(RuntimeError):
     """This node has no usable address, or no free port."""
 
@@ -33,26 +31,46 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def own_address(name: str, interface: str | None, addresses: Mapping[str, str]) -> str:
+_REMEDY = "give the nodes' addresses in network.addresses of the site file, or an interface in network.interface"
+
+
+def own_address(name: str, interface: str | None, addresses: Mapping[str, str], alone: bool = False) -> str:
     """Find the address at which other nodes reach this one.
 
     Args:
         name: of the node; what it resolves to is the last resort.
         interface: whose address is taken if the table has none.
-        addresses: the site's table, by name of the node.
+        addresses: the site's table, by name of the node. It is taken at its word.
+        alone: whether the job has no other node, so that a loopback address will do.
 
     Raises:
-        NetworkError: none of them gives an address.
+        NetworkError: none of them gives an address that other nodes can reach.
     """
     if name in addresses:
         return addresses[name]
     if interface:
-        return interface_address(interface)
+        address = interface_address(interface)
+        if _is_reachable(address, alone):
+            return address
+        raise NetworkError(f"interface {interface} has the address {address}, which no other node can reach; {_REMEDY}")
     try:
-        return socket.gethostbyname(name)
+        _, _, resolved = socket.gethostbyname_ex(name)
     except OSError as error:
         why = error.strerror or error
-        raise NetworkError(f"the name {name} does not resolve ({why}); {_ADDRESS_FIX}") from None
+        raise NetworkError(f"the name {name} does not resolve ({why}); {_REMEDY}") from None
+    # Debian's installer writes a line for 127.0.1.1 into /etc/hosts, beside which the real address may stand.
+    found = next((address for address in resolved if _is_reachable(address, alone)), None)
+    if found is None:
+        told = ", ".join(resolved)
+        raise NetworkError(f"{name} resolves to {told} on this node, which no other node can reach; {_REMEDY}")
+    return found
+
+
+def _is_reachable(address: str, alone: bool) -> bool:
+    parsed = ipaddress.ip_address(address)
+    if parsed.is_loopback:
+        return alone
+    return not (parsed.is_unspecified or parsed.is_link_local or parsed.is_multicast)
 
 
 def interface_address(interface: str) -> str:

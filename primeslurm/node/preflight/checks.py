@@ -88,7 +88,9 @@ def _nvidia_smi(what: str, *fields: str) -> list[list[str]]:
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     if allocated := os.environ.get("CUDA_VISIBLE_DEVICES"):
         argv.append(f"--id={allocated}")  # other jobs may use the node's other GPUs
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
+    done = subprocess.run(
+        argv, capture_output=True, encoding="utf-8", errors="replace", timeout=COMMAND_TIMEOUT_S, check=True
+    )
     lines = [line for line in done.stdout.splitlines() if line.count(",") == len(fields) - 1]
     return [[part.strip() for part in line.split(",")] for line in lines]
 

@@ -87,7 +87,9 @@ def _output(*argv: str) -> str:
     if shutil.which(argv[0]) is None:
         return ""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+        done = subprocess.run(
+            argv, capture_output=True, encoding="utf-8", errors="replace", timeout=_TIMEOUT_S, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

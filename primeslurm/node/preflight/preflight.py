@@ -158,7 +158,8 @@ class Preflight:
 
     def _network(self) -> list[PreflightCheck]:
         try:
-            address = own_address(self._name, self._plan.interface, self._plan.addresses)
+            plan = self._plan
+            address = own_address(self._name, plan.interface, plan.addresses, plan.allocated == 1)
         except NetworkError as error:
             return [PreflightCheck("address", "failed", str(error))]
         ports = {port for node in self._parts for process in node.processes for port in process.ports.values()}

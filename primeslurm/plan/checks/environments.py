@@ -145,7 +145,7 @@ def run_module(
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             cwd=directory,
             env={"HF_HUB_OFFLINE": "1", **os.environ, **interpreter.env, "TMPDIR": directory},

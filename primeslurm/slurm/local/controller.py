@@ -1,4 +1,4 @@
-"""Keeps a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MAX_ATTEMPTS SUBMISSION`.
+"""Keeps a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MOST_STARTS SUBMISSION`.
 
 submitit's own controller starts a job at most six times, waits for every task although one asked for a requeue, and
 leaves tasks one second to end. Agents end the processes of a whole node; here they are treated as Slurm treats them.
@@ -16,9 +16,9 @@ from pathlib import Path
 
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJobEnvironment
 
+from primeslurm.slurm.client import KILL_WAIT_S
 from primeslurm.slurm.launch_failures import START
 
-KILL_WAIT_S = 30.0
 _POLL_S = 0.1
 
 

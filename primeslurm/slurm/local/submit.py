@@ -17,7 +17,7 @@ from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.environment import clean
-from primeslurm.slurm.executor import Agent, write_pickle
+from primeslurm.slurm.executor import UNLIMITED, Agent, write_pickle
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
@@ -54,7 +54,7 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
         "SUBMITIT_LOCAL_WITH_SHELL": "",
         "SUBMITIT_STDERR_TO_STDOUT": "1",
     }
-    argv = [sys.executable, "-m", _CONTROLLER, str(folder), str(plan.max_attempts), submission]
+    argv = [sys.executable, "-m", _CONTROLLER, str(folder), str(UNLIMITED), submission]
     with (folder / "controller.log").open("ab") as log:
         # Its own session: closing the terminal, or Ctrl-C in it, does not reach the run.
         process = subprocess.Popen(

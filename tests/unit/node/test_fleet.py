@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from primeslurm.api.loading import load
 from primeslurm.node.agent.node_context import UnknownPlaceholder, resolve
 from primeslurm.node.agent.supervision import BACKOFF_S, ProcessState, Supervision
-from primeslurm.node.attempt.attempt_end import fruitless, should_requeue
+from primeslurm.node.attempt.attempt_end import fruitful_preemptions, fruitless, should_requeue
 from primeslurm.node.head.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.head.process_states import FleetState, fleet_state
 from primeslurm.plan.model import Health, Plan, Process, Replica
@@ -115,6 +115,19 @@ class Agents:
 
     def news(self, kind: type[E]) -> list[E]:
         return [item.event for item in self.fleet.news if isinstance(item.event, kind)]
+
+
+def test_nodes_with_the_same_address_end_the_run_and_no_node_is_to_blame() -> None:
+    agents = Agents((process(),), (process(name="q", node=1),))
+    agents.fleet.plan = agents.fleet.plan.model_copy(update={"executor": "slurm"})
+    agents.beat(0.0)
+    for rank in (0, 1):
+        same = msgspec.structs.replace(agents.fleet.agents[rank], address="172.17.0.1")
+        agents.fleet.observe(same, 0.0)
+    ending = agents.fleet.decide(0.0)
+    assert ending is not None and (ending.outcome, ending.suspect, ending.final) == ("failed", "network", True)
+    assert "nodes n0 and n1 both have the address 172.17.0.1" in ending.reason
+    assert agents.news(NodeLost) == []
 
 
 def test_a_process_starts_loads_serves_and_backs_off() -> None:
@@ -664,6 +677,35 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
 def test_requeue_rules(ending: Ending, attempt: int, fruitless: int, expected: tuple[bool, str]) -> None:
     plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
     assert should_requeue(ending, attempt, plan, fruitless, again=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "count"),
+    [
+        ([("preempted", None)], 0),
+        ([("preempted", 3)], 1),
+        ([("preempted", 3), ("preempted", 3)], 1),
+        ([("preempted", 3), ("failed", 5), ("preempted", 8)], 2),
+        ([("failed", 3), ("failed", 5)], 0),
+    ],
+)
+def test_attempts_that_slurm_ended_are_free_if_they_committed_a_step(
+    ends: list[tuple[str, int | None]], count: int
+) -> None:
+    assert fruitful_preemptions(ends) == count
+
+
+def test_free_attempts_do_not_count_towards_max_attempts() -> None:
+    plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
+    assert should_requeue(PREEMPTED, 40, plan, 0, again=False, free=32) == (True, "")
+    why = "this was attempt 9 of 9, not counting 31 that Slurm ended after they committed a step"
+    assert should_requeue(PREEMPTED, 40, plan, 0, again=False, free=31) == (False, why)
+
+
+def test_a_job_that_must_not_be_requeued_is_not() -> None:
+    plan: Plan = plan_of(Path("/runs/x"), (process(),), max_attempts=9)
+    plan = plan.model_copy(update={"job": plan.job.model_copy(update={"requeue": False})})
+    assert should_requeue(PREEMPTED, 1, plan, 0, again=False, free=1) == (False, "slurm.requeue is false")
 
 
 @pytest.mark.parametrize(

@@ -203,3 +203,12 @@ def test_what_cannot_be_imported_is_said_by_the_process(start: Callable[..., Run
     running = start((waiting("a", 0, PROGRAM, "no.such.module"), waiting("b", 0, PROGRAM, "no.such.module")))
     running.wait(lambda: running.report("a").state == "ready")
     assert psutil.Process(running.report("a").pid).ppid() == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "value", ["x" * 300_000, "caf\udce9", "日本 \x01"], ids=["larger than a message", "not UTF-8", "control characters"]
+)
+def test_any_environment_reaches_a_forked_process(server: ForkServer, tmp_path: Path, value: str) -> None:
+    found = said(server, tmp_path, {**ENV, "A_VARIABLE": value})
+    assert found["variable"] == value
+    assert said(server, tmp_path, {**ENV, "A_VARIABLE": "y"})["variable"] == "y", "the server forks no more"

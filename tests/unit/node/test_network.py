@@ -160,3 +160,25 @@ def test_a_name_that_does_not_resolve_is_told_with_the_fields_that_help(monkeypa
         "the name n1 does not resolve (Name or service not known); give the nodes' addresses in network.addresses of "
         "the site file, or an interface in network.interface"
     )
+
+
+@pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", "0.0.0.0", "169.254.7.9", "224.0.0.1"])
+def test_a_name_that_resolves_to_what_no_other_node_reaches_is_refused(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], [address]))
+    with pytest.raises(NetworkError, match=f"node1 resolves to {address} on this node, which no other node can reach"):
+        network.own_address("node1", None, {})
+    assert network.own_address("node1", None, {"node1": address}) == address, "the site's own words count"
+
+
+def test_the_first_address_that_others_reach_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["127.0.1.1", "10.0.0.7", "10.1.0.7"]))
+    assert network.own_address("node1", None, {}) == "10.0.0.7"
+    assert network.own_address("node1", None, {}, True) == "127.0.1.1", "a job of one node may use its loopback"
+
+
+def test_the_loopback_interface_connects_no_nodes() -> None:
+    with pytest.raises(NetworkError, match=r"interface lo has the address 127\.0\.0\.1, which no other node can reach"):
+        network.own_address("node1", "lo", {})
+    assert network.own_address("node1", "lo", {}, True) == "127.0.0.1"

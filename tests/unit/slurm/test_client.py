@@ -96,3 +96,13 @@ def test_a_job_for_a_cluster_that_is_gone_is_refused_before_sbatch_waits(tmp_pat
     conf = str(tmp_path / "slurm.conf")
     with pytest.raises(ClusterError, match="does not exist; is the cluster up"):
         submit(plan(tmp_path, group(0, "train")), lambda: None, tmp_path / "job.sbatch", conf, "w")
+
+
+def test_words_in_any_encoding_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An administrator who uses latin-1 has drained a node."""
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_bytes(b"#!/bin/sh\nprintf 'n1|drain|L\\374fter \\377 defekt\\n'\n")
+    sinfo.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (node,) = SlurmClient().nodes()
+    assert (node.name, node.state, node.reason) == ("n1", "drain", "L\ufffdfter \ufffd defekt")

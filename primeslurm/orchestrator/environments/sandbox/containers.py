@@ -283,7 +283,9 @@ def _sweep_labelled(engine: str, worker: str) -> None:
 
 
 def _answer(argv: list[str]) -> str:
-    return subprocess.run(argv, capture_output=True, text=True, timeout=SWEEP_S, check=True).stdout
+    return subprocess.run(
+        argv, capture_output=True, encoding="utf-8", errors="replace", timeout=SWEEP_S, check=True
+    ).stdout
 
 
 def _instances(worker: str) -> str:

@@ -110,6 +110,8 @@ def _bundled() -> tuple[str, ...]:
     """Where apptainer keeps programs of its own."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         words = ["apptainer", "buildcfg", "LIBEXECDIR"]
-        said = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout.strip()
+        said = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True
+        ).stdout.strip()
         return (f"{said}/apptainer/bin",) if said else ()
     return ()

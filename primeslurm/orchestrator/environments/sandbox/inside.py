@@ -46,7 +46,7 @@ def spawn(fds: list[int]) -> dict[str, object]:
     if pid:
         os.close(write)
         with os.fdopen(read, "rb") as pipe:
-            why = pipe.read().decode()
+            why = pipe.read(LONGEST // 8).decode(errors="replace")  # an answer is one message, JSON's escapes included
         return {"pid": pid, "error": why}
     try:
         os.setsid()
@@ -58,7 +58,7 @@ def spawn(fds: list[int]) -> dict[str, object]:
             signal.signal(each, signal.SIG_DFL)
         os.execvpe(message["argv"][0], message["argv"], message["env"])
     except BaseException as error:
-        os.write(write, str(error).encode())
+        os.write(write, str(error).encode(errors="replace")[:LONGEST])
     os._exit(127)
 
 

@@ -166,5 +166,7 @@ def bubblewrap_works() -> str:
     trial = (
         "bwrap --unshare-user --disable-userns --unshare-pid --unshare-net --ro-bind / / --proc /proc --dev /dev true"
     )
-    done = subprocess.run(trial.split(), capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        trial.split(), capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=False
+    )
     return "" if done.returncode == 0 else f"bubblewrap cannot make a sandbox: {done.stderr.strip()[-300:]}"

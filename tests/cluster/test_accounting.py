@@ -1,0 +1,134 @@
+"""Runs of an ordinary user on a cluster with accounting whose slurm.conf is written by hand.
+
+Signals and states are Slurm's own here: unlike on the embedded cluster, a preemption with a grace time sends SIGTERM.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from primeslurm.api.jobs import job_query
+from primeslurm.records.attempt import EndRecord
+from primeslurm.records.events.training import StepTrained
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import attempt_events
+from primeslurm.run.status.run_status import RunStatus, read_status
+from tests.cluster.accounting.cluster import AccountingCluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
+
+
+def status(run: RunDirectory) -> RunStatus:
+    return read_status(run, job_query(run))
+
+
+def wait(run: RunDirectory, condition: Callable[[RunStatus], object], timeout_s: float = 240) -> RunStatus:
+    deadline = time.monotonic() + timeout_s
+    while not condition(found := status(run)):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.3)
+    return found
+
+
+def trained(steps: int, attempt: int = 1) -> Callable[[RunStatus], bool]:
+    return lambda found: found.phase == "running" and found.attempt == attempt and (found.step or 0) >= steps
+
+
+def end_of(run: RunDirectory, attempt: int = 1) -> EndRecord:
+    end = run.attempt(attempt).end()
+    assert end is not None
+    return end
+
+
+def job_of(run: RunDirectory) -> str:
+    job = run.latest().job()
+    assert job is not None
+    return job.job_id
+
+
+def last_step(run: RunDirectory, attempt: int = 1) -> int:
+    """Return the last step that the trainer of an attempt has trained."""
+    return max(event.step for event in attempt_events(run.attempt(attempt)) if isinstance(event, StepTrained))
+
+
+def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: AccountingCluster) -> None:
+    """Of two runs that an urgent job preempts, Slurm would requeue one and cancel the other."""
+    runs = [lab.submit(lab.site(qos=qos)) for qos in ("scavenger", "expendable")]
+    for run in runs:
+        wait(run, trained(2))
+    urgent = lab.hold(nodes=3)
+    for run in runs:
+        wait(run, lambda found: found.phase == "requeued")
+        end = end_of(run)
+        assert (end.outcome, end.requeued) == ("preempted", True)
+        assert end.reason.startswith("preempted: Slurm gives the job until ")
+        assert end.committed_step == last_step(run), "a step was trained that no checkpoint has"
+    lab.client.cancel(urgent)
+    scavenger, expendable = runs
+    assert lab.primeslurm("cancel", expendable.path).returncode == 0
+    committed = end_of(scavenger).committed_step
+    assert committed is not None
+    wait(scavenger, trained(committed + 1, attempt=2))
+
+    lab.as_user("scancel", job_of(scavenger))
+    ended = wait(scavenger, lambda found: found.phase == "cancelled")
+    assert ended.committed_step == last_step(scavenger, 2) > committed
+    assert not end_of(scavenger, 2).requeued
+
+
+def test_a_preemption_without_grace_time_is_no_cancel(lab: AccountingCluster) -> None:
+    run = lab.submit(lab.site(qos="sudden"))
+    wait(run, trained(2))
+    urgent = lab.hold(nodes=3)
+    wait(run, lambda found: found.phase == "requeued")
+    end = end_of(run)
+    assert (end.outcome, end.reason, end.requeued) == ("preempted", "Slurm requeued the job", True)
+    assert end.committed_step == last_step(run)
+    assert "cancel" not in lab.primeslurm("doctor", run.path).stdout.lower()
+    lab.client.cancel(urgent)
+    assert lab.primeslurm("cancel", run.path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("slurm", "words"),
+    [
+        ({"account": "lab9"}, "Invalid account or account/partition combination specified"),
+        ({"qos": "urgent"}, "Invalid qos specification"),
+        ({"qos": "small"}, "Job violates accounting/QOS policy"),
+    ],
+)
+def test_a_job_that_accounting_refuses_leaves_nothing(
+    lab: AccountingCluster, slurm: dict[str, str], words: str
+) -> None:
+    before = set(lab.runs.iterdir())
+    words_of = ("submit", lab.recipe(name="refused"), "--emulate", "--site", lab.site(**slurm))
+    refused = lab.primeslurm(*words_of)
+    assert refused.returncode == 3 and words in refused.stderr
+    assert set(lab.runs.iterdir()) == before and lab.client.job_ids() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--partition=short", "--time=01:00:00"), "PartitionTimeLimit"),
+        (("--qos=narrow", "--gres=gpu:h100:2"), "QOSMaxGRESPerUser"),
+    ],
+)
+def test_what_can_never_start_waits_with_a_reason(
+    lab: AccountingCluster, options: tuple[str, ...], reason: str
+) -> None:
+    """Slurm takes such a job: the site is one where a user waits for ever without being told."""
+    submitted = lab.as_user("sbatch", "--parsable", "--account=lab7", *options, "--wrap=true")
+    assert submitted.returncode == 0, submitted.stderr
+    job_id = submitted.stdout.strip()
+    try:
+        deadline = time.monotonic() + 60
+        while (job := lab.client.job(job_id)) is None or job.reason != reason:
+            assert time.monotonic() < deadline, job
+            time.sleep(0.3)
+        assert job.state == "PENDING"
+    finally:
+        lab.client.cancel(job_id)
