@@ -138,7 +138,10 @@ class Memory(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters instead of full training. Engines get the model with its adapters added."""
+    """Low-rank adapters instead of full training. Engines get the model with its adapters added.
+
+    Engines must not quantise the model, because FP8 rounds by more than an adapter changes.
+    """
 
     rank: PositiveInt = Field(16, multiple_of=8)
     """A multiple of 8: the experts' grouped products need it."""
