@@ -188,7 +188,9 @@ class RunDirectory:
         """Whether a run was ever made here."""
         try:
             return files.is_file(self.path / "lock.json")
-        except PermissionError:  # another user's
+        except OSError as error:  # another user's, or a name that no file can have
+            if files.is_transient(error):
+                raise
             return False
 
     def attempt(self, number: int) -> Attempt:

@@ -106,12 +106,13 @@ def _head(status: RunStatus) -> RenderableType:
 
 
 def _hindrances(status: RunStatus) -> list[RenderableType]:
-    """What the run waits for, and nodes that it must not get."""
+    """What the run waits for, checkpoints that were set aside, and nodes that it must not get."""
     found: list[RenderableType] = []
     if status.waits_for:
         found.append(Text(f"waits for the shared file system: {status.waits_for}", style="red"))
     for each in status.obstacles[:MAX_LINES]:
         found.append(Text(f"error: {each.component or 'the job'} {each.how}; {each.fix}", style="red"))
+    found += [Text(line, style="red") for line in status.damaged[:MAX_LINES]]
     for node in status.excluded[:MAX_LINES]:
         until = time.strftime("%Y-%m-%d %H:%M", time.localtime(node.expires))
         found.append(Text(f"avoids {node.node} until {until}: {node.reason} (run {node.run})", style="yellow"))

@@ -37,6 +37,8 @@ def show_diagnosis(found: Diagnosis) -> None:
             out.print(f"{_clock(failure.time)}  {failure.component} {failure.how}", markup=False, soft_wrap=True)
     for problem in found.invalid:
         out.print(Text(f"invalid because {problem}", style="red"), soft_wrap=True)
+    for text in found.damaged:
+        out.print(Text(text, style="red"), soft_wrap=True)
     for advice in found.advice:
         changes = "".join(f"; {field}: {value}" for field, value in advice.changes.items())
         out.print(Text.assemble(("advice ", "bold"), f"{advice.text}{changes} ({advice.reason})"), soft_wrap=True)

@@ -28,6 +28,7 @@ from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
 from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, WhyWaiting
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
+from primeslurm.wire.stored import checkpoints
 
 LAST_LINES = 20
 FOLLOWED = 15
@@ -75,11 +76,13 @@ class Diagnosis(msgspec.Struct, frozen=True):
     attempts: list[AttemptLine]
     advice: list[Advice] = []
     """What the load of the engines says about the recipe, while the run goes on."""
+    damaged: list[str] = []
+    """Checkpoints that were set aside, and why."""
 
     @property
     def well(self) -> bool:
         """Whether there is nothing to find."""
-        return self.first is None and not self.invalid
+        return self.first is None and not self.invalid and not self.damaged
 
 
 def diagnose(
@@ -135,6 +138,7 @@ def diagnose(
         recovered=[failure for failure in failed if failure.recovered],
         invalid=problems(rows(run.path), dropped_of(attempt), recipe.batch_size, max_kl),
         attempts=[_line(each) for each in run.attempts()],
+        damaged=checkpoints.set_asides(run.path),
         advice=_advice(attempt, recipe) if outcome in _UNDER_WAY else [],
     )
 

@@ -139,6 +139,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     advice: list[Advice] = []
     waits_for: str = ""
     """What is wrong with the shared file system, in the head's words or as it is seen from here; the run waits."""
+    damaged: list[str] = []
+    """Checkpoints that were set aside, and why."""
     excluded: list[BadNode] = []
     """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
     obstacles: list[Obstacle] = []
@@ -215,6 +217,7 @@ def read_status(
         processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
         waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
+        damaged=checkpoints.set_asides(run.path),
         excluded=excluded(run.path) if end is None or end.requeued else [],
         advice=advise(orchestrator.roles, tunables_of(recipe), orchestrator.shares.values())
         if orchestrator and phase == "running"

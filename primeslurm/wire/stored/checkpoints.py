@@ -98,9 +98,18 @@ def committed(run_dir: Path) -> list[int]:
 
 
 def newest(run_dir: Path) -> int | None:
-    """Return the last committed step, or None."""
-    steps = committed(run_dir)
-    return steps[-1] if steps else None
+    """Return the last committed step, or None. NEWEST is believed where this node does not see the directory yet."""
+    named = _newest_named(run_dir)
+    return max([*committed(run_dir)[-1:], *([] if named is None else [named])], default=None)
+
+
+def set_asides(run_dir: Path) -> list[str]:
+    """Say in words which checkpoints were set aside, and why."""
+    found = []
+    for path in files.listing(run_dir / "checkpoints", "*.damaged-*.txt"):
+        why = files.read_text(path).splitlines()
+        found.append(f"{path.with_suffix('')} was set aside: {why[0] if why else 'its reason was lost'}")
+    return found
 
 
 def newest_whole(run_dir: Path) -> int | None:

@@ -116,6 +116,7 @@ def test_proven_damage_is_set_aside_with_its_reason(
     aside = run / "checkpoints" / "step_000080.damaged-7"
     assert names(run) == [NEWEST, "step_000076", "step_000078", aside.name, f"{aside.name}.txt"]
     assert words in (reason := aside.with_name(f"{aside.name}.txt").read_text())
+    assert checkpoints.set_asides(run) == [f"{aside} was set aside: {reason.splitlines()[0]}"]
     assert told == [(80, reason.strip().replace("\n", "; "), aside)]
     assert checkpoints.newest_whole(run) == 78 and (run / "checkpoints" / NEWEST).read_text() == "78\n"
 
