@@ -127,7 +127,8 @@ class Slurm(Submission):
     requeue: bool = True
     """Requeue and resume after preemption, the time limit, or a failed trainer."""
     max_attempts: PositiveInt = 10
-    """Attempts of one run. Three failed attempts in a row without a new committed step end it earlier."""
+    """Attempts of one run, without those that Slurm ended after they committed a step. Three failed attempts in a row
+    without a new committed step end it earlier."""
     checkpoint_signal_s: int = Field(120, ge=0, le=65535)
     """USR2 arrives this many seconds before the time limit: time to checkpoint and requeue."""
     control: Component = Component()

@@ -17,14 +17,17 @@ import pytest
 from primeslurm.files import read_json
 from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
 from primeslurm.node.head.head import Head, HeadTimings
+from primeslurm.node.head.termination import Termination
 from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport
+from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
-from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.records.state import TrainerState
+from primeslurm.run.directory import BY_SIGTERM, CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
 from primeslurm.wire import exits
 from tests.support.plans import SERVER, plan_of, python
@@ -246,6 +249,82 @@ def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]
     assert (running.attempt.path / "checkpointed").exists()
     assert running.report("trainer-rank-0").exit_code == exits.CHECKPOINTED
     assert running.head.conclude() is True
+
+
+def trained(running: Running, steps: int) -> None:
+    """Have the trainer's state say that it has trained some steps."""
+    journal = Journal(running.attempt.path, "trainer-rank-0")
+    journal.state(TrainerState(steps, "train"))
+
+
+def start_training(start: Callable[..., Running], steps: int) -> Running:
+    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer", restart="attempt")
+    running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
+    running.wait_state("orchestrator", "ready")
+    running.wait_state("trainer-rank-0", "ready")
+    running.wait((running.attempt.path / "listens").exists)
+    trained(running, steps)
+    return running
+
+
+def test_sigterm_to_every_process_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
+    """As scancel does where Slurm signals all processes of a step: trainer and orchestrator must outlive that."""
+    running = start_training(start, steps=3)
+    pids = [int(str(running.report(name).pid)) for name in ("trainer-rank-0", "orchestrator")]
+    for pid in pids:
+        os.killpg(pid, signal.SIGTERM)
+    for agent in (running.head, *running.agents):
+        agent.terminate()
+    running.join()
+    assert running.head.ending == Ending(Outcome.CANCELLED, BY_SIGTERM)
+    assert running.report("trainer-rank-0").exit_code == exits.CHECKPOINTED
+    assert (running.attempt.path / "checkpointed").exists()
+    assert running.head.conclude() is False
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize(
+    ("steps", "words", "checkpoints"),
+    [(3, "", True), (3, CANCEL_NOW, False), (0, "", False)],
+    ids=["steps to save", "now", "nothing to save"],
+)
+def test_a_cancel_saves_what_was_trained(
+    start: Callable[..., Running], steps: int, words: str, checkpoints: bool
+) -> None:
+    running = start_training(start, steps)
+    running.attempt.cancel_file.write_text(words)
+    running.join()
+    assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
+    assert (running.attempt.path / "checkpointed").exists() is checkpoints
+
+
+def test_an_agent_that_alone_is_told_to_end_waits_for_the_head_and_then_ends(
+    assigned: tuple[Head, list[NodeAgent], float],
+) -> None:
+    head, agents, now = assigned
+    agents[1].terminate()
+    for seconds in (1, 5, 11):
+        head.tick(now + seconds)
+        agents[1].tick(now + seconds)
+        assert agents[1].ending is None
+    agents[1].tick(now + 12)
+    assert agents[1].ending == Ending(Outcome.CANCELLED, BY_SIGTERM)
+
+
+def test_the_head_stops_waiting_before_slurm_kills_it(
+    assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that never gets its checkpoint done: what is committed stays, and the end is on record in time."""
+    head, _, now = assigned
+    found = Termination(Ending(Outcome.PREEMPTED, "preempted"), left_s=60.0)
+    monkeypatch.setattr(head, "_why_terminated", lambda: found)
+    monkeypatch.setattr(head, "_all_run", lambda role, none=False: True)
+    head.terminate()
+    head.tick(now + 1)
+    assert head.ending == found.ending
+    for seconds, release, gathered in [(2, False, False), (50, False, False), (52, True, False), (59, True, True)]:
+        head.fleet.seen_at |= dict.fromkeys(head.fleet.agents, now + seconds)
+        assert (head._release(now + seconds), head._gathered(now + seconds)) == (release, gathered)
 
 
 def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[..., Running]) -> None:

@@ -324,6 +324,8 @@ async def test_what_no_program_can_be_given_is_a_value_error(run_dir: Path) -> N
                 await runtime.run(["echo", text], {})
         with pytest.raises(SandboxError, match="cannot start 'nothing-like-it'"):
             await runtime.run(["nothing-like-it"], {})
+        with pytest.raises(SandboxError, match="File name too long"):
+            await runtime.run(["n" * 20_000], {})
         with pytest.raises(SandboxError, match="Argument list too long"):
             await runtime.run(["echo", "x" * 200_000], {})
         assert (await runtime.run(["echo", "é x"], {})).stdout == "é x\n"
