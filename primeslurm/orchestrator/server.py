@@ -43,7 +43,6 @@ from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.records import metrics
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
@@ -466,8 +465,7 @@ class OrchestratorServer:
         """The orchestrator's part of a checkpoint, with all that was recorded of its steps: on disk, or OSError."""
 
         def sync() -> None:
-            self._metrics.flush()
-            metrics.sync(self._arguments.run_dir)
+            self._metrics.sync()
             self._journal.sync()
 
         await self._progress.save(directory / CHECKPOINT_PART, before=sync)
