@@ -107,10 +107,19 @@ def _sync(path: Path) -> OSError | None:
 
 
 def sync_if_there(path: Path) -> None:
-    """`sync` of a file that may not have been begun."""
-    if files.exists(path):
+    """`sync` of a file that may not have been begun. If a flush loses content, the file is read and written anew.
+
+    Nobody may append to the file meanwhile.
+    """
+    if not files.exists(path):
+        return
+    try:
         sync(path)
-        sync(path.parent)
+    except OSError as error:
+        if not files.is_transient(error):
+            raise
+        write(path, files.read_bytes(path))
+    sync(path.parent)
 
 
 def sync_tree(directory: Path, flushed: Container[Path] = ()) -> None:

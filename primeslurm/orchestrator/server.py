@@ -480,8 +480,7 @@ class OrchestratorServer:
         """The orchestrator's part of a checkpoint, with all that was recorded of its steps: on disk, or OSError."""
 
         def sync() -> None:
-            self._metrics.flush()
-            metrics.sync(self._arguments.run_dir)
+            self._metrics.sync()
             self._journal.sync()
 
         await self._progress.save(directory / CHECKPOINT_PART, before=sync)

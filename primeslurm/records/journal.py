@@ -74,7 +74,8 @@ class Journal:
 
     def sync(self) -> None:
         """Have what was written so far on disk: a checkpoint counts only with the events before it. Raises OSError."""
-        durable.sync_if_there(self._events)
+        with self._lock:
+            durable.sync_if_there(self._events)
 
     def state(self, state: Record) -> None:
         """Replace the current state."""

@@ -97,6 +97,12 @@ class MetricsLog:
                 self._appender.append(self._unwritten)
                 self._unwritten = b""
 
+    def sync(self) -> None:
+        """Have all rows so far on disk. Raises OSError."""
+        self.flush()
+        with self._lock:
+            durable.sync_if_there(self._path)
+
     def close(self) -> None:
         """Write what is left, and close."""
         with contextlib.suppress(OSError):

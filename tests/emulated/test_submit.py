@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,11 +37,11 @@ def place() -> Iterator[Path]:
         yield Path(directory)
 
 
-def python(place: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` of a user whose home is `place`."""
+def python(place: Path, *words: str | Path, path: Sequence[Path] = (ROOT,)) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` of a user whose home is `place`; `path`: directories of PYTHONPATH."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
-    env = unmeasured() | {"HOME": str(place), "PYTHONPATH": str(ROOT)}
+    env = unmeasured() | {"HOME": str(place), "PYTHONPATH": os.pathsep.join(map(str, path))}
     argv = [sys.executable, *map(str, words)]
     return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.stored import checkpoints
+from tests.support.faulty_storage import FaultyStorage, once
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
@@ -61,6 +63,7 @@ def test_a_flipped_bit_in_a_shard_is_found_while_it_is_read(moe_model: Path, wor
     learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
     assert saver.restore(learner) == 1
     assert (tmp_path / "checkpoints" / "step_000002.damaged-2").is_dir()
+    assert [(each.step, each.reason) for each in saver.damaged] == [(2, f"{shard}: differs from its record")]
     assert all(torch.equal(tensor, at_one[name]) for name, tensor in weights(learner).items())
 
     (shard,) = (checkpoints.step_dir(tmp_path, 1) / "trainer").glob("*.distcp")
@@ -87,6 +90,53 @@ def test_what_cannot_be_read_is_not_damaged(
             saver.restore(learner)
     assert checkpoints.committed(tmp_path) == [1]
     assert saver.restore(learner) == 1
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
+def test_every_call_of_saving_and_restoring_may_fail_once(
+    number: int, moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    """Flushes, too: a file whose flush has failed is written again."""
+    with FaultyStorage(tmp_path, once(number)).installed():
+        learner, _ = trained(moe_model, tmp_path, world, 2)
+    assert checkpoints.committed(tmp_path) == [1, 2]
+    assert checkpoints.damage(checkpoints.step_dir(tmp_path, 2)) == []
+    before = weights(learner)
+    with FaultyStorage(tmp_path, once(number)).installed():
+        learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+        assert saver.restore(learner) == 2 and saver.damaged == []
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+@pytest.mark.parametrize("name", ["step_000002", "trainer", ".metadata", "__0_0.distcp", "COMMITTED"])
+def test_a_checkpoint_that_is_not_seen_ends_the_attempt_and_the_next_one_resumes_from_it(
+    name: str, moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    trained(moe_model, tmp_path, world, 2)
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    with (
+        FaultyStorage(tmp_path, hidden={name}).installed(),
+        pytest.raises(RankError, match="not visible from this node"),
+    ):
+        saver.restore(learner)
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
+    assert saver.restore(learner) == 2
+
+
+def test_a_shard_that_is_read_wrongly_once_is_read_again(
+    moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(moe_model, tmp_path, world, 2)
+    real, failures = shards._fill, [1]
+
+    def stale(path: Path, *arguments: Any) -> None:
+        if failures and failures.pop():
+            raise shards.DamagedShardError(str(path))
+        real(path, *arguments)
+
+    monkeypatch.setattr(shards, "_fill", stale)
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    assert saver.restore(learner) == 2 and saver.damaged == []
 
 
 def test_a_resume_reads_each_byte_once(moe_model: Path, world: World, tmp_path: Path) -> None:

@@ -173,6 +173,26 @@ def test_a_flush_that_lost_content_is_not_repeated_but_the_file_written_again(st
     assert [path.name for path in storage.root.glob(".*")] == []
 
 
+def test_a_journal_whose_flush_has_failed_is_written_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(RunDirectory(tmp_path / "run").attempt(1).path, "head")
+    journal.write(AgentStarted("first", ""))
+    path = tmp_path / "run" / "attempts" / "1" / "events" / "head.jsonl"
+    content, inode, flushed, real = path.read_bytes(), path.stat().st_ino, list[str](), os.fsync
+
+    def fsync(handle: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        if len(flushed) == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    journal.sync()
+    assert path.read_bytes() == content and path.stat().st_ino != inode
+    assert flushed[0] == "head.jsonl" and flushed[1].endswith(".tmp") and flushed[2:] == ["events", "events"]
+    journal.write(AgentStarted("second", ""))
+    assert path.read_bytes().startswith(content) and path.read_bytes().count(b"\n") == 2
+
+
 def test_chunks_are_made_anew_for_each_try(storage: FaultyStorage) -> None:
     storage.fail = once(errno.EIO, operations=("replace",))
     with storage.installed():

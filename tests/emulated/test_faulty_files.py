@@ -1,0 +1,39 @@
+"""A whole run on a file system where one of eight operations fails, in every process of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.records.events.processes import ProcessExited, StorageFault
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import events, rows
+from primeslurm.wire.stored import checkpoints
+from tests.emulated.test_submit import ROOT, place, python  # noqa: F401 - a fixture
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
+STEPS = 4
+HOOK = ROOT / "tests" / "emulated" / "faulty_files"
+
+
+def test_a_run_does_not_notice_that_operations_fail(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    recipe, run = place / "small.yaml", RunDirectory(place / "runs" / "s")
+    small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()
+    recipe.write_text(small.replace("orchestrator: {", "orchestrator: {rollout_transport: filesystem, ", 1))
+    monkeypatch.setenv("EMULATED_FAULTY_FILES", str(run.path))
+    example = ROOT / "examples" / "submit_from_python.py"
+    done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS), path=(HOOK, ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [attempt.number for attempt in run.attempts()] == [1]
+    faults = (place / "runs" / "s.faults").read_text().splitlines()
+    assert len(faults) > 500 and {line.split()[0] for line in faults} >= {"open", "stat", "replace", "listdir"}
+    found = events(run)
+    assert any(isinstance(event, StorageFault) for event in found)
+    assert [event for event in found if isinstance(event, StorageFault) and not event.recovered] == []
+    assert [event.name for event in found if isinstance(event, ProcessExited) and event.state == "failed"] == []
+    assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
+    assert checkpoints.newest(run.path) == STEPS
+    assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
+    assert list((run.path / "checkpoints").glob("*.damaged-*")) == []
+    assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()
