@@ -45,7 +45,6 @@ from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
-from primeslurm.records import metrics
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost

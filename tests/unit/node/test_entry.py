@@ -88,6 +88,17 @@ def test_a_run_that_commits_nothing_stops_after_three_attempts(start: Callable[.
     assert last.why_not_requeued == "three failed attempts in a row committed nothing new"
 
 
+def test_a_trainer_that_fails_with_the_same_words_twice_ends_the_run(
+    start: Callable[..., tuple[RunDirectory, str]],
+) -> None:
+    wrong = python("import os; raise ValueError(f'{os.getpid()} rows, but line 7 of data.jsonl has none')")
+    run, _ = start((process("trainer-rank-0", 0, wrong, "trainer"),), max_attempts=9)
+    first, last = end_of(run, 1), end_of(run, 2)
+    assert first.requeued and "line 7 of data.jsonl has none" in first.error
+    assert not last.requeued and "ValueError: " in last.reason
+    assert last.why_not_requeued == "the attempt before ended with the same error, and neither made progress"
+
+
 def test_ending_the_controller_ends_every_agent_and_process(start: Callable[..., tuple[RunDirectory, str]]) -> None:
     run, job_id = start(
         (process("orchestrator", 0, SLEEP, "orchestrator"),), (process("trainer-rank-0", 1, SLEEP, "trainer"),)

@@ -252,6 +252,23 @@ def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_group(code: in
     assert s.tick(2.0, prerequisites=True, ready=False, order=RestartOrder(1, hold=False)) == "start"
 
 
+@pytest.mark.parametrize(
+    ("code", "reason", "error"),
+    [
+        (1, "ValueError: line 7 of data.jsonl has no messages", "ValueError: line 7 of data.jsonl has no messages"),
+        (-9, "a line of its log", ""),  # killed: its log says nothing of that
+    ],
+)
+def test_of_ranks_that_die_together_one_with_an_error_of_its_own_is_named(code: int, reason: str, error: str) -> None:
+    agents = Agents(*((process("trainer", "attempt", f"trainer-rank-{i}", node=i),) for i in (0, 1)))
+    agents.assigned()
+    lost = ProcessReport("failed", exit_code=-9 if code < 0 else 1, reason="RuntimeError: Connection closed by peer")
+    agents.states = {"trainer-rank-0": lost, "trainer-rank-1": ProcessReport("failed", exit_code=code, reason=reason)}
+    ending = agents.decide(1.0)
+    assert ending is not None and ending.error == error
+    assert ending.suspect == ("trainer-rank-1" if error else "trainer-rank-0")
+
+
 def test_a_dead_trainer_is_dead_not_lost() -> None:
     report = ProcessReport(state="failed")
     assert fleet_state(process("trainer", "attempt"), report, suspect=False, silent=True, lost=False) is FleetState.DEAD

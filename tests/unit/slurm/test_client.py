@@ -106,3 +106,24 @@ def test_words_in_any_encoding_are_shown(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (node,) = SlurmClient().nodes()
     assert (node.name, node.state, node.reason) == ("n1", "drain", "L\ufffdfter \ufffd defekt")
+
+
+@pytest.mark.parametrize(
+    ("squeue", "sacct", "found"),
+    [
+        ("7|RUNNING|/r/job.sbatch other|\n12+0|PENDING|/r/job.sbatch w|\n12+1|PENDING|/r/job.sbatch w|\n", "", "12"),
+        ("3|CANCELLED|/r/job.sbatch w|\n4|RUNNING|/r/job.sbatch w|\n", "", "4"),  # the one that is active
+        ("5|PENDING|/tmp/copy|primeslurm w\n", "", "5"),  # a site's own sbatch copies the script
+        ("", "9+0|sbatch --comment=primeslurm w /r/job.sbatch w|\n9+1|sbatch /r/job.sbatch w|\n", "9"),
+        ("7|RUNNING|/r/job.sbatch other|\n", "", None),
+    ],
+)
+def test_a_job_is_found_by_the_word_of_its_submission(
+    squeue: str, sacct: str, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (("squeue", squeue), ("sacct", sacct)):
+        (tmp_path / f"{name}.txt").write_text(text)
+        (tmp_path / name).write_text(f"#!/bin/sh\ncat {tmp_path}/{name}.txt\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert SlurmClient().find(" w", 1.0e9) == found
