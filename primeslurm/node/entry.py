@@ -22,6 +22,7 @@ from primeslurm.node.attempt.attempt_end import (
     complete_requeue,
     conclude,
     end_for_good,
+    is_requeued,
     keep_away_from_bad_nodes,
     remember_bad_node,
     see_requeued,
@@ -108,13 +109,14 @@ class AgentTask:
         if self._head is None and self._agent.head_lost:
             self._requeue_without_head(plan, run, attempt, rank)
         goes_on = self._head is not None and self._concluded(self._head)
-        if self._head is not None and goes_on and not self._head.requeued_by_slurm:
+        requeued_by_slurm = self._is_requeued_by_slurm(plan)
+        if goes_on and not requeued_by_slurm:
             # submitit's own handler calls checkpoint(), saves this object for the next attempt and requeues the job.
             os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(600)
         if self._head is not None and self._terminated and plan.executor == "slurm":
             job_id = submitit.JobEnvironment().job_id
-            if self._head.requeued_by_slurm and not goes_on:
+            if requeued_by_slurm and not goes_on:
                 end_for_good(job_id)
             else:
                 complete_requeue(plan, job_id, restarts(os.environ))
@@ -141,6 +143,12 @@ class AgentTask:
         if self._requeue is None:
             self._requeue = head.conclude()
         return self._requeue
+
+    def _is_requeued_by_slurm(self, plan: Plan) -> bool:
+        """Whether Slurm starts the job again without being asked to. It may have said so only after a grace time."""
+        if self._head is None or not self._terminated or plan.executor != "slurm":
+            return False
+        return self._head.requeued_by_slurm or is_requeued(submitit.JobEnvironment().job_id, restarts(os.environ))
 
     def _requeue_without_head(self, plan: Plan, run: RunDirectory, attempt: Attempt, rank: int) -> None:
         """The head's node is gone, and the batch script with it: nothing but another agent can end or requeue the job.

@@ -233,6 +233,14 @@ def see_requeued(plan: Plan, job_id: str, restarts: int) -> None:
     keep_away_from_bad_nodes(plan, job_id)
 
 
+def is_requeued(job_id: str, restarts: int) -> bool:
+    """Tell whether Slurm has put the job back into the queue since the attempt began. False: no, or no answer."""
+    with contextlib.suppress(ClusterError):
+        job = SlurmClient(timeout_s=REQUEUE_S).job(job_id)
+        return job is not None and job.active and job.restarts > restarts
+    return False
+
+
 def end_for_good(job_id: str) -> None:
     """Cancel a job that Slurm has requeued although its run is over."""
     try:

@@ -7,7 +7,6 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -109,10 +108,10 @@ class Head(threading.Thread):
         self._published_generation = 0
         self._told = FleetView(time=0.0)
         self._asked: Ending | None = None
-        self._warned = self._terminated = False
-        """By USR2, by SIGTERM."""
-        self._looked: Callable[[], Termination | None] | None = None
-        """Has found out why the last signal came."""
+        self._warned = self._terminated = 0
+        """How often, by USR2 and by SIGTERM."""
+        self._looked = (0, 0)
+        """The same when the reason was looked for last."""
         self._requeued_by_slurm = False
         self._killed_at = math.inf
         """When Slurm kills what still runs."""
@@ -130,12 +129,12 @@ class Head(threading.Thread):
 
     def terminate(self) -> None:
         """Take note of SIGTERM, from any thread or signal handler: the job's processes will be killed soon."""
-        self._terminated = True
+        self._terminated += 1
 
     def warn(self) -> None:
         """Take note of USR2, from any thread or signal handler: the time limit comes, or Slurm preempts the job."""
         self.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
-        self._warned = True
+        self._warned += 1
 
     @property
     def requeued_by_slurm(self) -> bool:
@@ -192,19 +191,22 @@ class Head(threading.Thread):
 
     def _find_out_why(self, now: float) -> None:
         """After a signal: learn from Slurm why it came, and until when a last checkpoint has to be written."""
-        look = self._why_terminated if self._terminated else self._why_warned if self._warned else None
-        if look is None or look == self._looked:
+        signals = (self._warned, self._terminated)
+        if signals == self._looked:
             return
-        self._looked = look
-        if (found := look()) is None:
+        self._looked = signals
+        found = self._why_terminated() if self._terminated else self._why_warned()
+        if found is None:
             return
         self._killed_at = now + found.left_s
         self._requeued_by_slurm = found.requeued_by_slurm
         self._grace_s = min(found.checkpoint_s, self._timings.checkpoint_grace_s)
         if self.ending is None:
             self._asked = found.ending
-        else:  # the grace is counted from when the attempt began to end
-            self._grace_s += now - self._ending_at
+            return
+        self._grace_s += now - self._ending_at  # which is counted from when the attempt began to end
+        if found.known and found.ending.outcome is Outcome.CANCELLED and self.ending.outcome is Outcome.PREEMPTED:
+            self.ending = found.ending  # the user cancels a job that is about to be requeued
 
     def _why_terminated(self) -> Termination:
         job, kill_wait_s = None, KILL_WAIT_S
@@ -216,7 +218,7 @@ class Head(threading.Thread):
         """Only a preemption has less time than the time limit's warning, which the plan knows."""
         if self.plan.executor != "slurm":
             return None
-        return grace_time(ask_slurm(os.environ.get("SLURM_JOB_ID", ""))[0], time.time())
+        return grace_time(*ask_slurm(os.environ.get("SLURM_JOB_ID", "")), time.time())
 
     def _unread_for_a_while(self, now: float) -> set[int]:
         """Ranks whose heartbeats could not be read at the last look, as long as that is excused."""

@@ -30,6 +30,8 @@ class Termination:
     """Seconds until the job's processes are killed."""
     requeued_by_slurm: bool = False
     """Slurm starts the job again without being asked to."""
+    known: bool = True
+    """Slurm has said why."""
 
     @property
     def checkpoint_s(self) -> float:
@@ -46,28 +48,33 @@ def termination(job: JobState | None, restarts: int, kill_wait_s: float, wall_ti
         kill_wait_s: Slurm's KillWait.
         wall_time: the time in Unix seconds, to compare with Slurm's times.
     """
-    cancelled = Termination(Ending(Outcome.CANCELLED, BY_SIGTERM), kill_wait_s)
+    cancelled = Termination(Ending(Outcome.CANCELLED, BY_SIGTERM), kill_wait_s, known=job is not None)
     if job is None:
         return cancelled
     if job.restarts > restarts:
         return Termination(Ending(Outcome.PREEMPTED, "Slurm requeued the job"), kill_wait_s, requeued_by_slurm=True)
-    if preemption := grace_time(job, wall_time):
+    if preemption := grace_time(job, kill_wait_s, wall_time):
         return preemption
+    # PreemptMode=CANCEL ends the job at the time of its preemption, scancel within the grace time ends it later. A job
+    # that is completing can still be requeued.
+    if job.state != "RUNNING" and job.preempted_at is not None and job.ends_at == job.preempted_at:
+        return Termination(Ending(Outcome.PREEMPTED, "preempted: Slurm cancels the job"), kill_wait_s)
     if job.state == "TIMEOUT" or job.reason == "TimeLimit":
         return Termination(Ending(Outcome.PREEMPTED, "time limit: Slurm ended the job without a warning"), kill_wait_s)
     return cancelled
 
 
-def grace_time(job: JobState | None, wall_time: float) -> Termination | None:
+def grace_time(job: JobState | None, kill_wait_s: float, wall_time: float) -> Termination | None:
     """Return the preemption whose grace time runs, if one does. Pure.
 
     Args:
         job: as the controller describes it; None if it cannot be asked.
+        kill_wait_s: Slurm's KillWait, which follows the grace time.
         wall_time: the time in Unix seconds, to compare with Slurm's times.
     """
     if job is None or job.state != "RUNNING" or job.preempted_at is None or job.ends_at is None:
         return None
-    left_s = max(job.ends_at - wall_time, 0.0)
+    left_s = max(job.ends_at - wall_time, kill_wait_s)
     until = time.strftime("%H:%M:%S", time.localtime(job.ends_at))
     return Termination(Ending(Outcome.PREEMPTED, f"preempted: Slurm gives the job until {until}"), left_s)
 

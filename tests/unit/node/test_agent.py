@@ -327,6 +327,22 @@ def test_the_head_stops_waiting_before_slurm_kills_it(
         assert (head._release(now + seconds), head._gathered(now + seconds)) == (release, gathered)
 
 
+@pytest.mark.parametrize(("known", "outcome"), [(True, "cancelled"), (False, "preempted")])
+def test_who_cancels_a_run_during_its_grace_time_gets_no_other_attempt(
+    assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch, known: bool, outcome: str
+) -> None:
+    head, _, now = assigned
+    preempted = Termination(Ending(Outcome.PREEMPTED, "preempted"), left_s=60.0)
+    cancelled = Termination(Ending(Outcome.CANCELLED, BY_SIGTERM), left_s=30.0, known=known)
+    whys = iter([preempted, cancelled])
+    monkeypatch.setattr(head, "_why_terminated", lambda: next(whys))
+    for seconds in (1, 2):
+        head.terminate()
+        head.tick(now + seconds)
+    assert head.ending is not None and head.ending.outcome == outcome
+    assert head.conclude() is (outcome == "preempted")
+
+
 def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[..., Running]) -> None:
     running = start((process("engine", 0, SLEEP),))
     pid = int(str(running.wait_state("engine", "ready").pid))

@@ -28,7 +28,10 @@ def job(**changes: object) -> JobState:
         (job(state="CANCELLED"), "cancelled", 30, False),
         (job(), "cancelled", 30, False),  # scancel --signal=TERM
         (job(preempted_at=NOW - 1, ends_at=NOW + 120), "preempted", 120, False),
-        (job(preempted_at=NOW - 60, ends_at=NOW - 1), "preempted", 0, False),
+        (job(preempted_at=NOW - 1, ends_at=NOW + 5), "preempted", 30, False),  # KillWait follows a short grace time
+        (job(preempted_at=NOW - 60, ends_at=NOW - 1), "preempted", 30, False),
+        (job(preempted_at=NOW - 1, ends_at=NOW - 1, state="COMPLETING"), "preempted", 30, False),  # PreemptMode=CANCEL
+        (job(preempted_at=NOW - 9, ends_at=NOW - 1, state="COMPLETING"), "cancelled", 30, False),  # and then scancel
         (job(state="COMPLETING", restarts=3), "preempted", 30, True),
         (job(state="PENDING", reason="BeginTime", restarts=3), "preempted", 30, True),
         (job(state="COMPLETING", reason="job_requeued_in_held_state", restarts=3), "preempted", 30, True),
@@ -44,11 +47,11 @@ def test_the_state_of_the_job_tells_why_it_ends(
 
 
 def test_a_preemption_names_the_end_of_its_grace_time() -> None:
-    found = grace_time(job(preempted_at=NOW, ends_at=NOW + 40), NOW)
+    found = grace_time(job(preempted_at=NOW, ends_at=NOW + 40), KILL_WAIT_S, NOW)
     assert found is not None
     until = time.strftime("%H:%M:%S", time.localtime(NOW + 40))
     assert found.ending == Ending(Outcome.PREEMPTED, f"preempted: Slurm gives the job until {until}")
-    assert grace_time(job(), NOW) is None, "a warning of the time limit is no preemption"
+    assert grace_time(job(), KILL_WAIT_S, NOW) is None, "a warning of the time limit is no preemption"
 
 
 @pytest.mark.parametrize(("left_s", "checkpoint_s"), [(30, 20), (120, 110), (10, 5), (0, 0)])
