@@ -14,7 +14,10 @@ import signal
 import socket
 from typing import Any
 
-from primeslurm.node.agent.fork_server import LONGEST, become, imported, reap
+from primeslurm.node.agent.fork_server import become, imported, reap
+
+LONGEST = 1 << 20
+"""Bytes of a request."""
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
