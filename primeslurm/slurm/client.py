@@ -120,7 +120,7 @@ class SlurmClient:
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
         self._timeout_s = timeout_s
-        self._environment = dict(os.environ)
+        self._environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}  # a user's own format cannot be read
         if slurm_conf is not None:
             self._environment["SLURM_CONF"] = slurm_conf
 
