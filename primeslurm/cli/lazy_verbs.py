@@ -63,7 +63,7 @@ VERBS: dict[str, tuple[str, str]] = {
     ),
     "cancel": (
         "runs:cancel",
-        "End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them.",
+        "Write a last checkpoint, then end a run and its job. `resume` continues from the checkpoint.",
     ),
     "runs": ("runs:runs", "List all runs."),
     "nodes": ("nodes:nodes", "List the nodes that failed lately, which new jobs keep away from."),

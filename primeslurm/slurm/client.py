@@ -144,7 +144,8 @@ class SlurmClient:
     def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
         self._timeout_s = timeout_s
-        self._environment = clean(os.environ, slurm_conf)
+        # Times in a user's own format (SLURM_TIME_FORMAT) could not be read.
+        self._environment = {**clean(os.environ, slurm_conf), "SLURM_TIME_FORMAT": "standard"}
 
     def ping(self) -> bool:
         """Whether the controller answers."""

@@ -44,7 +44,7 @@ def submit(
         _show_dry_run(loaded.dry_run(), as_json)
         return
     with loaded.on_cluster(keep=not wait, starting=lambda spec: note(_STARTING.format(spec=spec))) as ready:
-        _announce(ready.start(), wait, as_json)
+        _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
     if loaded.cluster is not None:
         note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(loaded.cluster.name)}")
 
@@ -85,7 +85,8 @@ def resume(
     _announce(find_run(run, runs).start_again(), wait, as_json)
 
 
-def _announce(submitted: Submitted, wait: bool, as_json: bool) -> None:
+def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: bool = True) -> None:
+    """Say what was submitted, and wait for its end if asked to. `continues`: the run outlives this command."""
     plan = submitted.plan
     if as_json:
         fields = {"attempt": submitted.attempt, "job_id": submitted.job_id}
@@ -97,7 +98,13 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool) -> None:
     if wait:
         from primeslurm.cli.verbs.watch import watch_until_done
 
-        raise typer.Exit(watch_until_done(Run(Path(plan.run_dir))))
+        try:
+            raise typer.Exit(watch_until_done(Run(Path(plan.run_dir))))
+        except KeyboardInterrupt:
+            if continues:
+                cancel = f"primeslurm cancel {shlex.quote(plan.run_dir)}"
+                note(f"{plan.run} continues; to end it with a last checkpoint: {cancel}")
+            raise
 
 
 def _show_dry_run(found: DryRun, as_json: bool) -> None:

@@ -175,6 +175,7 @@ class Head(threading.Thread):
             news = self._job_news()
             self.fleet.observe_exits(launch_failures(news) | early_exits(news), now)
             self.fleet.observe_kills(kills(news))
+        self._find_out_why(now)
         if self.ending is None and (found := self._asked_to_end() or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))

@@ -31,7 +31,8 @@ _START_TIMEOUT_S = 60.0
 _IDLE_TIMEOUT_S = 120.0
 # A daemon that has detached itself writes its pid file at once, and removes it when it fails thereafter.
 _PID_FILE_TIMEOUT_S = 10.0
-_CANCEL_WAIT_S = 8.0
+# Slurm's KillWait, within which trainers write a last checkpoint, and a little more.
+_CANCEL_WAIT_S = 33.0
 
 
 def default_directory(name: str) -> Path:

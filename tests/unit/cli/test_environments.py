@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 import tempfile
 from pathlib import Path
@@ -47,7 +48,7 @@ def place(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(SITE))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
-    (tmp_path / "model" / "a.safetensors").write_bytes(b"")
+    (tmp_path / "model" / "a.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
     return tmp_path
 
 

@@ -72,7 +72,8 @@ def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(pla
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2
     assert "error: trainer.lora.save_adapter: Adapters are saved beside published files" in checked.err
-    assert "test-run: 1 error, " in checked.err
+    assert "error: trainer.lora: " in checked.err, "engines that quantise would sample from another policy"
+    assert "test-run: 2 errors, " in checked.err
     as_json = primeslurm("check", "r.yaml", "--json", cwd=place)
     assert as_json.code == 2
     assert "error" in {finding["level"] for finding in json.loads(as_json.out)}

@@ -11,7 +11,9 @@ import pytest
 
 from primeslurm.api.logs import Tail
 from primeslurm.api.runs import Run
+from primeslurm.api.submission import Submitted
 from primeslurm.cli.verbs import watch
+from primeslurm.cli.verbs.submit import _announce
 from primeslurm.cli.verbs.watch import watch_until_done
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
@@ -195,3 +197,18 @@ def test_json_has_null_for_what_is_no_number(place: Path) -> None:
 def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
     result = primeslurm("status", cwd=tmp_path)
     assert (result.code, result.err) == (4, "error: no runs in runs\n")
+
+
+@pytest.mark.parametrize("continues", [True, False])
+def test_who_interrupts_the_wait_is_told_how_to_end_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], continues: bool
+) -> None:
+    def interrupted(run: Run) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "watch_until_done", interrupted)
+    plan = RunDirectory(place / "runs" / "newer").attempt(1).plan()
+    with pytest.raises(KeyboardInterrupt):
+        _announce(Submitted(plan, 1, "5"), wait=True, as_json=False, continues=continues)
+    said = f"newer continues; to end it with a last checkpoint: primeslurm cancel {plan.run_dir}"
+    assert (said in capsys.readouterr().err.replace("\n", " ")) is continues

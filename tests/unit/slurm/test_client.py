@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -127,3 +128,25 @@ def test_a_job_is_found_by_the_word_of_its_submission(
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert SlurmClient().find(" w", 1.0e9) == found
+
+
+def test_times_are_read_whatever_format_the_user_likes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        f'#!/bin/sh\n[ "$SLURM_TIME_FORMAT" != standard ] || echo "{PLAIN} EndTime=2026-11-21T02:58:10"\n'
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
+    job = SlurmClient().job("7")
+    assert job is not None and job.ends_at is not None
+    assert time.strftime("%Y-%m-%d %H:%M", time.localtime(job.ends_at)) == "2026-11-21 02:58"
+
+
+@pytest.mark.parametrize(("answer", "seconds"), [("KillWait                = 45 sec", 45.0), ("x = 1", 30.0)])
+def test_kill_wait_is_slurms_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, seconds: float) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho 'KillOnBadExit           = 0'\necho '{answer}'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert SlurmClient().kill_wait_s() == seconds
