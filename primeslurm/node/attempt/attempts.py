@@ -33,6 +33,8 @@ def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
             _make_in_time(run, attempt)
             break
         time.sleep(_POLL_S)
+        files.revalidate(attempt.path.parent)  # the head makes it on another node: ask the server for new names
+        files.revalidate(attempt.path)
     return attempt
 
 
