@@ -213,4 +213,5 @@ def _is_seen_to(attempt: Attempt, wait_s: float) -> bool:
         if (left := until - time.monotonic()) <= 0:
             return False
         time.sleep(min(left, LOOK_S))
+        files.revalidate(attempt.path)  # the others are on other nodes: ask the server for new names
     return True

@@ -145,7 +145,7 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 def steps(run_dir: Path) -> list[int]:
     """List the steps that have a directory, ascending; their evaluation may not be done."""
-    directories = files.listing(run_dir / DIRECTORY)
+    directories = files.settled_listing(run_dir / DIRECTORY)
     return sorted(int(match[1]) for path in directories if (match := _NAME.match(path.name)))
 
 

@@ -80,7 +80,7 @@ class Ledger:
 
     def _read(self) -> list[tuple[Path, BadNode]]:
         found = []
-        for path in files.listing(self._path, "*.json"):
+        for path in files.settled_listing(self._path, "*.json"):
             with contextlib.suppress(OSError):
                 if self._is_trusted(path) and (entry := find_record(path, BadNode)) is not None:
                     found.append((path, entry))

@@ -9,6 +9,7 @@ import pytest
 from primeslurm.inference.weight_transfer.filesystem import policy_files, tensor_names
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.wire.weight_transfer import filesystem
+from tests.support.faulty_storage import FaultyStorage, storage_time  # noqa: F401 - for all tests
 from tests.support.models import publish
 
 pytestmark = pytest.mark.engine
@@ -23,6 +24,19 @@ def test_a_complete_policy(policy: Path, model: Path) -> None:
     files = policy_files(policy, 3)
     assert [file.parent for file in files] == [policy]
     assert tensor_names(files) == tensor_names(sorted(model.glob("*.safetensors")))
+
+
+def test_a_policy_that_is_seen_a_moment_later_is_complete(policy: Path) -> None:
+    storage, looks = FaultyStorage(policy.parent, hidden={"MANIFEST.json"}), []
+
+    def rule(operation: str, path: str) -> None:
+        looks.append(path)
+        storage.hidden = {"MANIFEST.json"} if len(looks) < 5 else set()
+
+    storage.fail = rule
+    with storage.installed():
+        assert policy_files(policy, 3)
+    assert len(looks) >= 5
 
 
 def test_a_model_directory_is_no_policy(model: Path) -> None:

@@ -17,6 +17,13 @@ from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
 
+SEEN_S = 20.0
+"""How long an announced policy is waited for. The trainer's node has written it, and directories are opened anew."""
+
+
+class UnseenError(PolicyError):
+    """Something of a policy is not there, or this node does not see it yet."""
+
 
 @dataclass
 class FilesystemInit(WeightTransferInitInfo):
@@ -64,17 +71,17 @@ def policy_files(directory: Path, version: int) -> list[Path]:
         PolicyError: there is no manifest, it is of another version, or files are missing or cut short.
         OSError: it cannot be read.
     """
-    failure: PolicyError | None = None
+    failure: UnseenError | None = None
 
     def look() -> list[Path] | None:
         nonlocal failure
         try:
             return _policy_files(directory, version)
-        except PolicyError as error:
+        except UnseenError as error:
             failure = error
             return None
 
-    found = files.until_seen(look, directory.parent, directory)
+    found = files.until_seen(look, directory.parent, directory, within_s=SEEN_S)
     if found is None:
         assert failure is not None
         raise failure
@@ -84,7 +91,7 @@ def policy_files(directory: Path, version: int) -> list[Path]:
 def _policy_files(directory: Path, version: int) -> list[Path]:
     manifest = read_manifest(directory)
     if manifest is None:
-        raise PolicyError(f"{directory}: no readable {MANIFEST}: not a complete policy")
+        raise UnseenError(f"{directory}: no readable {MANIFEST}: not a complete policy")
     if manifest.version != version:
         raise PolicyError(f"{directory}: holds version {manifest.version}, asked for {version}")
     entries = [entry for entry in manifest.files if entry.name.endswith(".safetensors")]
@@ -95,7 +102,7 @@ def _policy_files(directory: Path, version: int) -> list[Path]:
         found = files.status(path)
         size = found.st_size if found else None
         if size != entry.bytes:
-            raise PolicyError(f"{path}: {entry.bytes} bytes in the manifest, found {size}")
+            raise UnseenError(f"{path}: {entry.bytes} bytes in the manifest, found {size}")
     return [directory / entry.name for entry in entries]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from primeslurm import files
 from primeslurm.errors import RunError
 from primeslurm.records.attempt import JobRecord, StartRecord, newest_attempt
 from primeslurm.records.reserve import Reserve, until_written
@@ -55,7 +56,7 @@ def enter(
         if newest is None or job is None:
             if time.monotonic() - began >= visible_s:
                 raise RunError(f"{run.path} has no attempt {first} with a job")
-            time.sleep(_POLL_S)
+            _wait(run)
             continue
         used_by = newest.start()
         _refuse_stranger(newest, job, used_by, submission, start)
@@ -64,13 +65,19 @@ def enter(
         if time.monotonic() - began >= wait_s:
             _claim(run, newest, job, used_by, start)
         else:
-            time.sleep(_POLL_S)
+            _wait(run)
+
+
+def _wait(run: RunDirectory) -> None:
+    """Wait for what another node writes: have this node ask the file system's server for new names afterwards."""
+    time.sleep(_POLL_S)
+    files.revalidate(run.path / "attempts")
 
 
 def _newest(run: RunDirectory, first: int) -> Attempt | None:
     # One listing and one look: every agent of a large job asks for this twice a second until the head is there.
     attempt = run.attempt(newest_attempt(run.path))
-    return attempt if attempt.number >= first and attempt.plan_file.is_file() else None
+    return attempt if attempt.number >= first and files.is_file(attempt.plan_file) else None
 
 
 def _refuse_stranger(

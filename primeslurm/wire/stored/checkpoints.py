@@ -188,9 +188,10 @@ def _all_committed(run_dir: Path) -> list[int]:
     root = run_dir / "checkpoints"
 
     def look() -> list[int] | None:
-        found = _directories(files.settled_listing(root))
-        steps = [step for step, path in found if files.exists(path / COMMITTED)]
-        expected = _newest_named(run_dir)
+        paths, expected = set(files.settled_listing(root)), _newest_named(run_dir)
+        if expected is not None:
+            paths.add(step_dir(run_dir, expected))  # a listing may be older than a look at the directory itself
+        steps = [step for step, path in _directories(sorted(paths)) if files.exists(path / COMMITTED)]
         return steps if expected is None or expected in steps else None
 
     steps = files.until_seen(look, root)

@@ -29,6 +29,17 @@ def test_entries_expire_and_the_newest_of_a_node_counts(tmp_path: Path) -> None:
     assert ledger.entries(100000.0) == []
 
 
+def test_an_entry_of_a_node_whose_clock_was_ahead_lives_no_longer_than_others(tmp_path: Path) -> None:
+    ledger, now, day = Ledger(tmp_path), time.time(), 86400.0
+    ledger.record("n1", "silent", "a", 1, now=now + 3 * day, hours=24)
+    (entry,) = ledger.entries(now + 1.0)
+    assert entry.time <= now + 1.0 and entry.expires - entry.time == day
+    assert [each.node for each in ledger.entries(now + 0.9 * day)] == ["n1"]
+    assert ledger.entries(now + 1.1 * day) == []
+    plan = avoiding(plan_of(tmp_path / "run", ()), [entry], entry.time - 5 * day)
+    assert "0.0 h ago" in plan.findings[0].text, "never in the future"
+
+
 def test_a_damaged_entry_is_passed_over(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path)
     ledger.record("n1", "x", "a", 1, now=0.0, hours=1)

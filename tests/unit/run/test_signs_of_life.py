@@ -96,6 +96,15 @@ def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirector
     assert msgspec.to_builtins(found)["silence"]["seconds"] == pytest.approx(12, abs=5)
 
 
+@pytest.mark.parametrize("skew", [-1800.0, -3 * 86400.0])
+def test_a_head_whose_clock_was_set_back_is_not_silent_for_days(run: RunDirectory, skew: float) -> None:
+    head(run, 12, skew)
+    agent(run, 0, 12, skew=skew)
+    agent(run, 1, 1)
+    found = status(run)
+    assert found.silence is not None and found.silence.seconds == pytest.approx(12, abs=5)
+
+
 def test_a_head_that_writes_more_rarely_may_be_quiet_for_longer(run: RunDirectory) -> None:
     rarely = FleetView(0.0, states={TRAINER: "HEALTHY", ENGINE: "HEALTHY"}, heartbeat_s=5.0)
     wrote(run.attempt(1).fleet_file, rarely, 40)

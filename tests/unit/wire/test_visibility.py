@@ -81,6 +81,19 @@ def test_what_is_not_seen_at_all_ends_the_attempt_and_nothing_is_renamed(
     assert checkpoints.set_damaged_aside(run, 7) == 80, "the next attempt sees it"
 
 
+def test_a_listing_that_never_shows_the_newest_hides_nothing(run: Path) -> None:
+    storage = FaultyStorage(run)
+
+    def rule(operation: str, path: str) -> None:
+        storage.hidden = {"step_000080"} if operation == "listdir" else set()
+
+    storage.fail = rule
+    with storage.installed():
+        assert checkpoints.set_damaged_aside(run, 7) == checkpoints.newest_whole(run) == checkpoints.newest(run) == 80
+        assert checkpoints.prune(run, 1) in ([], [76])
+    assert {"step_000078", "step_000080"} <= set(names(run))
+
+
 def test_one_listing_without_the_newest_of_a_run_of_an_older_release_is_repeated(run: Path) -> None:
     (run / "checkpoints" / NEWEST).unlink()
     storage, listings = FaultyStorage(run), [{"step_000080"}]
