@@ -6,6 +6,7 @@ empty directory that everyone may enter stands in for it, with only what the use
 
 from __future__ import annotations
 
+import os
 import shlex
 import stat
 import subprocess
@@ -87,8 +88,6 @@ def _openings(directory: Path, needed: Sequence[Path]) -> list[tuple[str, Path, 
 
 
 def _chown(path: Path) -> None:
-    import os
-
     os.chown(path, UID, UID)
 
 
