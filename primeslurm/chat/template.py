@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from primeslurm import files
 from primeslurm.chat import ChatMessage
 from primeslurm.chat.messages import THOUGHTS, ConversationError, MessageForm
 
@@ -147,8 +148,8 @@ def eos_ids_of(tokenizer: Any) -> list[int]:
         tokenizer: that was loaded from the model's directory.
     """
     source = tokenizer.name_or_path
-    files = (Path(source, name) for name in ("generation_config.json", "config.json")) if source else ()
-    configs = map(_object, files)
+    paths = (Path(source, name) for name in ("generation_config.json", "config.json")) if source else ()
+    configs = map(_object, paths)
     given: Any = next((config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), [])
     own = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     return list(dict.fromkeys([*(given if isinstance(given, list) else [given]), *own]))
@@ -156,8 +157,8 @@ def eos_ids_of(tokenizer: Any) -> list[int]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        value = json.loads(files.read_bytes(path))
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from primeslurm.files import write_atomic
+from primeslurm import files
 from primeslurm.records.attempt import pickled_agent
 from primeslurm.run.ownership import why_not_to_load
 from primeslurm.wire import exits
@@ -41,8 +41,8 @@ def _name_pickle(folder: Path, submission: str) -> None:
     from submitit.core.utils import JobPaths
 
     pickle = JobPaths(folder, JobEnvironment().job_id).submitted_pickle
-    if not pickle.exists():
-        write_atomic(pickle, pickled_agent(folder, submission).read_bytes())
+    if not files.exists(pickle):
+        files.write_atomic(pickle, files.read_bytes(pickled_agent(folder, submission)))
 
 
 @contextmanager

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import files
+
 
 class TakenOverError(OSError):
     """A newer attempt owns the run. Nothing of the run may be written for the old attempt any more."""
@@ -14,8 +16,9 @@ class TakenOverError(OSError):
 def newest_attempt(run_dir: Path) -> int:
     """Return the highest number in `attempts/`; 0 if there is none, or the directory cannot be listed."""
     try:
-        return max((int(path.name) for path in (run_dir / "attempts").iterdir() if path.name.isdecimal()), default=0)
-    except OSError:  # of a network file system, for a moment: an owner is not stopped for that
+        names = [path.name for path in files.listing(run_dir / "attempts")]
+        return max((int(name) for name in names if name.isdecimal()), default=0)
+    except OSError:  # an owner is not stopped because the file system is away
         return 0
 
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import errno
 import secrets
-import shutil
 import time
 from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable
+from primeslurm import durable, files
 from primeslurm.errors import RunError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord, StartRecord
@@ -58,7 +57,7 @@ def claim_attempt(
         staged.prepare(plan)
         return attempt if _rename(staged.path, attempt.path) else None
     finally:
-        shutil.rmtree(staged.path, ignore_errors=True)
+        files.remove_tree(staged.path, ignore_errors=True)
 
 
 def claim_start(attempt: Attempt, start: StartRecord) -> bool:
@@ -69,19 +68,19 @@ def claim_start(attempt: Attempt, start: StartRecord) -> bool:
         durable.write_json(staged / START_FILE, msgspec.to_builtins(start))
         return _rename(staged, attempt.start_directory)
     finally:
-        shutil.rmtree(staged, ignore_errors=True)
+        files.remove_tree(staged, ignore_errors=True)
 
 
 def _rename(staged: Path, target: Path) -> bool:
     """Rename a directory unless the name is taken. Returns whether this call has succeeded."""
     try:
-        staged.rename(target)
+        files.retrying(staged, lambda: staged.rename(target))
     except OSError as error:
         if error.errno not in _NAME_TAKEN:
             raise
         # An NFS client that repeats a rename whose answer was lost is told that there is nothing to rename. Nobody
         # else knows the staged name, so the first try has succeeded if that name is gone.
-        if staged.exists() or not target.exists():
+        if files.exists(staged) or not files.exists(target):
             return False
     durable.sync(target.parent)
     return True
@@ -104,7 +103,7 @@ def displaced(run_dir: Path, plan: Plan) -> list[Violation]:
     original = Path(plan.run_dir)
     if _same_directory(run_dir, original):
         return []
-    if original.is_dir():
+    if files.is_dir(original):
         why = f"is a copy of {original}: everything that its plan starts uses that directory"
         fix = f"use {original} itself; `primeslurm export` makes a model of it that another run can start from"
     else:
@@ -115,15 +114,15 @@ def displaced(run_dir: Path, plan: Plan) -> list[Violation]:
 
 def _same_directory(one: Path, other: Path) -> bool:
     try:
-        if one.samefile(other):
+        if files.retrying(one, lambda: one.samefile(other)):
             return True
         # A file system that is mounted twice has two device numbers: what is written through one path is there under
         # the other.
         probe = one / f".same.{new_word()}"
-        probe.touch()
+        files.write_atomic(probe, "")
         try:
-            return (other / probe.name).exists()
+            return files.exists(other / probe.name)
         finally:
-            probe.unlink()
+            files.unlink(probe)
     except OSError:
         return False

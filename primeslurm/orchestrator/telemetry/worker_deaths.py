@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import write_atomic
+from primeslurm import files
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.decoding import Count, DamagedError, json_value
 
@@ -98,7 +98,7 @@ class WorkerDeaths(msgspec.Struct):
 def load(run_dir: Path) -> WorkerDeaths:
     """Return what earlier orchestrators of a run have found out."""
     try:
-        return json_value((run_dir / PATH).read_bytes(), WorkerDeaths)
+        return json_value(files.read_bytes(run_dir / PATH), WorkerDeaths)
     except FileNotFoundError:
         return WorkerDeaths()
     except (OSError, DamagedError) as error:
@@ -110,8 +110,8 @@ def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
     """Keep it for a restarted orchestrator and later attempts, if the file system takes it."""
     path = run_dir / PATH
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, msgspec.json.encode(deaths))
+        files.make_directory(path.parent)
+        files.write_atomic(path, msgspec.json.encode(deaths))
     except OSError as error:
         log.warning("a restarted orchestrator will not know which tasks may kill workers: %s", error)
 

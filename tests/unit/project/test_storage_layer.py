@@ -42,6 +42,7 @@ EXCEPTIONS = {
     "api/logs.py": "logs that are followed: it looks again by itself",
     "api/sites.py": MACHINE,
     "api/submission.py": MACHINE,
+    "chat/lines.py": "only names a line in an error",
     "cli/__init__.py": MACHINE,
     "compiled_code.py": OWN_DISK,
     "families/catalog.py": "a file of the package",
@@ -75,6 +76,7 @@ EXCEPTIONS = {
     "orchestrator/rollouts/tool_servers.py": OWN_DISK,
     "orchestrator/rollouts/worker.py": OWN_DISK,
     "plan/checks/files.py": USERS,
+    "plan/checks/model_tensors.py": USERS,
     "plan/checks/sft_files.py": USERS,
     "plan/checks/teacher.py": USERS,
     "recipe/reading/recipe_files.py": USERS,
@@ -92,6 +94,7 @@ EXCEPTIONS = {
     "trainer/checkpoints/local_files.py": OWN_DISK,
     "trainer/checkpoints/shards.py": WITHIN,
     "trainer/checkpoints/staging.py": KERNEL,
+    "trainer/data/probe.py": USERS,
     "trainer/data/sft_data.py": "conversations of the user: all ranks read their part again (`waiting_for_space`)",
     "trainer/data/token_files.py": "all ranks write their part again (`waiting_for_space`)",
     "trainer/distributed/cores.py": KERNEL,
@@ -108,12 +111,14 @@ SHOWN = "is written down or shown to people"
 COMPARED = "is compared with a time that Slurm, or another machine, has told"
 LEDGER = "ages of entries in the ledger, which outlive every process"
 WALL_CLOCKS = {
+    "api/jobs.py": COMPARED,
     "api/runs.py": SHOWN,
     "api/submission.py": LEDGER,
     "cli/verbs/nodes.py": LEDGER,
     "node/agent/node_agent.py": SHOWN,
     "node/agent/process_manager.py": SHOWN,
     "node/attempt/attempt_end.py": LEDGER,
+    "node/attempt/attempts.py": SHOWN,
     "node/head/head.py": COMPARED,
     "node/preflight/preflight.py": COMPARED,
     "orchestrator/evaluation/evaluator.py": "the length of an evaluation, which outlives its process; never below 0",
