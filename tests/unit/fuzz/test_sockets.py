@@ -213,7 +213,8 @@ def test_a_bad_result_costs_its_own_rollout(served: Served, kind: str) -> None:
         head = Result(job, [] if kind == "missing" else FRAMES)
         peer.send_multipart(cut([msgspec.msgpack.encode(head), *([] if kind == "missing" else parts)]))
         found = until(lambda: [outcome for name, outcome in served.results if name == job])
-    assert isinstance(found[0], str) and found[0].startswith("damaged result: ")
+    failure = found[0]
+    assert isinstance(failure, job_protocol.JobFailure) and failure.error.startswith("damaged result: ")
     is_served(served)
 
 

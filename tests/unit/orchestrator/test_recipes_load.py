@@ -6,6 +6,8 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from primeslurm.orchestrator import environments
@@ -27,7 +29,14 @@ def test_it_loads(environment: Environment, tmp_path: Path) -> None:
     """Where it reads a path of the cluster, something of the same form stands there."""
     problems = tmp_path / "math.jsonl"
     problems.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}))
-    stand_ins = {"/shared/data/math.jsonl": str(problems), "/shared/data/swe": str(ROOT / "examples" / "harbor")}
+    dapo = tmp_path / "dapo.parquet"
+    row = {"prompt": "In triangle ABC, ...", "solution": "34"}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), dapo)
+    stand_ins = {
+        "/shared/data/math.jsonl": str(problems),
+        "/shared/data/dapo/en/train-00000-of-00001.parquet": str(dapo),
+        "/shared/data/swe": str(ROOT / "examples" / "harbor"),
+    }
     args = {name: stand_ins.get(str(value), value) for name, value in environment.args.items()}
     env = environments.load(environment.id, args, agents.agent_options(environment))
     task = next(iter(env.taskset))
