@@ -49,7 +49,7 @@ class GateState:
         self.incarnation = uuid.uuid4().hex
         self.version: int | None = None
         self.asked_for = -1
-        """The newest version that a request has asked for."""
+        """The newest version that a request has asked for since the orchestrator last confirmed a version."""
         self.updating = False
         self.updates = 0
         """Updates begun; 0 = it still holds the weights that it loaded at start."""
@@ -71,6 +71,8 @@ class GateState:
             self._observe_update(path, ok)
         if ok and path in _VERSION_FIELDS:
             self.version = _version(body, _VERSION_FIELDS[path])
+            # The orchestrator may go back to an older policy. Requests that ask for a newer one are still refused.
+            self.asked_for = -1
         if ok and path == "/init_weight_transfer_engine":
             self.initialized = True
         if ok and path in ("/pause", "/resume"):

@@ -54,7 +54,7 @@ def test_trained_tokens_are_what_the_engines_sampled(
         "teacher": {"type": "engines", "path": str(teacher_model)},
         "trainer": {"loss": {"type": "dppo", "ref_kl": 0.1}},
     }
-    run = Run(tmp_path, model, [router.url], engines, weights, changes, {"teacher-0": teacher_server.url})
+    run = Run(tmp_path, model, [router.url], engines, weights, changes, teachers={"teacher-0": teacher_server.url})
     run.start("orchestrator")
     run.start("worker")
     link = run.link()

@@ -95,7 +95,9 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(
     async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, poll_s=0.2)) as loop:
         await loop.want(PolicyVersion(0, str(model)))
         await loop.wait_for(0, timeout_s=600)
-        await loop.want(PolicyVersion(1, str(tmp_path / "nothing")))
+        # The engine refuses another version at once. It would wait for a directory that it does not see yet.
+        mislabelled = publish(model, tmp_path, 2)
+        await loop.want(PolicyVersion(1, str(mislabelled)))
         assert await asyncio.to_thread(server.wait_gone, 20)
         await reaches(loop, "a", "DOWN")
         with pytest.raises(TimeoutError):

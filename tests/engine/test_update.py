@@ -173,7 +173,7 @@ async def test_a_new_salt_reuses_no_cache(engine: Server, client: ConnectEngine,
 
     assert hits("run.0:3") == 0
     assert hits("run.0:3") >= 256
-    assert hits("run.0:4") == 0
+    assert hits("run.0:2") == 0  # an engine refuses salts of newer versions than its own
 
 
 async def test_an_update_that_nobody_resumed_is_resumed(

@@ -191,6 +191,17 @@ async def test_an_engine_that_missed_an_update_closes_when_it_is_asked_for_a_new
     assert (await http.post(GENERATE, content=generate(4))).status_code == 200
 
 
+async def test_an_engine_that_is_brought_back_to_an_older_policy_serves_it(http: httpx.AsyncClient) -> None:
+    await http.post("/update_weight_version", json={"new_version": "4"})
+    assert (await http.post(GENERATE, content=generate(4))).status_code == 200
+    assert (await http.post(GENERATE, content=generate(5))).status_code == 503
+    await update(http, 3)
+    assert (await http.get("/health")).status_code == 200
+    assert (await http.post(GENERATE, content=generate(3))).status_code == 200
+    assert (await http.post(GENERATE, content=generate(4))).status_code == 503, "it does not have that one any more"
+    assert (await http.get("/health")).status_code == 503
+
+
 async def test_an_update_in_progress_does_not_let_requests_for_its_version_through(http: httpx.AsyncClient) -> None:
     await http.post("/update_weight_version", json={"new_version": "3"})
     await http.post("/pause")
