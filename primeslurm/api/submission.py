@@ -236,7 +236,7 @@ def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -
         until = time.monotonic() + (LATE_JOB_S if uncertain else 0.0)
         while True:
             try:
-                found = find_job(job, ANSWER_S)
+                found = _taken(job, uncertain)
             except ClusterError as silence:
                 if not uncertain:
                     raise error from silence
@@ -251,6 +251,17 @@ def _submit_or_find(plan: Plan, task: AgentTask, script: Path, job: JobRecord) -
                 if time.monotonic() >= until:
                     raise
             time.sleep(_LATE_JOB_POLL_S)
+
+
+def _taken(job: JobRecord, uncertain: bool) -> str | None:
+    """Return the id of the job that Slurm has although sbatch has failed; None if Slurm has no such job."""
+    found = find_job(job, ANSWER_S)
+    if found is None or uncertain:
+        return found
+    # Slurm makes the components of a heterogeneous job one by one. If a limit then refuses one of them, or all of
+    # them together, Slurm cancels those that it has made, and shows them for some minutes.
+    state = SlurmClient(job.slurm_conf, ANSWER_S).job(found)
+    return None if state is not None and state.state == "CANCELLED" else found
 
 
 def _record_excluded(plan: Plan) -> None:

@@ -15,6 +15,7 @@ from primeslurm.slurm.accounting import Accounting, TresLimits
 from primeslurm.slurm.partitions import Partition, parse_gres
 
 Kind = Literal["per_job", "per_node", "per_user", "total", "least"]
+_WHOM = {"per_job": "a job", "per_user": "a user", "total": "all jobs together"}
 
 
 def limit_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: Accounting) -> list[Violation]:
@@ -55,6 +56,7 @@ class _Source:
     kind: Literal["qos", "account"]
     name: str
     limits: TresLimits
+    flags: frozenset[str] = frozenset()
 
     def problem(self, why: str, fix: str = "") -> Violation:
         other = f"use another {self.kind.replace('qos', 'QOS')}"
@@ -70,7 +72,7 @@ def _sources(plan: Plan, group: HetGroup, partitions: Mapping[str, Partition], a
     both = [of_partition, of_job]
     if of_job is not None and "OverPartQOS" in of_job.flags:
         both.reverse()
-    found = [_Source("qos", each.name, each.limits) for each in both if each is not None]
+    found = [_Source("qos", each.name, each.limits, each.flags) for each in both if each is not None]
     association = accounting.association(plan.job.account, partition.name)
     return [*found, *([_Source("account", association.account, association.limits)] if association else [])]
 
@@ -135,10 +137,15 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
     in_sum: dict[tuple[str, str, str], tuple[int, _Source]] = {}
     for group in plan.groups:
         sources, asked = _sources(plan, group, partitions, accounting), _tres(group)
+        # With DenyOnLimit, sbatch compares the limits of a job with all components together (seen with 22.05).
+        denies = any("DenyOnLimit" in source.flags for source in sources)
         for tres, (limit, source) in _in_force(sources, "per_job").items():
             if asked[tres] > limit:
                 why = f"allows {tres}={limit} to each component, {group.name} asks for {asked[tres]}"
                 yield source.problem(why, "ask for less")
+            elif denies:
+                sums["per_job", source.name, tres] += asked[tres]
+                in_sum["per_job", source.name, tres] = limit, source
         for tres, (limit, source) in _in_force(sources, "per_node").items():
             if asked[tres] > limit * group.nodes:
                 why = f"allows {tres}={limit} on a node, {group.name} asks for {asked[tres] // group.nodes}"
@@ -161,8 +168,9 @@ def _size_problems(plan: Plan, partitions: Mapping[str, Partition], accounting: 
             why = f"runs {limit} jobs at a time, and each of the {amount} components is one"
             yield source.problem(why, "set deployment.layout: single")
         elif amount > limit:
-            whom = "a user" if kind_of_sum == "per_user" else "all jobs together"
-            yield source.problem(f"allows {tres}={limit} to {whom}, the recipe asks for {amount}", "ask for less")
+            yield source.problem(
+                f"allows {tres}={limit} to {_WHOM[kind_of_sum]}, the recipe asks for {amount}", "ask for less"
+            )
 
 
 def _tres(group: HetGroup) -> Counter[str]:

@@ -93,21 +93,53 @@ def test_a_preemption_without_grace_time_is_no_cancel(lab: AccountingCluster) ->
 
 
 @pytest.mark.parametrize(
-    ("slurm", "words"),
+    ("slurm", "code", "words"),
     [
-        ({"account": "lab9"}, "Invalid account or account/partition combination specified"),
-        ({"qos": "urgent"}, "Invalid qos specification"),
-        ({"qos": "small"}, "Job violates accounting/QOS policy"),
+        ({"account": "lab9"}, 2, "slurm.account = lab9: this user has no such account (did you mean lab7?)"),
+        ({"qos": "urgent"}, 2, "slurm.qos = urgent: account lab7 may not use this QOS"),
+        ({"qos": "small"}, 2, "slurm.qos = small: allows gres/gpu=1 to a job, the recipe asks for 2"),
+        ({"qos": "narrow"}, 2, "slurm.qos = narrow: allows gres/gpu=1 to a user, the recipe asks for 2"),
+        ({"time": "04:30:00"}, 2, "slurm.time = 04:30:00: partition gpu allows 04:00:00"),
+        # Only sbatch knows how many jobs of this user wait. Slurm cancels the components that it has made by then.
+        ({"qos": "few"}, 3, "sbatch refused the job: sbatch: error: "),
     ],
 )
 def test_a_job_that_accounting_refuses_leaves_nothing(
-    lab: AccountingCluster, slurm: dict[str, str], words: str
+    lab: AccountingCluster, slurm: dict[str, str], code: int, words: str
 ) -> None:
     before, jobs = set(lab.runs.iterdir()), lab.client.job_ids()
-    words_of = ("submit", lab.recipe(name="refused"), "--emulate", "--site", lab.site(**slurm))
-    refused = lab.primeslurm(*words_of)
-    assert refused.returncode == 3 and words in refused.stderr
+    recipe, site = lab.recipe(name="refused"), lab.site(**slurm)
+    refused = lab.primeslurm("submit", recipe, "--emulate", "--site", site)
+    assert refused.returncode == code and words in refused.stderr, refused
+    if code == 3:
+        assert "Job violates accounting/QOS policy" in refused.stderr
+    else:
+        checked = lab.primeslurm("check", recipe, "--site", site)
+        assert checked.returncode == 2 and words in checked.stderr, checked
     assert set(lab.runs.iterdir()) == before and set(lab.client.job_ids()) <= set(jobs)
+
+
+def test_a_limit_that_is_lowered_after_submission_is_named_by_status(lab: AccountingCluster) -> None:
+    """Slurm keeps such a job. Without these words, its user would wait for ever."""
+
+    def limit(gpus: int) -> None:
+        lab.as_root(
+            "sacctmgr", "--immediate", "--quiet", "modify", "qos", "narrow", "set", f"MaxTRESPerUser=gres/gpu={gpus}"
+        )
+
+    limit(2)
+    try:
+        run = lab.submit(lab.site(qos="narrow", extra=["--hold"]))
+        limit(0)
+        for component in lab.client.job(job_of(run)).components:  # type: ignore[union-attr]
+            lab.as_root("scontrol", "release", component.job_id)
+        waiting = wait(run, lambda found: "QOSMaxGRESPerUser" in found.reason, timeout_s=60)
+        assert waiting.phase == "pending"
+        shown = lab.primeslurm("status", run.path)
+        assert "cannot start" in shown.stdout and "QOSMaxGRESPerUser" in shown.stdout, shown
+        lab.client.cancel(job_of(run))
+    finally:
+        limit(1)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,17 @@ from pathlib import Path
 
 from primeslurm.api.runs import Run
 from primeslurm.api.sites import local_site, with_python
-from primeslurm.api.submission import _start
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.processes import ProcessStarted
-from primeslurm.run.directory import RunDirectory, create
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events
 from tests.support.cli import primeslurm
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data
+from tests.support.runs import start_local
 
 PATIENCE_S = 900.0
 ERROR = "ValueError: max_model_len 131072 is larger than 40960"
@@ -58,7 +58,7 @@ def test_the_run_ends_with_its_second_attempt_and_says_why(tmp_path: Path) -> No
     site = with_python(local_site(tmp_path / "runs", device_dir=tmp_path))
     plan = with_engines_that_fail(emulate(derive(recipe, site, tmp_path / "runs" / "r", local=True)))
     (tmp_path / "r.yaml").write_text("# made by a test\n")
-    _start(create(recipe, plan, tmp_path / "r.yaml"), plan, "", None)
+    start_local(recipe, plan, tmp_path / "r.yaml")
     run = RunDirectory(tmp_path / "runs" / "r")
     deadline = time.monotonic() + PATIENCE_S
     try:
@@ -73,5 +73,6 @@ def test_the_run_ends_with_its_second_attempt_and_says_why(tmp_path: Path) -> No
         assert len([event for event in starts if event.name.startswith("engine")]) <= 3, "the third may have begun"
     status = json.loads(primeslurm("status", run.path, "--json", cwd=tmp_path).out)
     assert status["phase"] == "failed"
-    assert ERROR in status["reason"] and status["reason"].endswith("in the attempt before, either, with the same error")
+    same_error = "; the attempt before ended with the same error, and neither made progress"
+    assert ERROR in status["reason"] and status["reason"].endswith(same_error)
     assert ERROR in primeslurm("doctor", run.path, cwd=tmp_path).out

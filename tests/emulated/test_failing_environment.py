@@ -15,7 +15,6 @@ import pytest
 
 from primeslurm.api.runs import Run
 from primeslurm.api.sites import local_site, with_python
-from primeslurm.api.submission import _start
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
@@ -23,11 +22,12 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.policy import PolicyCurrent
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed
-from primeslurm.run.directory import RunDirectory, create
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events
 from tests.support.cli import ROOT, primeslurm
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data
+from tests.support.runs import start_local
 
 PATIENCE_S = 900.0
 
@@ -59,7 +59,7 @@ def finished(place: Path, environments: list[dict[str, Any]]) -> tuple[RunDirect
     real = derive(recipe, site, place / "runs" / "r", local=True)
     plan = with_real_environments(emulate(real), real)
     (place / "r.yaml").write_text("# made by a test\n")
-    _start(create(recipe, plan, place / "r.yaml"), plan, "", None)
+    start_local(recipe, plan, place / "r.yaml")
     run = RunDirectory(place / "runs" / "r")
     deadline = time.monotonic() + PATIENCE_S
     try:

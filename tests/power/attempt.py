@@ -192,7 +192,7 @@ def requeue(place: Place) -> None:
     ending = Ending(Outcome.PREEMPTED, "USR2: time limit or preemption")
     plan, journal = attempt.plan(), Journal(attempt.path, "head")
     delayed.function._head = SimpleNamespace(
-        plan=plan, end=lambda asked: None, conclude=lambda: conclude(plan, place.run, attempt, ending, journal)
+        plan=plan, warn=lambda: None, conclude=lambda: conclude(plan, place.run, attempt, ending, journal)
     )
     refused = submitit.core.job_environment._checkpoint(delayed, place.pickle, 9)
     assert not refused, refused

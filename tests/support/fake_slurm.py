@@ -1,8 +1,9 @@
 """Slurm's commands as scripts over a directory: a job is a directory with its state and the words of its sbatch.
 
 Files beside the jobs change what the commands do: `refuse` and `lost` hold what sbatch says instead of an answer
-(before, and after Slurm has the job), `early` and `hold` keep sbatch from going on before and after that, as long as
-they are there, and `down` is a controller that does not answer. sbatch makes `called`.
+(before, and after Slurm has the job), `broken` holds what sbatch says after Slurm has made a job and cancelled it,
+`early` and `hold` keep sbatch from going on before and after Slurm has the job, as long as they are there, and `down`
+is a controller that does not answer. sbatch makes `called`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ id=1; until mkdir jobs/$id 2>/dev/null; do id=$((id + 1)); done
 echo PENDING > jobs/$id/state
 echo "$*" > jobs/$id/words
 while [ -e hold ]; do sleep 0.02; done
+[ -e broken ] && { echo CANCELLED > jobs/$id/state; cat broken >&2; exit 1; }
 [ -e lost ] && { cat lost >&2; exit 1; }
 echo Submitted batch job $id
 """

@@ -12,11 +12,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from primeslurm.api import submission
 from primeslurm.api.runs import Run
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe
 from primeslurm.records.base import Event
 from primeslurm.records.events.training import StepTrained
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import RunDirectory, create
 from primeslurm.run.records import attempt_events, events, rows
+from primeslurm.slurm.held_signals import signals_held
 from tests.support.unmeasured import unmeasured
 
 Status = dict[str, Any]
@@ -127,3 +131,15 @@ def tails(run: RunDirectory, lines: int = 15) -> str:
     """The ends of all logs of the newest attempt."""
     logs = sorted((run.latest().path / "logs").rglob("*.log"))
     return "\n".join(f"== {log.name}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
+
+
+def start_local(recipe: Recipe, plan: Plan, source: Path) -> None:
+    """Start a run whose plan a test has changed. Its agents are processes of this machine.
+
+    Args:
+        recipe: of the run.
+        plan: of the first attempt, for the local executor.
+        source: file of the recipe.
+    """
+    with signals_held(plan.run) as held:
+        submission._start(create(recipe, plan, source, submission._intent(plan, None)), plan, "", held)

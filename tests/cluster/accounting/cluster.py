@@ -143,6 +143,10 @@ class AccountingCluster:
         )
         return self._slurm("sbatch", *words, *options, f"--wrap={script}", cwd="/").strip()
 
+    def as_root(self, *argv: str) -> str:
+        """Run a command as root, and return what it prints. Fails if the command fails."""
+        return self._slurm(*argv)
+
     def _users_file(self, name: str, content: object) -> Path:
         path = self.namespace.home / name
         path.write_text(yaml.safe_dump(content))

@@ -181,6 +181,17 @@ def test_a_job_that_slurm_has_not_leaves_nothing(said: str, run: Run, slurm: Fak
     assert [path.name for path in (run.path / "attempts").iterdir()] == ["1"] and slurm.jobs == {}
 
 
+def test_cancelled_components_of_a_refused_job_are_no_job(run: Run, slurm: FakeSlurm) -> None:
+    said = "Batch job submission failed: Job violates accounting/QOS policy"
+    slurm.set("broken", f"sbatch: error: {said}")
+    with pytest.raises(ClusterError, match=said):
+        run.start_again()
+    assert [path.name for path in (run.path / "attempts").iterdir()] == ["1"]
+    assert slurm.jobs == {"1": "CANCELLED"} and run.status().phase == "failed"
+    slurm.unset("broken")
+    assert run.start_again().job_id == "2"
+
+
 def test_an_attempt_stays_as_long_as_nobody_knows_whether_there_is_a_job(run: Run, slurm: FakeSlurm) -> None:
     slurm.set("lost", "sbatch: error: Socket timed out on send/recv operation")
     slurm.set("down")

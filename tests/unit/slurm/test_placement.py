@@ -263,6 +263,20 @@ def test_limits_of_a_qos(limits: TresLimits, expected: list[str]) -> None:
         assert text.startswith(beginning)
 
 
+def test_with_deny_on_limit_the_limit_of_a_job_counts_all_components_together() -> None:
+    job = make(*TWO, account="lab", qos="small")
+    limits, deny = TresLimits(per_job={"gres/gpu": 7}), ("DenyOnLimit",)
+    assert problems(job, accounting(limits, flags=deny)) == [
+        "slurm.qos = small: allows gres/gpu=7 to a job, the recipe asks for 8 (ask for less, or use another QOS)"
+    ]
+    assert problems(job, accounting(limits)) == []
+    assert problems(job, accounting(TresLimits(per_job={"gres/gpu": 8}), flags=deny)) == []
+    of_account = problems(job, accounting(TresLimits(), TresLimits(per_job={"node": 3}), flags=deny))
+    assert of_account == [
+        "slurm.account = lab: allows node=3 to a job, the recipe asks for 4 (ask for less, or use another account)"
+    ]
+
+
 def test_limits_of_an_account_count_where_the_qos_sets_none() -> None:
     account = TresLimits(per_job={"node": 1, "cpu": 2})
     found = problems(make(*TWO, qos="small"), accounting(TresLimits(per_job={"node": 8}), account))
