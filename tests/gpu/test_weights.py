@@ -190,7 +190,7 @@ async def publish_and_compare(server: Server, asked: Recipe, models: list[Path],
     await client.apply(PolicyVersion(0, asked.model.path), 120)
     pairs = []
     for version, model in enumerate([models[1], models[2]], start=1):
-        before = generate(server.url, PROMPT, 64, salt=f"before:{version}")
+        before = generate(server.url, PROMPT, 64, salt=f"before:{version - 1}")
         policy = build(with_weights_of(asked, model), world)
         path = Publisher(policy, run_dir, published(asked, stored), 2, world).publish(version)
         assert await client.apply(PolicyVersion(version, str(path)), 120) is Step.UPDATE
@@ -238,7 +238,7 @@ async def send_and_compare(server: Server, asked: Recipe, models: list[Path], wo
     await client.apply(PolicyVersion(0, asked.model.path), 120)
     seconds, pairs = [], []
     for version, model in enumerate([models[1], models[2]], start=1):
-        before = generate(server.url, PROMPT, 64, salt=f"before:{version}")
+        before = generate(server.url, PROMPT, 64, salt=f"before:{version - 1}")
         policy = build(with_weights_of(asked, model), world)
         sender = Sender(policy, published(asked, stored), TrainerLink(address), world, 120)
         wanting = 1
