@@ -473,7 +473,7 @@ def read_json(path: Path) -> Any | None:
     """The JSON in a file, or None if it is not there (or, on a shared file system, not there yet) or no JSON."""
     try:
         return json.loads(read_bytes(path))
-    except (FileNotFoundError, ValueError, RecursionError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 

@@ -156,10 +156,7 @@ def eos_ids_of(tokenizer: Any) -> list[int]:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(files.read_bytes(path))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return {}
+    value = files.read_json(path)
     return value if isinstance(value, dict) else {}
 
 

@@ -100,7 +100,6 @@ OWN = {
         "api/exporting.py",
         "chat/lines.py",
         "chat/messages.py",
-        "chat/template.py",
         "node/preflight/checks.py",
         "orchestrator/batching/filters.py",
         "orchestrator/environments/math_problems.py",
