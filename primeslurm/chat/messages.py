@@ -30,6 +30,8 @@ _OTHER_NAMES = {
     "observation": "tool",
 }
 """Roles of other formats, and what they are called here."""
+_OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
+"""Names that other formats have for the arguments of a call. A template would show a call without arguments."""
 
 
 class ConversationError(ValueError):
@@ -237,8 +239,13 @@ def _call(call: Any, form: MessageForm) -> dict[str, Any]:
             "a call in tool_calls has no function with a name", '{"function": {"name", "arguments"}}'
         )
     given = function.get("arguments")
-    arguments: Any = _json(given, "the arguments of a call") if isinstance(given, str) and given.strip() else given
-    arguments = arguments or {}
+    if other := next((name for name in _OTHER_ARGUMENTS if given is None and function.get(name)), None):
+        raise ConversationError(f"a call in tool_calls has {other}, but no arguments", "call them `arguments`")
+    arguments: Any = given
+    if isinstance(given, str):
+        arguments = _json(given, "the arguments of a call") if given.strip() else None
+    if arguments is None:
+        arguments = {}
     if not isinstance(arguments, dict):
         raise ConversationError("the arguments of a call are no object", "an object, or the JSON text of one")
     if form.arguments == "text":

@@ -55,6 +55,11 @@ def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Dial
         if not every and messages[-1]["role"] != "assistant":
             why = f"its last message, which is trained, is of role {messages[-1]['role']}"
             raise ConversationError(why, "`train: all`, or end conversations with the assistant's answer")
+        if messages[0]["role"] == "assistant" and (every or len(messages) == 1):
+            fix = "begin conversations with a message of role user or system" + (
+                ", or `train: last`" * (len(messages) > 1)
+            )
+            raise ConversationError("no message comes before this answer, so it has no prompt", fix, 1)
         return Dialogue(messages, tools)
     if not {"prompt", "completion"} <= record.keys():
         keys = ", ".join(list(record)[:_KEYS]) or "nothing"

@@ -25,6 +25,8 @@ class TurnEnd:
     """The template writes it behind the answer. False: it begins what follows on the answer."""
     before: str = ""
     """Blanks between the answer and a token that is not written behind it."""
+    after: str = ""
+    """What the template writes behind a token that it writes behind the answer."""
 
 
 class TurnEnds:
@@ -88,15 +90,21 @@ class TurnEnds:
     def within(self, answer: str) -> int | None:
         """Say where a turn ends within what a template made of an answer: behind the first token that may end it.
 
-        Only blanks and further such tokens may follow, as the answer itself may speak of them. Phi-3's template, for
-        one, writes `<|end|>` and at the end of a conversation `<|endoftext|>`.
+        Only blanks, further such tokens and what the template always writes may follow, as the answer itself may speak
+        of them. Phi-3's template, for one, writes `<|end|>` and at the end of a conversation `<|endoftext|>`.
         """
-        tokens = "|".join(re.escape(token) for token in _longest_first(self.every))
-        if not tokens:
-            return None
-        tail = re.search(rf"(?:\s|{tokens})*\Z", answer)
-        first = re.compile(tokens).search(answer, tail.start() if tail else len(answer))
-        return first.end() if first else None
+        end = len(answer.rstrip())
+        written = [turn for turn in (self.answer, self.call) if turn is not None and turn.written]
+        if turn := next((turn for turn in written if answer.endswith(turn.token + turn.after.rstrip(), 0, end)), None):
+            end -= len(turn.after.rstrip())
+        tokens, found = _longest_first(self.every), None
+        # No regular expression: one that may begin at any blank takes minutes for an answer with 100,000 of them.
+        while token := next((token for token in tokens if answer.endswith(token, 0, end)), None):
+            found = end
+            end -= len(token)
+            while end and answer[end - 1].isspace():
+                end -= 1
+        return found
 
     def beginning(self, following: str) -> int | None:
         """Say where a turn ends that is ended by the beginning of what follows on it; None if that ends no turn."""
@@ -116,7 +124,7 @@ class TurnEnds:
         choices = [only] if only is not None else [self.stops, self._special, self._added]
         for tokens in choices:
             if token := self._first(tail, tokens):
-                return TurnEnd(token, written=True)
+                return TurnEnd(token, written=True, after=tail.partition(token)[2])
         following = gap[len(tail.rstrip()) :] if gap.startswith(tail.rstrip()) else gap
         blanks = following[: len(following) - len(following.lstrip())]
         for tokens in choices:

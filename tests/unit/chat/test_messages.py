@@ -89,6 +89,12 @@ def test_calls_without_an_envelope_get_one() -> None:
     assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
+@pytest.mark.parametrize("nothing", [{}, None, "", " ", "{}", "null"])
+def test_calls_without_arguments_have_an_empty_object(nothing: Any) -> None:
+    found = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": nothing}]})
+    assert found["tool_calls"][0]["function"]["arguments"] == {}
+
+
 def test_a_developer_speaks_as_the_system_unless_the_template_knows_the_role() -> None:
     said = [{"role": "developer", "content": "Be brief."}, ASKED]
     assert normalised(said)[0]["role"] == "system"
@@ -125,6 +131,12 @@ def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "are no JSON"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "are no object"),
         ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": 7}]}, "are no object"),
+        *[({"role": "assistant", "tool_calls": [{"name": "f", "arguments": wrong}]}, "are no object")
+            for wrong in (0, False, [], "0", "false", "[]", '""')],
+        *[({"role": "assistant", "tool_calls": [{"name": "f", name: OBJECT}]}, f"has {name}, but no arguments")
+            for name in ("parameters", "input", "args")],
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None, "parameters": TEXT}}]},
+            "has parameters, but no arguments"),
         ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "a message of role user calls tools"),
         ({"role": "assistant", "function_call": {"name": "f"}}, "no longer has"),
         ({"role": "assistant", "content": "x", "reasoning_content": ["a"]}, "thoughts are no text"),

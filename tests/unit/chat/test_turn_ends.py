@@ -75,6 +75,14 @@ def trained(text: TrainingText, messages: list[Message]) -> list[str]:
             ["\n<think></think>\nSunny.<|user|>", "\n<think></think>\nRain.<|user|>"]),
         ("GLM-4.7", bundled("GLM-4.7-Flash"), "<|endoftext|>", GLM_STOPS, ["Sunny.<|user|>", "Rain.<|user|>"]),
         ("GLM-4.7, unlisted", bundled("GLM-4.7-Flash"), "<|endoftext|>", None, ["Sunny.<|user|>", "Rain.<|user|>"]),
+        ("two tokens, the first stops", CHATML.replace("<|im_end|>", "<|im_end|><|eot|>"), "<|im_end|>", "<|im_end|>",
+            ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
+        ("two tokens, the second stops", CHATML.replace("<|im_end|>", "<|im_end|><|eot|>"), "<|eot|>", "<|eot|>",
+            ["Sunny.<|im_end|><|eot|>", "Rain.<|im_end|><|eot|>"]),
+        ("two tokens, unlisted", CHATML.replace("<|im_end|>", "<|im_end|><|eot|>"), "<|endoftext|>", None,
+            ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
+        ("text behind the token", CHATML.replace("<|im_end|>", "<|im_end|> END"), "<|im_end|>", "<|im_end|>",
+            ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
         ("Qwen3-2507", bundled("Qwen3-30B-A3B-Instruct-2507"), "<|im_end|>", ["<|im_end|>", "<|endoftext|>"],
             ["Sunny.<|im_end|>", "Rain.<|im_end|>"]),
     ],
@@ -223,3 +231,23 @@ def test_an_answer_that_speaks_of_an_end_is_trained_whole(tmp_path: Path) -> Non
     said = "It is <|endoftext|> there."
     (found,) = trained(text, [ASKED, {"role": "assistant", "content": said}])
     assert found == f"\n<think></think>\n{said}<|user|>"
+
+
+def test_the_end_of_an_answer_with_many_blanks_is_found_in_one_pass(tmp_path: Path) -> None:
+    """A regular expression that may begin at each blank looks at 10^11 of them here."""
+    text = training_text(tmp_path, CHATML, "<|im_end|>", "<|im_end|>")
+    said = "a" + " \n" * 200_000 + "b"
+    assert trained(text, [ASKED, {"role": "assistant", "content": said}]) == [f"{said}<|im_end|>"]
+    assert text.ends.within(f"{said}<|im_end|>{said}") is None
+    assert text.ends.within(f"{said}<|im_end|>" + " " * 200_000) == len(said) + len("<|im_end|>")
+
+
+@pytest.mark.parametrize(("messages", "every"), [([SUNNY], False), ([SUNNY], True), ([SUNNY, MORE, RAIN], True)])
+def test_an_answer_that_nothing_comes_before_has_no_prompt(
+    messages: list[Message], every: bool, tmp_path: Path
+) -> None:
+    text = training_text(tmp_path, CHATML, "<|im_end|>", "<|im_end|>", every=every)
+    with pytest.raises(ConversationError, match="message 1: no message comes before this answer"):
+        text.parts({"messages": messages})
+    text.every = False
+    assert trained(text, [SUNNY, MORE, RAIN]) == ["Rain.<|im_end|>"]
