@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import verifiers.v1 as vf
@@ -47,7 +47,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         raise UsageError([missing]) from error
     except ValidationError as error:
         raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error
-    except Exception as error:  # an environment may raise anything
+    except (Exception, SystemExit) as error:  # an environment may raise anything, and scripts end their process
         known = mistakes.outdated(error, name)
         raise UsageError([known or Violation("environments.id", name, mistakes.raised(error, name))]) from error
     if unbound := mistakes.unbound_toolsets(env):
@@ -70,7 +70,8 @@ class TaskStream:
     def __init__(self, taskset: vf.Taskset, seed: int, shuffle: bool) -> None:
         self._seed = seed
         self._window = (WINDOW if taskset.bounded else ENDLESS_WINDOW) if shuffle else 1
-        self._source: Iterator[vf.Task] = iter(taskset)
+        self._taskset = taskset
+        self._source: Iterator[vf.Task] | None = None
         self._tasks: list[vf.Task] = []
         self._ended = False
 
@@ -95,7 +96,14 @@ class TaskStream:
 
     def _read(self, count: int) -> None:
         while len(self._tasks) < count and not self._ended:
-            task = next(self._source, None)
+            try:
+                self._source = self._source or islice(iter(self._taskset), len(self._tasks), None)
+                task = next(self._source, None)
+            except BaseException:
+                # A generator that has raised only stops from then on, as if there were no more tasks. This worker would
+                # then give other tasks to the same positions than other workers.
+                self._source = None
+                raise
             if task is None:
                 self._ended = True
             else:

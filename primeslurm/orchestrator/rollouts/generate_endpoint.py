@@ -20,6 +20,8 @@ from primeslurm.wire.transport.http import Clients, client_within_run, words
 from primeslurm.wire.transport.retry import insisting
 
 GENERATE = "/inference/v1/generate"
+BUSY = (408, 425, 429)
+"""4xx answers that blame no request: the server has no room or no time for it now."""
 MOVE_POLL_S = 2.0
 LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
@@ -169,6 +171,7 @@ class GenerateEndpoint:
         timeout_s: longest wait for one answer, retries included.
         routed: answers must say which experts each token was routed to.
         tally: counts answers by engine.
+        vocab: tokens of the model. None: that is unknown.
     """
 
     def __init__(
@@ -178,8 +181,10 @@ class GenerateEndpoint:
         timeout_s: float,
         routed: bool = False,
         tally: AnswerTally | None = None,
+        vocab: int | None = None,
     ) -> None:
         self._where = where
+        self._vocab = vocab
         self._tally = tally or AnswerTally()
         self._max_len = max_len
         self._timeout_s = timeout_s
@@ -242,17 +247,25 @@ class GenerateEndpoint:
         if answer.is_success:
             try:
                 completion = completion_of(answer.content, len(request["token_ids"]), routed_from)
+                self._insist_on(completion.token_ids, request["sampling_params"]["max_tokens"])
             except DamagedError as error:
                 self._tally.damaged(engine, session, str(error))
                 raise UnavailableError(f"engine {engine} gave a damaged answer: {error}") from error
             self._tally.good(engine)
             return completion
         problem = f"{answer.status_code}: {words(answer)}"
-        if answer.is_client_error:
+        if answer.is_client_error and answer.status_code not in BUSY:
             raise RefusedError(problem, answer.status_code)
         if named and answer.status_code == httpx.codes.INTERNAL_SERVER_ERROR:  # of the engine, and not of its router
             self._tally.damaged(engine, session, problem)
         raise UnavailableError(problem)
+
+    def _insist_on(self, token_ids: list[int], most: int) -> None:
+        """Raise DamagedError for tokens that the model does not have, and for more of them than were asked for."""
+        if len(token_ids) > most:
+            raise DamagedError(f"{len(token_ids)} tokens, although at most {most} were asked for")
+        if self._vocab is not None and (largest := max(token_ids)) >= self._vocab:
+            raise DamagedError(f"token {largest} is not in the vocabulary, which has {self._vocab}")
 
 
 SESSION_HEADER = "X-Session-ID"

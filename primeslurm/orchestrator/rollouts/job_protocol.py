@@ -318,9 +318,11 @@ class JobRunner:
             for part in parts:
                 part.cancel()
             await asyncio.gather(*parts, return_exceptions=True)
-            for task in self._jobs.values():
-                task.cancel()
-            await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+            jobs = list(self._jobs.values())
+            self._jobs.clear()
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
             self._socket.disable_monitor()
             self._socket.close()
 
@@ -385,8 +387,7 @@ class JobRunner:
 
     async def _run(self, job: Job) -> None:
         # The job stays in the status, as one that runs or is held, until its result is queued: the result reaches the
-        # orchestrator before its absence. One that is cancelled from within has no result, and is dispatched anew once
-        # it is absent.
+        # orchestrator before its absence.
         try:
             result, whole = await self._outcome(job)
             if whole:
@@ -402,7 +403,14 @@ class JobRunner:
         """Its result, and whether that is no failure."""
         try:
             return encode_result(job.id, await self._rollout(job)), True
-        except Exception as error:  # an environment may raise anything; the rollout is then tried again
+        except BaseException as error:
+            # An environment may raise anything: SystemExit, a panic of a Rust library, a CancelledError of its own. A
+            # job that ended without a result would be dispatched again without limit. Jobs that this worker cancels
+            # are no longer in `_jobs`.
+            if isinstance(error, GeneratorExit) or (
+                isinstance(error, asyncio.CancelledError) and job.id not in self._jobs
+            ):
+                raise
             if not isinstance(error, RolloutError):
                 log.exception("job %s", job.id)
             text = shortened(f"{type(error).__name__}: {error}")
@@ -410,7 +418,7 @@ class JobRunner:
             return [msgspec.msgpack.encode(failed)], False
 
 
-def _cause(error: Exception) -> Cause:
+def _cause(error: BaseException) -> Cause:
     if isinstance(error, NoAnswerError):
         return "engine"
     return error.cause if isinstance(error, RolloutError) else "environment"

@@ -34,6 +34,11 @@ class Plausible:
         self._shape = _shape(model)
         self._warned = False
 
+    @property
+    def vocab(self) -> int | None:
+        """Return how many tokens the model has; None if its config is not understood."""
+        return self._shape.vocab if self._shape is not None else None
+
     def checked(self, rollout: Rollout) -> Rollout:
         """Return a rollout, without the experts of tokens that the engine did not record.
 

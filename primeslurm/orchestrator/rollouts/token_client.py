@@ -151,6 +151,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         trained: sampling parameters that the recipe says, which requests of trained agents must not change. None:
             nothing is trained.
         tally: counts answers by engine.
+        vocab: tokens of the model. None: that is unknown.
     """
 
     def __init__(
@@ -166,6 +167,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         rendering: Rendering | None = None,
         trained: Mapping[str, object] | None = None,
         tally: AnswerTally | None = None,
+        vocab: int | None = None,
     ) -> None:
         rendering = rendering or choose(model, images=images)
         config = TrainClientConfig(
@@ -177,7 +179,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         )
         super().__init__(config)
         self.key = config.model_dump_json()
-        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally)
+        endpoint = GenerateEndpoint(where, max_len, timeout_s, routed, tally, vocab)
         self.endpoint = RendererEndpoint(config.base_url, endpoint, model)
         self.client = self.endpoint
         if routed:

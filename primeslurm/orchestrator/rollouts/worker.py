@@ -130,6 +130,7 @@ class Worker:
                 rendering=self._rendering,
                 trained=None if self._evaluates else self._sampling,
                 tally=self._tally,
+                vocab=self._plausible.vocab,
             )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
@@ -235,7 +236,7 @@ def main(argv: list[str] | None = None) -> None:
         asyncio.run(_serve(worker, name))
     except KeyboardInterrupt:
         return
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if worker is None or not worker.serves:
             words = f"{type(error).__name__}: {error}"
             job_protocol.give_notice(environment.label, options.worker, options.orchestrator, words)

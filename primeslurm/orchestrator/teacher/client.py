@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import numpy as np
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.generate_endpoint import (
+    BUSY,
     LARGEST_LOGPROB,
     MovedError,
     UnavailableError,
@@ -28,10 +30,12 @@ from primeslurm.wire.decoding import json_value
 from primeslurm.wire.transport.http import client_out_of_run, client_within_run, words
 from primeslurm.wire.transport.retry import insisting
 
+log = logging.getLogger(__name__)
+
 AVOID_S = 5.0
 """An engine that failed a request gets no other for this long, as long as there are others."""
-_AGAIN = (408, 425, 429)
-"""Statuses of 4xx that are not about the request."""
+MOST_DAMAGED = 3
+"""Answers without the log-probabilities of one prompt, after which the teacher is no teacher."""
 
 
 class TeacherError(PrimeslurmError):
@@ -87,7 +91,7 @@ class Teacher:
             [n_tokens]; 0 for the first.
 
         Raises:
-            TeacherError: it refuses the request, or its answer has no log-probabilities.
+            TeacherError: it refuses the request, or MOST_DAMAGED of its answers have no log-probabilities.
         """
         # No token is wanted, but one is the least that can be asked for; it is not even turned into text.
         body: dict[str, object] = {
@@ -98,11 +102,22 @@ class Teacher:
         }
         if self._model is not None:
             body["model"] = self._model
-        answer: httpx.Response = await insisting(UnavailableError)(self._try, body)
-        try:
-            return await asyncio.to_thread(_logprobs_in, answer.content, token_ids)
-        except (LookupError, ValueError) as error:
-            raise TeacherError(f"{answer.url}: no log-probabilities of the prompt: {error!r}") from error
+        for damaged in range(1, MOST_DAMAGED + 1):
+            engine, answer = await self._ask(body)
+            try:
+                return await asyncio.to_thread(_logprobs_in, answer.content, token_ids)
+            except (LookupError, ValueError) as error:
+                why = f"{answer.url}: no log-probabilities of the prompt: {error!r}"
+                if damaged == MOST_DAMAGED:
+                    raise TeacherError(why) from error
+                log.warning("%s; the prompt is asked about again", why)
+                self._avoided[engine] = self._clock() + AVOID_S
+        raise AssertionError("unreachable")
+
+    async def _ask(self, body: dict[str, object]) -> tuple[str, httpx.Response]:
+        """Ask until an engine answers. Return the URL of the engine, and its answer."""
+        asked: tuple[str, httpx.Response] = await insisting(UnavailableError)(self._try, body)
+        return asked
 
     async def close(self) -> None:
         """Close the connections."""
@@ -114,7 +129,7 @@ class Teacher:
         since = {url: max(now, self._avoided.get(url, now)) for url in self._where()}
         return min(since, key=lambda url: (since[url], self._inflight[url]), default=None)
 
-    async def _try(self, body: dict[str, object]) -> httpx.Response:
+    async def _try(self, body: dict[str, object]) -> tuple[str, httpx.Response]:
         """One try. Raises UnavailableError if it has to be tried again."""
         url = self._engine()
         if url is None:
@@ -128,8 +143,8 @@ class Teacher:
             self._inflight[url] -= 1
         if answer is not None and answer.is_success:
             self._avoided.pop(url, None)
-            return answer
-        if answer is not None and answer.is_client_error and answer.status_code not in _AGAIN:
+            return url, answer
+        if answer is not None and answer.is_client_error and answer.status_code not in BUSY:
             raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {words(answer)}")
         self._avoided[url] = self._clock() + AVOID_S
         raise UnavailableError(f"{url}: no answer")

@@ -114,6 +114,30 @@ async def test_a_damaged_answer_costs_no_rollout_and_is_counted_with_its_engine(
     assert tally.take() == {}
 
 
+@pytest.mark.parametrize(
+    "damaged", [answer(4), answer(token_ids=[0, 1, 100])], ids=["more tokens than asked for", "no token of the model"]
+)
+async def test_tokens_that_the_model_cannot_have_sampled_are_the_engines_fault(damaged: dict[str, Any]) -> None:
+    """As failed rollouts, they would be the fault of the environment."""
+    tally, body = AnswerTally(), {**BODY, "sampling_params": {"max_tokens": 3}}
+    async with Server(damaged, answer()).serving() as url:
+        endpoint = GenerateEndpoint(lambda: url, 64, 60, tally=tally, vocab=100)
+        assert (await endpoint.generate(body, {})).token_ids == [0, 1, 2]
+        await endpoint.close()
+    assert (tally.take()["10.0.0.7:8000"].damaged, tally.take()) == (1, {})
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+async def test_a_router_without_room_is_asked_again(status: int) -> None:
+    """No request is to blame for that, and no engine."""
+    tally = AnswerTally()
+    async with Server({"error": "too many requests"}, answer(), status=status).serving() as url:
+        endpoint = GenerateEndpoint(lambda: url, 64, 60, tally=tally)
+        assert (await endpoint.generate(BODY, {})).token_ids == [0, 1, 2]
+        await endpoint.close()
+    assert tally.take()["10.0.0.7:8000"].damaged == 0
+
+
 async def test_what_stays_damaged_fails_as_no_answer_and_names_the_engine() -> None:
     async with Server(NONSENSE["NaN"]).serving() as url:
         endpoint = GenerateEndpoint(lambda: url, 64, 0.6)

@@ -97,6 +97,44 @@ class Endless:
             yield number
 
 
+def test_an_environment_that_ends_its_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker would end without telling the orchestrator why."""
+
+    def leave(config: object) -> None:
+        raise SystemExit("usage: env.py FILE")
+
+    monkeypatch.setattr(environments, "load_environment", leave)
+    with pytest.raises(UsageError, match=r"environments\.id = reverse-text: .*SystemExit.*usage: env\.py FILE"):
+        environments.load("reverse-text", {})
+
+
+class Interrupted:
+    """A hundred tasks, whose source fails once after the first ten, as a file system does."""
+
+    bounded = True
+
+    def __init__(self, *errors: BaseException) -> None:
+        self.errors = list(errors)
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(100):
+            if number == 10 and self.errors:
+                raise self.errors.pop()
+            yield number
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_source_of_tasks_that_fails_once_has_not_ended(shuffle: bool) -> None:
+    """A generator that has raised is over. Its tasks would be the first ten for ever, in this worker only."""
+    whole = environments.TaskStream(Interrupted(), 0, shuffle)  # type: ignore[arg-type]
+    stream = environments.TaskStream(Interrupted(OSError("stale"), SystemExit(1)), 0, shuffle)  # type: ignore[arg-type]
+    for error in (SystemExit, OSError):
+        with pytest.raises(error):
+            stream[50]
+    assert [stream[position] for position in range(300)] == [whole[position] for position in range(300)]
+    assert stream.count() == 100
+
+
 def test_tasks_without_end_are_shuffled_in_windows() -> None:
     source = Endless()
     stream = environments.TaskStream(source, 0, shuffle=True)  # type: ignore[arg-type]

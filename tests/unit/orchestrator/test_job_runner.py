@@ -8,7 +8,9 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zmq
@@ -19,6 +21,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Job,
     JobRunner,
+    Result,
     RolloutError,
     encode_result,
     nearest,
@@ -53,19 +56,66 @@ async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.M
         await asyncio.wait_for(worker.serve(), 60)
 
 
-async def test_a_rollout_that_cancels_itself_does_not_count_as_running(address: str) -> None:
-    """As happens when a library loses one of its own tasks: the job would be waited for for ever."""
+class Panic(BaseException):
+    """As a panic of a Rust library arrives in Python."""
 
-    async def lost(job: Job) -> tuple[Rollout, ...]:
-        raise asyncio.CancelledError
 
-    worker = JobRunner("e", 0, address, lost)
-    serving = asyncio.create_task(worker.serve())
+def cancel_this_task() -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (asyncio.CancelledError(), "CancelledError: "),
+        (SystemExit(3), "SystemExit: 3"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (Panic("called `Option::unwrap()` on a `None` value"), "Panic: called"),
+        (BaseExceptionGroup("several", [Panic("a"), ValueError("b")]), "BaseExceptionGroup: several"),
+        (cancel_this_task, "CancelledError: "),
+    ],
+    ids=["cancelled", "exit", "interrupt", "panic", "group", "cancels its task"],
+)
+async def test_whatever_a_rollout_raises_makes_it_a_failed_one(error: Any, words: str, address: str) -> None:
+    """A job that ended without a result would be dispatched again without limit."""
+
+    async def raising(job: Job) -> tuple[Rollout, ...]:
+        if callable(error):
+            error()
+            await asyncio.sleep(60)
+        raise error
+
+    worker, said = JobRunner("e", 0, address, raising), list[Result]()
+
+    async def say(message: Any) -> None:
+        said.append(msgspec.msgpack.decode(message[0], type=Result))
+
+    worker._say = say  # type: ignore[method-assign]
     worker._handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._jobs.values()), timeout=60)
-    assert not worker._jobs
-    serving.cancel()
-    await asyncio.gather(serving, return_exceptions=True)
+    assert not worker._jobs and not worker._known
+    assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
+
+
+async def test_a_job_that_is_cancelled_has_no_result(address: str) -> None:
+    async def waiting(job: Job) -> tuple[Rollout, ...]:
+        await asyncio.sleep(60)
+        return ()
+
+    worker, said = JobRunner("e", 0, address, waiting), list[Any]()
+
+    async def say(message: Any) -> None:
+        said.append(message)
+
+    worker._say = say  # type: ignore[method-assign]
+    worker._handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
+    (task,) = worker._jobs.values()
+    await asyncio.sleep(0)
+    worker._handle(Cancel(["j"]))
+    await asyncio.wait([task], timeout=60)
+    assert task.cancelled() and not said and not worker._known
 
 
 async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:

@@ -109,6 +109,35 @@ async def test_a_server_without_log_probabilities_is_no_teacher() -> None:
         await Teacher(lambda: ["http://t/v1"], http, "m").logprobs([5, 6])
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"",
+        b'{"error": {"message": "CUDA error"}}',
+        b'{"choices": [{"prompt_logprobs": [null, {"6": {"logprob": ',
+        b'{"choices": [{"prompt_logprobs": [null, {"6": {"logprob": NaN}}]}]}',
+        b'{"choices": [{"prompt_logprobs": [null, {"7": {"logprob": -1}}]}]}',
+        b'{"choices": [{"prompt_logprobs": [null]}]}',
+    ],
+)
+async def test_a_teacher_that_gives_a_damaged_answer_is_asked_again_elsewhere(damaged: bytes) -> None:
+    """One engine of a teacher that answers nonsense ends no attempt as long as others answer."""
+    asked: list[str] = []
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "bad":
+            return httpx.Response(200, content=damaged)
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": [None, {"6": {"logprob": -0.5}}]}]})
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    both = Teacher(lambda: ["http://bad/v1", "http://good/v1"], http, clock=lambda: 0.0)
+    assert (await both.logprobs([5, 6])).tolist() == [0.0, -0.5] and asked == ["bad", "good"]
+    with pytest.raises(TeacherError, match="no log-probabilities of the prompt"):
+        await Teacher(lambda: ["http://bad/v1"], http).logprobs([5, 6])
+    assert asked[2:] == ["bad"] * 3
+
+
 def test_a_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"type": "served", "base_url": "http://t/v1/", "model": "m", "key_env": "TEACHER_KEY"}
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=served))
