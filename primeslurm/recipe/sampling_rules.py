@@ -24,8 +24,15 @@ EXACT = frozenset(
     }
 )
 """Parameters that end a sequence, label it, or are read before sampling: any value leaves the distribution alone."""
-OFF: Mapping[str, tuple[float, ...]] = {"top_p": (1,), "top_k": (0, -1), "repetition_penalty": (1,)}
-"""Values that turn a parameter off. All others are off if they are 0, false or empty."""
+OFF: Mapping[str, tuple[float, ...]] = {
+    "top_p": (1,),
+    "top_k": (0, -1),
+    "repetition_penalty": (1,),
+    "n": (1,),
+    "thinking_token_budget": (),
+}
+"""Values that turn a parameter off. All others are off if they are 0, false or empty. A budget of 0 is none: it makes
+the engine end the thoughts at once."""
 _WHY = "the trainer scores tokens over the whole vocabulary, so importance ratios would be wrong"
 _FIX = "leave it out; evaluation may use it"
 

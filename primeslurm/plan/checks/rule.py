@@ -71,11 +71,18 @@ class RuleContext:
         return [gpu for request in self.requests if request.gpus and (gpu := gpu_of(request.kind))]
 
     def option(self, name: str) -> object:
-        """Look up a vLLM option that is passed on as it is, of any role; None if no role has it."""
+        """Look up a vLLM option that is passed on as it is, of any role; None if no role has it.
+
+        vLLM takes names with dashes, any unambiguous beginning of a name, and `no_NAME` for `NAME: false`.
+        """
         inference = self.recipe.inference
         for settings in (inference.prefill, inference.decode, inference):
-            if name in settings.vllm_extra:
-                return settings.vllm_extra[name]
+            for given, value in settings.vllm_extra.items():
+                plain = given.replace("-", "_")
+                if name.startswith(plain):
+                    return value
+                if plain == f"no_{name}":
+                    return not value
         return None
 
 

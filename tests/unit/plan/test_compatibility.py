@@ -331,6 +331,26 @@ def test_adapters_are_refused_wherever_engines_quantise(changes: dict[str, Any],
     assert "lora-quantised" not in broken(on(trainer(lora={}), SFT), model, GPU)
 
 
+@pytest.mark.parametrize(
+    ("rule", "changes", "extra"),
+    [
+        ("lora-quantised", trainer(lora={}), {"quantization": "fp8"}),
+        ("lora-quantised", trainer(lora={}), {"quantiz": "fp8"}),
+        ("replay-prefix-cache", REPLAY, {"enable-prefix-caching": False}),
+        ("replay-prefix-cache", REPLAY, {"no_enable_prefix_caching": True}),
+        ("replay-prefix-cache", REPLAY, {"enable_prefix": False}),
+        ("replay-parallel", REPLAY, {"pipeline-parallel-size": 2}),
+        ("offload-prefix-cache", MOONCAKE, {"no-enable-prefix-caching": True}),
+    ],
+)
+def test_a_rule_finds_an_option_however_vllm_lets_it_be_written(
+    rule: str, changes: dict[str, Any], extra: dict[str, Any]
+) -> None:
+    assert rule in broken(on(changes, inference(vllm_extra=extra)), MOE, GPU)
+    assert rule in broken(on(changes, inference(decode={"vllm_extra": extra})), MOE, GPU)
+    assert rule not in broken(on(changes, inference(vllm_extra={"block_size": 64})), MOE, GPU)
+
+
 def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
     serve = on(inference(quantization="fp8"), task="serve", environments=[])
     assert "quantised-twice" in broken(serve, OSS, GPU)

@@ -120,6 +120,10 @@ TRAINED = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
         ({**TRAINED, "top_p": 0.5, "top_k": 5}, ["top_p", "top_k"]),
         ({**TRAINED, "top_p": 0, "repetition_penalty": 0}, ["top_p", "repetition_penalty"]),
         ({**TRAINED, "presence_penalty": -0.1, "frequency_penalty": 1}, ["presence_penalty", "frequency_penalty"]),
+        ({**TRAINED, "n": 1, "min_tokens": 0}, []),
+        ({**TRAINED, "n": 2}, ["n"]),
+        ({**TRAINED, "thinking_token_budget": 0}, ["thinking_token_budget"]),  # it forces the end of the thoughts
+        ({**TRAINED, "thinking_token_budget": None}, []),
         ({**TRAINED, "min_tokens": 4, "thinking_token_budget": 9}, ["min_tokens", "thinking_token_budget"]),
         (
             {**TRAINED, "structured_outputs": {"json": {}}, "allowed_token_ids": [4]},
