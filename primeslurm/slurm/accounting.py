@@ -1,4 +1,7 @@
-"""Accounts, QOS and their limits, as far as this user may read them; parsed from sacctmgr and scontrol. Pure."""
+"""Accounts, QOS and their limits, as far as this user may read them; parsed from sacctmgr and scontrol. Pure.
+
+Slurm does not distinguish upper and lower case in the names of accounts and QOS. They are in lower case here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ from primeslurm.slurm.partitions import parse_minutes
 ASSOCIATION_FORMAT = "account,partition,qos,defaultqos,maxwall,maxtres,maxtrespernode,grptres,maxjobs,grpjobs"
 QOS_FORMAT = "name,flags,maxwall,maxtres,maxtrespernode,maxtresperuser,grptres,mintres,maxjobsperuser,grpjobs"
 _MIB = 2**20
+_SUBACCOUNTS = 23
+"""First part of the version of Slurm from which on a partition's lists of accounts may include subaccounts."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +65,12 @@ class Accounting:
     default_account: str = ""
     associations: tuple[Association, ...] = ()
     qos: Mapping[str, Qos] = field(default_factory=dict)
+    subaccounts: bool = False
+    """Whether a partition's lists of accounts hold for the accounts below those, too. Only Slurm knows these."""
 
     def association(self, account: str | None, partition: str) -> Association | None:
         """Find the association of a job; one for its partition comes first."""
-        account = account or self.default_account
+        account = (account or self.default_account).lower()
         mine = [each for each in self.associations if each.account == account and each.partition in ("", partition)]
         return max(mine, key=lambda each: each.partition, default=None)
 
@@ -78,6 +85,15 @@ def parse_enforced(config: str) -> frozenset[str]:
         words |= {"associations", "limits", "qos"}
     # Slurm's own rule: limits need associations, and safe and qos need limits or associations.
     return words | ({"associations"} if words & {"limits", "safe", "qos", "wckeys"} else frozenset())
+
+
+def lists_subaccounts(config: str) -> bool:
+    """Tell from `scontrol show config` whether a partition's lists of accounts include subaccounts.
+
+    They do in later releases than 22.05. Which was the first is not documented, so 23.02 counts as one that does.
+    """
+    version = re.match(r"(\d+)\.", config_value(config, "SLURM_VERSION"))
+    return version is None or int(version[1]) >= _SUBACCOUNTS
 
 
 def config_value(config: str, name: str) -> str:
@@ -97,8 +113,8 @@ def parse_associations(rows: Iterable[Sequence[str]]) -> tuple[Association, ...]
             total=parse_tres(total),
             jobs=_least(max_jobs, group_jobs),
         )
-        names = frozenset(qos.split(",")) - {""}
-        found.append(Association(account, partition, names, default_qos, limits))
+        names = frozenset(qos.lower().split(",")) - {""}
+        found.append(Association(account.lower(), partition, names, default_qos.lower(), limits))
     return tuple(found)
 
 
@@ -115,7 +131,7 @@ def parse_qos(rows: Iterable[Sequence[str]]) -> dict[str, Qos]:
             least=parse_tres(least),
             jobs=_least(jobs_per_user, group_jobs),
         )
-        found[name] = Qos(name, limits, frozenset(flags.split(",")) - {""})
+        found[name.lower()] = Qos(name, limits, frozenset(flags.split(",")) - {""})
     return found
 
 

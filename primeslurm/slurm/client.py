@@ -21,6 +21,7 @@ from primeslurm.slurm.accounting import (
     QOS_FORMAT,
     Accounting,
     config_value,
+    lists_subaccounts,
     parse_associations,
     parse_enforced,
     parse_qos,
@@ -220,7 +221,8 @@ class SlurmClient:
         except (ClusterError, KeyError):
             return NO_ACCOUNTING
         account = next((row[1] for row in default if row[0] == user), "")
-        return Accounting(enforced, account, parse_associations(associations), parse_qos(qos))
+        rows = parse_associations(associations)
+        return Accounting(enforced, account, rows, parse_qos(qos), subaccounts=lists_subaccounts(config))
 
     def _sacctmgr(self, *what: str, columns: str) -> list[list[str]]:
         text = self._run("sacctmgr", "--noheader", "--parsable2", "show", *what, f"format={columns}")

@@ -30,7 +30,7 @@ def qos_of(plan: Plan, partition: Partition, accounting: Accounting) -> str:
     """Return the name of the QOS that the job gets in a partition; empty if nobody says."""
     association = accounting.association(plan.job.account, partition.name)
     if plan.job.qos or association is None:
-        return plan.job.qos or ""
+        return (plan.job.qos or "").lower()
     only = next(iter(association.qos_names)) if len(association.qos_names) == 1 else "normal"
     return association.default_qos or only
 
@@ -88,11 +88,11 @@ def _in_force(sources: Sequence[_Source], kind: Kind) -> dict[str, tuple[int, _S
 
 
 def _account_problems(plan: Plan, accounting: Accounting) -> Iterator[Violation]:
-    account, qos = plan.job.account, plan.job.qos
+    account, qos = plan.job.account, (plan.job.qos or "").lower()
     if "associations" not in accounting.enforced or not accounting.associations:
         return
     known = sorted({each.account for each in accounting.associations})
-    if account is not None and account not in known:
+    if account is not None and account.lower() not in known:
         yield Violation("slurm.account", account, "this user has no such account", suggestion(account, known))
         return
     for partition in dict.fromkeys(group.partition for group in plan.groups):

@@ -14,6 +14,7 @@ _BROKEN = ("down", "drain", "drng", "fail", "err", "inval", "futr", "npc", "bloc
 """States that end when somebody repairs the node."""
 _AWAY = ("resv", "maint", "boot", "rebo", "unk")
 """States that end by themselves: a reservation, maintenance, a reboot, a daemon that has not reported yet."""
+_COUNT = re.compile(r"\d+[KMGTPkmgtp]?")
 _SUFFIXES = "*~#!%$@^-+"
 _UNLIMITED = frozenset({"", "UNLIMITED", "INFINITE", "NONE", "N/A", "(null)", "n/a"})
 
@@ -112,7 +113,7 @@ def parse_gres(text: str) -> list[Gres]:
     found = []
     for entry in re.sub(r"\([^)]*\)", "", text).split(","):
         name, *rest = [part for part in entry.strip().split(":") if part not in ("no_consume", "null")]
-        count = rest.pop() if rest and rest[-1][:1].isdigit() else "1"
+        count = rest.pop() if rest and _COUNT.fullmatch(rest[-1]) else "1"  # 1g.5gb is the type of a slice of a GPU
         if name and count.isdigit():
             found.append(Gres(name, ":".join(rest), int(count)))
     return found
@@ -150,10 +151,10 @@ def _partition(name: str, value: Mapping[str, str], nodes: tuple[PartitionNode, 
         max_cpus_per_node=_number(value.get("MaxCPUsPerNode", "")),
         max_memory_mib=_number(value.get("MaxMemPerNode", "")),
         groups=_names(value.get("AllowGroups", "ALL")),
-        accounts=_names(value.get("AllowAccounts", "ALL")),
-        denied_accounts=_names(value.get("DenyAccounts", "")) or frozenset(),
-        qos_names=_names(value.get("AllowQos", "ALL")),
-        denied_qos=_names(value.get("DenyQos", "")) or frozenset(),
+        accounts=_names(value.get("AllowAccounts", "ALL"), folded=True),
+        denied_accounts=_names(value.get("DenyAccounts", ""), folded=True) or frozenset(),
+        qos_names=_names(value.get("AllowQos", "ALL"), folded=True),
+        denied_qos=_names(value.get("DenyQos", ""), folded=True) or frozenset(),
         qos=_words(value.get("QoS", "")),
         root_only=value.get("RootOnly") == "YES",
         needs_reservation=value.get("ReqResv") == "YES",
@@ -199,6 +200,8 @@ def _words(value: str) -> str:
     return "" if value in _UNLIMITED else value
 
 
-def _names(value: str) -> frozenset[str] | None:
-    """None: everybody."""
-    return None if value == "ALL" or value in _UNLIMITED else frozenset(value.split(","))
+def _names(value: str, *, folded: bool = False) -> frozenset[str] | None:
+    """None: everybody. `folded`: Slurm does not distinguish upper and lower case in these names."""
+    if value == "ALL" or value in _UNLIMITED:
+        return None
+    return frozenset((value.lower() if folded else value).split(","))

@@ -123,17 +123,20 @@ def _access_problems(plan: Plan, group: HetGroup, partition: Partition, facts: C
     if partition.needs_reservation and not plan.job.reservation:
         yield Violation(field, name, "only runs jobs that name a reservation", "set slurm.reservation")
     accounting = facts.accounting
-    account, qos = plan.job.account or accounting.default_account, qos_of(plan, partition, accounting)
+    account, qos = (plan.job.account or accounting.default_account).lower(), qos_of(plan, partition, accounting)
     if account and "associations" in accounting.enforced:
-        allowed = partition.accounts is None or account in partition.accounts
-        if not allowed or account in partition.denied_accounts:
+        listed = _may_use(account, partition.accounts, partition.denied_accounts)
+        if not listed and not (accounting.subaccounts and partition.accounts is not None):
             fix = f"use {_listed(partition.accounts)}" if partition.accounts else "use another account"
             yield Violation("slurm.account", account, f"may not use partition {name}", fix)
-    if qos and "qos" in accounting.enforced:
-        allowed = partition.qos_names is None or qos in partition.qos_names
-        if not allowed or qos in partition.denied_qos:
-            fix = f"use {_listed(partition.qos_names)}" if partition.qos_names else "use another QOS"
-            yield Violation("slurm.qos", qos, f"may not use partition {name}", fix)
+    if qos and "qos" in accounting.enforced and not _may_use(qos, partition.qos_names, partition.denied_qos):
+        fix = f"use {_listed(partition.qos_names)}" if partition.qos_names else "use another QOS"
+        yield Violation("slurm.qos", qos, f"may not use partition {name}", fix)
+
+
+def _may_use(name: str, allowed: frozenset[str] | None, denied: frozenset[str]) -> bool:
+    """Whether an account or a QOS may use a partition. Slurm ignores the second list where there is a first one."""
+    return name in allowed if allowed is not None else name not in denied
 
 
 # Nodes and what they have

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+_TCP, _TCP6 = Path("/proc/net/tcp"), Path("/proc/net/tcp6")
 _LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""
 _SEARCH = 200
@@ -145,8 +146,10 @@ def _listeners(address: str, port: int) -> set[int]:
     """Find the users who listen on a port of an IPv4 address, or on it on all addresses."""
     own = struct.unpack("=I", socket.inet_aton(address))[0]
     found = set()
-    for table, addresses in (("tcp", {f"{own:08X}", "0" * 8}), ("tcp6", {"0" * 32})):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+    for table, addresses in ((_TCP, {f"{own:08X}", "0" * 8}), (_TCP6, {"0" * 32})):
+        if not table.exists():  # a kernel without IPv6 has no tcp6
+            continue
+        for line in table.read_text().splitlines()[1:]:
             _, local, _, state, _, _, _, uid, *_ = line.split()
             where, _, number = local.partition(":")
             if state == _LISTENS and int(number, 16) == port and where in addresses:

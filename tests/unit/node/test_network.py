@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import socket
 import subprocess
 import sys
@@ -101,6 +102,17 @@ def test_claims_on_all_ports_there_are_do_not_stop_a_run_either(monkeypatch: pyt
 
 def listen(address: str, port: int, **options: Any) -> None:
     HELD.append(socket.create_server((address, port), **options))
+
+
+def test_a_kernel_without_ipv6_has_one_table_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent would end of the table that is not there, as soon as one of its ports is taken."""
+    monkeypatch.setattr(network, "_TCP6", tmp_path / "tcp6")
+    ports = Ports(ADDRESS)
+    port = ports.claim(FIRST)
+    with socket.create_server((ADDRESS, port)):
+        assert network._listeners(ADDRESS, port) == {os.geteuid()}
+        assert not ports.is_lost(port)
+    ports.release()
 
 
 @needs_second_user

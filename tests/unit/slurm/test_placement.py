@@ -13,6 +13,7 @@ from primeslurm.slurm.accounting import (
     Association,
     Qos,
     TresLimits,
+    lists_subaccounts,
     parse_associations,
     parse_enforced,
     parse_qos,
@@ -327,6 +328,47 @@ def test_accounts_of_a_partition() -> None:
     assert "slurm.account = lab: may not use partition closed (use a, b)" in found
 
 
+@pytest.mark.parametrize(
+    ("lists", "account", "qos", "expected"),
+    [
+        # Slurm ignores DenyAccounts beside AllowAccounts, and DenyQos beside AllowQos.
+        ({"accounts": "Lab", "denied_accounts": "lab"}, "lab", "small", []),
+        ({"qos_names": "small", "denied_qos": "small"}, "lab", "small", []),
+        ({"denied_accounts": "LAB"}, "lab", "small", ["slurm.account = lab: may not use partition gpu"]),
+        ({"denied_qos": "Small"}, "lab", "small", ["slurm.qos = small: may not use partition gpu"]),
+        # It does not distinguish upper and lower case in these names.
+        ({"accounts": "lab", "qos_names": "SMALL"}, "LAB", "Small", []),
+        ({"accounts": "physics"}, "Lab", "small", ["slurm.account = lab: may not use partition gpu (use physics)"]),
+    ],
+)
+def test_lists_of_accounts_and_qos_count_as_slurm_reads_them(
+    lists: dict[str, str], account: str, qos: str, expected: list[str]
+) -> None:
+    options = {"accounts": "AllowAccounts", "denied_accounts": "DenyAccounts"}
+    options |= {"qos_names": "AllowQos", "denied_qos": "DenyQos"}
+    line = " ".join(["PartitionName=gpu", *(f"{options[name]}={value}" for name, value in lists.items())])
+    (read,) = parse_partitions(line, []).values()
+    gpu = replace(FACTS.partitions["gpu"], **{name: getattr(read, name) for name in lists})
+    facts = replace(accounting(), partitions={**FACTS.partitions, "gpu": gpu})
+    found = problems(make(train(), account=account, qos=qos), facts)
+    assert [
+        text.removesuffix(" (use another account)").removesuffix(" (use another QOS)") for text in found
+    ] == expected
+
+
+def test_only_slurm_knows_the_accounts_below_those_that_a_partition_lists() -> None:
+    """Later releases than 22.05 include subaccounts. sbatch refuses those that are none."""
+    gpu = replace(FACTS.partitions["gpu"], accounts=frozenset({"physics"}))
+    facts = replace(accounting(), partitions={**FACTS.partitions, "gpu": gpu})
+    later = replace(facts, accounting=replace(facts.accounting, subaccounts=True))
+    assert problems(make(train(), account="lab"), later) == []
+    assert problems(make(train(), account="lab"), facts) != []
+    assert [lists_subaccounts(f"SLURM_VERSION           = {version}\n") for version in ("22.05.8", "24.11.0-0rc1")] == [
+        False,
+        True,
+    ]
+
+
 def test_sacctmgr_and_the_configuration_are_parsed() -> None:
     (lab2, _) = parse_associations(
         line.split("|") for line in ("lab2|gpu|normal,small||02:00:00|gres/gpu=2||cpu=9|4|", "root||normal|||||||")
@@ -387,6 +429,7 @@ def test_states_of_nodes(state: str, usable: bool, reserved: bool, broken: bool)
         ("gpu:a100:2(IDX:0-1),gpu:v100:1", [Gres("gpu", "a100", 2), Gres("gpu", "v100", 1)]),
         ("gpu:nvidia_h100_80gb_hbm3:8", [Gres("gpu", "nvidia_h100_80gb_hbm3", 8)]),
         ("gpu:no_consume:4,bandwidth:lustre:4G", [Gres("gpu", "", 4)]),
+        ("gpu:1g.5gb:7,gpu:2g.10gb", [Gres("gpu", "1g.5gb", 7), Gres("gpu", "2g.10gb", 1)]),
         ("craynetwork", [Gres("craynetwork", "", 1)]),
         ("", []),
     ],
