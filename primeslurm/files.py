@@ -384,8 +384,15 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
     """Remove a directory with all that is in it, if it is there. Raises OSError unless `ignore_errors`."""
 
     def once() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(directory)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.rmtree(directory)
+        except OSError as error:
+            # NFS keeps a removed file that a process has open under another name, until the process closes it. A
+            # process of an earlier attempt that is ending may hold one for a moment.
+            if error.errno in (errno.EBUSY, errno.ENOTEMPTY):
+                raise OSError(errno.EAGAIN, error.strerror, error.filename) from error
+            raise
 
     with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         retrying(directory, once)

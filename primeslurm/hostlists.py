@@ -21,7 +21,7 @@ def expand(hostlist: str) -> list[str]:
 
 
 def _split(hostlist: str) -> list[str]:
-    """Cut at the commas outside brackets."""
+    """Cut at the commas outside brackets. As in Slurm, blanks may stand beside them."""
     entries, depth, current = [], 0, ""
     for character in hostlist:
         depth += (character == "[") - (character == "]")
@@ -30,7 +30,7 @@ def _split(hostlist: str) -> list[str]:
             current = ""
         else:
             current += character
-    return [*entries, current] if current or entries else []
+    return [entry.strip() for entry in ([*entries, current] if current.strip() or entries else [])]
 
 
 def _expand_entry(entry: str, hostlist: str) -> list[str]:

@@ -83,7 +83,8 @@ def parse_enforced(config: str) -> frozenset[str]:
     words = frozenset(config_value(config, "AccountingStorageEnforce").lower().split(",")) - {"", "none", "(null)"}
     if "all" in words:
         words |= {"associations", "limits", "qos"}
-    # Slurm's own rule: limits need associations, and safe and qos need limits or associations.
+    # Slurm's own rule: safe needs limits, and all of these need associations.
+    words |= {"limits"} if "safe" in words else frozenset()
     return words | ({"associations"} if words & {"limits", "safe", "qos", "wckeys"} else frozenset())
 
 

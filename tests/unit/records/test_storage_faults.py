@@ -200,6 +200,23 @@ def test_chunks_are_made_anew_for_each_try(storage: FaultyStorage) -> None:
     assert (storage.root / "file").read_bytes() == b"ab"
 
 
+@pytest.mark.parametrize("number", [errno.EBUSY, errno.ENOTEMPTY])
+def test_a_directory_with_a_file_that_another_process_holds_is_removed_once_it_lets_go(
+    number: int, storage: FaultyStorage, storage_time: FakeTime
+) -> None:
+    """NFS keeps such a file as .nfs0000...; a rank of the attempt before may still be ending."""
+    (storage.root / "directory" / "below" / "shard").write_text("x")
+    storage.fail = once(number, operations=("rmdir",))
+    with storage.installed():
+        durable.make_anew(storage.root / "directory")
+    assert list((storage.root / "directory").iterdir()) == []
+    (storage.root / "directory" / "below").mkdir()
+    (storage.root / "directory" / "below" / "shard").write_text("x")
+    storage.fail = lambda operation, path: number if operation == "rmdir" else None
+    with storage.installed(), pytest.raises(OSError, match=rf"failures in \d.*{storage.root}"):
+        files.remove_tree(storage.root / "directory")
+
+
 @pytest.mark.parametrize("lost", ["rename", "unlink", "mkdir"])
 def test_what_a_server_has_done_although_its_answer_was_lost_is_done(lost: str, storage: FaultyStorage) -> None:
     real, failures = getattr(os, lost), [1]

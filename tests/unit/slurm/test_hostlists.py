@@ -26,6 +26,12 @@ def test_expand(hostlist: str, names: list[str]) -> None:
     assert expand(hostlist) == names
 
 
+def test_blanks_beside_commas_are_no_part_of_a_name() -> None:
+    """A list that a person has typed would otherwise name nodes that there are not."""
+    assert expand(" n1, n[2-3] ,x") == ["n1", "n2", "n3", "x"]
+    assert expand("  ") == []
+
+
 @pytest.mark.parametrize("bad", ["n[1-", "n]1", "n[a]", "n[3-1]", "n[]", "a,,b", ",a", "n[[1]]", "n[1-2-3]"])
 def test_expand_refuses(bad: str) -> None:
     with pytest.raises(ValueError, match="not a Slurm host list"):

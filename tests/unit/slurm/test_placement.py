@@ -401,6 +401,7 @@ def test_sacctmgr_and_the_configuration_are_parsed() -> None:
     config = "ClusterName = c\nAccountingStorageEnforce = associations,limits,qos\n"
     assert parse_enforced(config) == ENFORCED
     assert parse_enforced("AccountingStorageEnforce = limits\n") == {"associations", "limits"}
+    assert parse_enforced("AccountingStorageEnforce = safe\n") == {"associations", "limits", "safe"}
     assert parse_enforced("AccountingStorageEnforce = none\n") == parse_enforced("") == frozenset()
 
 
