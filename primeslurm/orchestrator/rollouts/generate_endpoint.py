@@ -346,12 +346,15 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
 
 
 def _versions(choice: _Choice) -> list[int]:
-    lengths = [span.end - span.start for span in choice.weight_versions]
-    if min(lengths, default=0) < 0 or sum(lengths) != len(choice.token_ids):
-        raise DamagedError(f"{sum(lengths)} policy versions for {len(choice.token_ids)} tokens")
     versions: list[int] = []
-    for span, length in zip(choice.weight_versions, lengths, strict=True):
-        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * length
+    for span in choice.weight_versions:
+        # vLLM's spans follow one another. Others do not say clearly which tokens they are of.
+        if not len(versions) == span.start <= span.end <= len(choice.token_ids):
+            text = f"a policy version of tokens {span.start} to {span.end} of {len(choice.token_ids)}"
+            raise DamagedError(f"{text}, where those from {len(versions)} on follow")
+        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * (span.end - span.start)
+    if len(versions) != len(choice.token_ids):
+        raise DamagedError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
     return versions
 
 

@@ -55,6 +55,16 @@ NONSENSE = {
     "nothing sampled": answer(0),
     "fewer log-probabilities": answer(logprobs={"content": [{"logprob": -0.5}]}),
     "fewer versions": answer(weight_versions=[{"version": "1", "start": 0, "end": 1}]),
+    "versions in another order": answer(
+        weight_versions=[{"version": "2", "start": 1, "end": 3}, {"version": "1", "start": 0, "end": 1}]
+    ),
+    "versions of the same tokens": answer(
+        weight_versions=[{"version": "1", "start": 0, "end": 2}, {"version": "2", "start": 1, "end": 2}]
+    ),
+    "versions of tokens that are not there": answer(weight_versions=[{"version": "1", "start": 0, "end": 2**31 - 1}]),
+    "a gap between versions": answer(
+        weight_versions=[{"version": "1", "start": 0, "end": 1}, {"version": "2", "start": 5, "end": 7}]
+    ),
     "negative tokens": answer(token_ids=[1, -2, 3]),
     "aborted": answer(finish_reason="abort"),
 }
