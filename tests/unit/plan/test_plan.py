@@ -274,6 +274,20 @@ def test_local_roles_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
         derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
 
 
+@pytest.mark.parametrize(("cores", "warned"), [(1, True), (3, True), (4, False)], ids=str)
+def test_a_local_run_with_fewer_cores_than_gpu_processes_is_warned(cores: int, warned: bool, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidia1").touch()
+    machine = local_site(tmp_path, tmp_path)
+    kind = machine.nodes["default"].model_copy(update={"cpus": cores})
+    machine = machine.model_copy(update={"nodes": {"default": kind}})
+    recipe = Recipe.model_validate(recipe_data(**colocated(2, 2)))
+    found = advise(recipe, derive(recipe, machine, RUN, local=True))
+    assert [f.fix for f in found if f.field == "--local"] == [
+        "inside an allocation, start it with srun --cpus-per-task=N"
+    ] * warned
+
+
 shapes = st.fixed_dictionaries(
     {
         "layout": st.sampled_from(["het", "single"]),
