@@ -42,7 +42,7 @@ KNOWN = (
     _known(
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
         "a GPU ran out of memory",
-        "trainer: more GPUs, a shorter seq_len or more parallelism; engine, or trainer with deployment.colocated: a lower "
+        "trainer: more GPUs, a shorter seq_len or more parallelism; engine, or a colocated trainer: a lower "
         "inference.gpu_memory_utilization",
     ),
     _known(
