@@ -35,7 +35,7 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
         fix = "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
     text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB a GPU: {sizes}"
     if recipe.colocated:
-        fix = f"a lower inference.gpu_memory_utilization, {fix}"
+        fix = f"lower inference.gpu_memory_utilization, or {fix}"
     if role.needed_gib > role.limit_gib * (1 + MARGIN):
         return [Finding(level="error", field="deployment.train", text=f"does not fit: {text}", fix=fix)]
     return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=fix)]
@@ -61,7 +61,7 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     else:
         fix = "raise parallel.tp, set expert_parallel: true, or quantization: fp8"
     if recipe.colocated:
-        fix = f"raise gpu_memory_utilization, {fix}"
+        fix = f"raise gpu_memory_utilization, or {fix}"
     if role.free_gib <= 0:
         level = "error" if role.needed_gib > role.limit_gib * (1 + MARGIN) else "warning"
         text = f"does not fit: weights {role.parts['weights']:g} and reserve {role.parts['reserve']:g} GiB"
