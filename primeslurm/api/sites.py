@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.hostlists import compress
 from primeslurm.paths import expanded, is_file
+from primeslurm.plan.memory.gpus import GPUS
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.recipe_files import load_site
 from primeslurm.recipe.site import Network, NodeKind
+from primeslurm.slurm.environment import allocated_elsewhere, cpus_given, gpus_given, memory_given_mib
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
 """Where a site file is looked for if none is named."""
@@ -28,6 +34,10 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     Raises:
         UsageError: there is no site file, or something is wrong in it.
     """
+    if local and (nodes := allocated_elsewhere(os.environ, socket.gethostname())):
+        why = f"this shell is on {socket.gethostname()}, and its Slurm allocation is node {compress(nodes)}"
+        fix = "start it there: srun --ntasks=1 --cpus-per-task=N primeslurm submit RECIPE --local --wait"
+        raise UsageError([Violation("--local", "", why, fix)])
     if local and path is None:
         return _with_libraries(local_site(Path("runs").resolve()))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
@@ -40,17 +50,36 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     raise UsageError([Violation("--site", "", why, fix)])
 
 
-def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:
-    """Describe this machine as a site: its own GPUs, or, without any, CPU processes on pretended ones.
+def local_site(
+    runs: Path,
+    device_dir: Path = Path("/dev"),
+    *,
+    driver_dir: Path = Path("/proc/driver/nvidia/gpus"),
+    environ: Mapping[str, str] = os.environ,
+) -> Site:
+    """Describe this machine as a site: its GPUs, or CPU processes on pretended GPUs if it has none.
 
+    Inside an allocation of Slurm, the site is what Slurm gives this shell of the machine's GPUs, cores and memory.
     Every agent gets a loopback address of its own, so that "nodes" may use the same ports.
 
     Args:
         runs: directory of all runs.
         device_dir: where the devices of GPUs are.
+        driver_dir: where NVIDIA's driver describes its GPUs.
+        environ: environment of this shell.
     """
-    gpus = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
-    kind = NodeKind(partition="local", gpus=gpus or _FAKE_GPUS, cpus=os.cpu_count() or 1)
+    devices = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    given = gpus_given(environ)
+    gpus = devices if given is None else min(devices, len(given))
+    cpus = min(len(os.sched_getaffinity(0)), cpus_given(environ) or sys.maxsize)
+    memory = memory_given_mib(environ, cpus)
+    kind = NodeKind(
+        partition="local",
+        gpus=gpus or len(given or ()) or _FAKE_GPUS,
+        cpus=cpus,
+        gpu=_gpu_type(driver_dir) if gpus else None,
+        memory_gib=memory and memory / 1024,
+    )
     return Site(
         schema=1,
         name="local",
@@ -59,6 +88,21 @@ def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:
         nodes={"default": kind},
         network=Network(addresses={f"local-{i}": f"127.77.0.{i + 1}" for i in range(_LOCAL_NODES)}),
     )
+
+
+def _gpu_type(driver_dir: Path) -> str | None:
+    """Return the type of this machine's GPUs, for the memory estimate; None if it is unknown or they differ."""
+    models = {line for path in driver_dir.glob("*/information") for line in re.findall(r"Model:\s*(.*)", _text(path))}
+    types = {name for model in models for name in GPUS if re.search(rf"\b{name}\b", model, re.IGNORECASE)}
+    smaller = any("40GB" in model for model in models)  # an A100 of half the size
+    return types.pop() if len(models) == len(types) == 1 and not smaller else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def runs_directory(runs: str | Path | None) -> Path:

@@ -20,12 +20,12 @@ from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.commands.processes import decided, environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
-from primeslurm.plan.memory.forecast import Amount
+from primeslurm.plan.memory.forecast import Amount, Estimate
 from primeslurm.plan.memory.time_limits import with_limits
 from primeslurm.plan.model import Beats, Finding, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
-from primeslurm.plan.placement.resources import ResourceRequest, local_problems, resource_requests
+from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.teacher import ServedTeacher
 
@@ -83,9 +83,10 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     if problems:
         raise UsageError([*problems, *refusals(findings, "error")])
     located, limits = _settled(site, requests, files)
+    located = _with_kv_cache(located, estimate)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
-    findings += [*advise(recipe, plan), *files.absent, *as_findings(files.problems, "blocked")]
+    findings += [*advise(located, plan), *files.absent, *as_findings(files.problems, "blocked")]
     plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
     return Planned(plan, located)
 
@@ -95,6 +96,19 @@ def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) ->
     teacher = files.teacher.shape if files.teacher else None
     recipe, limits = with_limits(files.located, site, requests, files.model.shape, teacher)
     return decided(recipe, files.model.model_type, site.device), limits
+
+
+def _with_kv_cache(recipe: Recipe, estimate: Estimate | None) -> Recipe:
+    """Set the KV cache of engines that share GPUs with the trainer, if the estimate knows its size.
+
+    vLLM otherwise measures how much memory of the whole GPU disappears while it profiles. An engine that restarts
+    beside a working trainer would count the trainer's memory as its own.
+    """
+    role = next((role for role in estimate.roles if role.role == "inference"), None) if estimate else None
+    if not recipe.colocated or recipe.inference.kv_cache_bytes or role is None or not role.kv_tokens:
+        return recipe
+    size = role.kv_tokens * role.kv_bytes_per_token
+    return recipe.model_copy(update={"inference": recipe.inference.model_copy(update={"kv_cache_bytes": size})})
 
 
 def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Planned:
@@ -188,7 +202,10 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
-    trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests))
+    # Engines that share GPUs with the trainer start first. vLLM refuses to start if its share of a GPU is not free, and
+    # it counts all memory that disappears while it profiles as its own.
+    engines = [name for replica in replicas for name in replica.engines] if recipe.colocated else []
+    trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests), engines)
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         _environments(recipe, site, builders)
@@ -224,6 +241,7 @@ def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local
     layout = recipe.deployment.layout
     shared = layout == "one_node"
     ports_of_node_0 = count(site.port_base)
+    taken = 0
     builders: list[NodeBuilder] = []
     for group, request in enumerate(requests):
         for i in range(request.nodes):
@@ -235,15 +253,16 @@ def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local
                     index_in_group=i,
                     replica=i // request.nodes_per_replica if request.nodes_per_replica else None,
                     gpus=request.gpus,
-                    first_gpu=sum(builder.gpus for builder in builders) if local or shared else 0,
+                    first_gpu=taken if (local or shared) and not request.colocated else 0,
                     port_base=site.port_base,
                     free_ports=ports_of_node_0 if shared else count(site.port_base),
                 )
             )
+            taken += 0 if request.colocated else request.gpus
     return builders
 
 
-def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int) -> int:
+def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int, engines: list[str]) -> int:
     nodes = [builder for builder in builders if builder.role == "train"]
     world = sum(builder.gpus for builder in nodes)
     rank = 0
@@ -259,7 +278,7 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int)
                 restart="attempt",
                 unit="trainer" if world > 1 else None,
                 beats=Beats(hang_timeout_s=recipe.trainer.hang_timeout_s),
-                after=("orchestrator",) if recipe.task == "rl" else (),
+                after=("orchestrator", *engines) if recipe.task == "rl" else (),
             )
             rank += 1
     return world
@@ -312,7 +331,7 @@ def _totals(
     return Totals(
         nodes=len({builder.index for builder in builders}),
         spares=sum(request.spares for request in requests),
-        gpus=sum(builder.gpus for builder in builders),
+        gpus=count_gpus(requests),
         trainer_gpus=trainer_gpus,
         engines=sum(len(replica.engines) for replica in replicas),
         inference_nodes=len({b.index for b in builders if b.role in ("inference", "prefill", "decode")}),

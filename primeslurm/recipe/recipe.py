@@ -57,6 +57,16 @@ class Recipe(Section):
         return self.task in ("rl", "eval")
 
     @property
+    def colocated(self) -> bool:
+        """Whether the trainer and the engines share GPUs. A task without a trainer or without engines shares none."""
+        return self.task == "rl" and self.deployment.colocated
+
+    @property
+    def trainer_memory_share(self) -> float:
+        """Share of each GPU's memory that belongs to the trainer, 0 to 1."""
+        return 1 - (self.inference.gpu_memory_utilization or 0) if self.colocated else 1.0
+
+    @property
     def max_inflight(self) -> int:
         """Rollouts in flight at once."""
         return self.orchestrator.max_inflight_rollouts or 2 * self.orchestrator.batch_size

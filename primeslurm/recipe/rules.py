@@ -7,6 +7,7 @@ from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, neare
 from primeslurm.recipe import advantage_rules, environment_rules, sampling_rules, sandbox_rules
 from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe
+from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Orchestrator
 from primeslurm.recipe.sections.teacher import PolicyTeacher
@@ -15,7 +16,7 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve, "eval": _eval}[recipe.task](recipe)
-    found += _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
+    found += _colocated(recipe) + _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
     found += evaluation_violations(recipe) + sandbox_rules.tunnel_violations(_with_workers(recipe))
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
@@ -88,6 +89,30 @@ def _sft(recipe: Recipe) -> list[Violation]:
     if recipe.sft is None:
         return [Violation("sft", "", "task sft needs this section", "add `sft: {data: {type: jsonl, path: ...}}`")]
     return []
+
+
+def _colocated(recipe: Recipe) -> list[Violation]:
+    """Return what contradicts `deployment.colocated`."""
+    if not recipe.colocated:
+        return []
+    deployment, found = recipe.deployment, list[Violation]()
+    inference = deployment.inference
+    if deployment.layout != "one_node":
+        why = "roles have nodes of their own with this layout, so they share no GPUs"
+        fix = "use layout: one_node, or leave deployment.colocated out"
+        found.append(Violation("deployment.layout", deployment.layout, why, fix))
+    if isinstance(inference, Disaggregated):
+        why = "cannot share GPUs with the trainer (deployment.colocated)"
+        found.append(Violation("deployment.inference.type", inference.type, why, "use type: single_node"))
+    elif inference.gpus_per_node and deployment.train.gpus_per_node not in (None, inference.gpus_per_node):
+        why = f"deployment.colocated: the trainer has {deployment.train.gpus_per_node} GPUs, and both use the same ones"
+        fix = "set the same number for both, or leave one out"
+        found.append(Violation("deployment.inference.gpus_per_node", str(inference.gpus_per_node), why, fix))
+    if recipe.inference.gpu_memory_utilization is None:
+        why = "must say which share of each GPU's memory the engines get, because the trainer gets the rest"
+        fix = "deployment.colocated needs it, for example 0.4"
+        found.append(Violation("inference.gpu_memory_utilization", "", why, fix))
+    return found
 
 
 def _environment_nodes(recipe: Recipe) -> list[Violation]:

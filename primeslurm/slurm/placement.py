@@ -10,12 +10,13 @@ import contextlib
 import grp
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from primeslurm.errors import Violation
 from primeslurm.hostlists import compress, expand
-from primeslurm.plan.model import HetGroup, Plan
+from primeslurm.plan.model import HetGroup, Node, Plan
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.accounting import NO_ACCOUNTING, Accounting
 from primeslurm.slurm.client import SlurmClient
@@ -156,10 +157,44 @@ def _resource_problems(
                 found.append(problem)
     wanted, usable = sum(group.nodes for group in groups), [node for node in nodes if not is_broken(node.state)]
     if not found and wanted > len(usable):
-        why = f"has {len(usable)} usable nodes of {len(partition.nodes)}, the recipe asks for {wanted}"
-        fix = "lower the nodes or replicas of a role"
+        there = f"has {len(usable)} usable {'node' if len(usable) == 1 else 'nodes'}"
+        there += f" of {len(partition.nodes)}" if len(usable) < len(partition.nodes) else ""
+        why = f"{there}, and the job needs {wanted}: {_needed(plan, groups)}"
+        fix = _on_one_node(plan, partition, usable) or "lower the nodes or replicas of a role, or use another partition"
         found.append(Violation(_field(groups[0], "partition"), partition.name, why, fix))
     return found
+
+
+def _needed(plan: Plan, groups: Sequence[HetGroup]) -> str:
+    """Say how many nodes each role of these components needs, and how many GPUs of each."""
+    indices = {group.index for group in groups}
+    roles = Counter((node.role, _gpus(node)) for node in plan.nodes if node.group in indices)
+    parts = [f"{role} {nodes}" + (f" x {gpus} GPUs" if gpus else "") for (role, gpus), nodes in roles.items()]
+    spares = sum(group.spares for group in groups)
+    return ", ".join([*parts, *([f"spares {spares}"] if spares else [])])
+
+
+def _gpus(node: Node) -> int:
+    return len({gpu for process in node.processes for gpu in process.gpus})
+
+
+def _on_one_node(plan: Plan, partition: Partition, nodes: Sequence[PartitionNode]) -> str:
+    """Say how all roles can share one node; nothing if they cannot."""
+    with_gpus = [node for node in plan.nodes if _gpus(node)]
+    several = len({node.role for node in with_gpus}) < len(with_gpus)
+    others = plan.totals.environment_nodes or plan.totals.spares
+    gres = next((group.asked_gres for group in plan.groups if group.asked_gres), None)
+    if plan.layout == "one_node" or not with_gpus or several or others or not nodes or gres is None:
+        return ""
+    name, (wanted,) = gres.rpartition(":")[0], parse_gres(gres)
+    there, asked = max(count_of(node.gres, wanted) for node in nodes), sum(map(_gpus, with_gpus))
+    fix = "to run all roles on one node, set deployment.layout: one_node"
+    if asked > there:
+        return f"{fix}, and gpus_per_node of each role so that together they use at most {there} GPUs"
+    cores = min(sum(group.cpus_per_task for group in plan.groups), max(_cores(node, partition) for node in nodes))
+    options = f"--partition={partition.name} --nodes=1 --gres={name}:{asked} --cpus-per-task={cores}"
+    command = f"salloc {options} srun --cpus-per-task={cores} primeslurm submit RECIPE --local --wait"
+    return f"{fix}. Or run it in an allocation of one node: {command}"
 
 
 def _candidates(plan: Plan, partition: Partition, facts: ClusterFacts) -> list[PartitionNode]:

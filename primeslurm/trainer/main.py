@@ -22,7 +22,7 @@ from primeslurm.trainer.components import loss
 from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.data.sft_data import Conversations
-from primeslurm.trainer.distributed.world import RankError, World, host_memory, join
+from primeslurm.trainer.distributed.world import RankError, World, bound_memory, host_memory, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
@@ -55,6 +55,8 @@ def run(
     limits = PhaseLimits.of(recipe)
     pulse().enter("load", limit_s=limits.long_s)
     world = join(interrupt, limits.control_s, recipe.trainer.memory.optimizer_offload)
+    if recipe.colocated and world.device.type == "cuda":
+        bound_memory(world.device, recipe.trainer_memory_share)
     try:
         code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:

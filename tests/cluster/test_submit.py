@@ -44,8 +44,8 @@ def test_a_dry_run_against_the_cluster_writes_nothing(place: Path) -> None:
         ),
         (
             {"deployment": {"train": {"nodes": 9}}},
-            "error: slurm.train.partition = gpu: has 4 usable nodes of 4, the recipe asks for 10 "
-            "(lower the nodes or replicas of a role)\n",
+            "error: slurm.train.partition = gpu: has 4 usable nodes, and the job needs 10: train 9 x 2 GPUs, "
+            "inference 1 x 2 GPUs (lower the nodes or replicas of a role, or use another partition)\n",
         ),
     ],
 )

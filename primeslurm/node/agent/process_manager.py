@@ -388,7 +388,9 @@ class ProcessManager:
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
         files = {name: fill(text) for name, text in process.files.items()}
-        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
+        # A trainer that shares GPUs with engines waits for them at the start only. It goes on if one is given up.
+        needed = frozenset[str]() if process.role == "trainer" else frozenset(process.after)
+        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & needed
 
     def _fill(self, process: Process, addresses: Addresses, more: Mapping[str, str] = {}) -> Callable[[str], str]:
         values = {**self._context.values(process), **more}

@@ -38,6 +38,8 @@ def seconds_left(plan: Plan, environ: Mapping[str, str], wall: float) -> float:
     if not end:
         return limit_s
     left_s = float(end) - wall
+    if plan.executor == "local":  # the allocation that the run was started in may end before the run's own limit
+        return min(limit_s, left_s) if left_s > 0.0 else limit_s
     longest_s = float(end) - float(start) if start else math.inf  # an administrator may have changed the limit
     return left_s if 0.0 < left_s <= longest_s else min(longest_s, limit_s)
 

@@ -84,6 +84,20 @@ def judge_gpus(wanted: int, gpus: Sequence[Sequence[str]], rows: Sequence[Sequen
     return found or [PreflightCheck("gpus", "ok", f"{len(gpus)} GPUs")]
 
 
+def shared_gpu_checks() -> list[PreflightCheck]:
+    """Check that two processes can use a GPU at once, which trainer and engine do with `deployment.colocated`."""
+    try:
+        gpus = _nvidia_smi("gpu", "index", "compute_mode")
+    except (OSError, subprocess.SubprocessError) as error:
+        return [PreflightCheck("compute mode", "warning", f"nvidia-smi does not tell: {_words(error)}")]
+    fix = "`nvidia-smi --compute-mode=DEFAULT` as root, or leave deployment.colocated out"
+    return [
+        PreflightCheck("compute mode", "failed", f"GPU {index} takes one process only (compute mode {mode})", fix)
+        for index, mode in gpus
+        if mode in ("Exclusive_Process", "Exclusive_Thread", "Prohibited")
+    ]
+
+
 def _nvidia_smi(what: str, *fields: str) -> list[list[str]]:
     argv = ["nvidia-smi", f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits"]
     if allocated := os.environ.get("CUDA_VISIBLE_DEVICES"):

@@ -124,6 +124,12 @@ class Preflight:
         return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._parts), default=0)
 
     @property
+    def _shares_gpus(self) -> bool:
+        """Whether two processes of a part of this node's group use the same GPU."""
+        used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._parts]
+        return any(len(gpus) > len(set(gpus)) for gpus in used)
+
+    @property
     def _parts(self) -> list[Node]:
         """Nodes of the Plan that this one may be given to play: those of its group."""
         group = self._plan.group_of_rank(self._rank).index
@@ -172,7 +178,8 @@ class Preflight:
             return [PreflightCheck("gpus", "ok", "skipped: no process of this node uses one")]
         hcas = list(dict.fromkeys([*self._plan.hcas, *checks.hca_names({**self._plan.env, **os.environ})]))
         hcas = hcas or [hca.name for hca in find_hcas()]
-        return self._free_gpus() + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
+        shared = checks.shared_gpu_checks() if self._shares_gpus else []
+        return self._free_gpus() + shared + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
 
     def _free_gpus(self) -> list[PreflightCheck]:
         """The GPUs' checks; what a job before this one left in their memory may take a while to go."""

@@ -34,6 +34,8 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     if largest == "gradients" and recipe.trainer.parallelism.reduce_gradients == "step":
         fix = "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
     text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB a GPU: {sizes}"
+    if recipe.colocated:
+        fix = f"lower inference.gpu_memory_utilization, or {fix}"
     if role.needed_gib > role.limit_gib * (1 + MARGIN):
         return [Finding(level="error", field="deployment.train", text=f"does not fit: {text}", fix=fix)]
     return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=fix)]
@@ -58,6 +60,8 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
         fix = "more nodes_per_replica (wider EP), or quantization: fp8"
     else:
         fix = "raise parallel.tp, set expert_parallel: true, or quantization: fp8"
+    if recipe.colocated:
+        fix = f"raise gpu_memory_utilization, or {fix}"
     if role.free_gib <= 0:
         level = "error" if role.needed_gib > role.limit_gib * (1 + MARGIN) else "warning"
         text = f"does not fit: weights {role.parts['weights']:g} and reserve {role.parts['reserve']:g} GiB"
@@ -66,6 +70,10 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
         level = "error" if role.kv_tokens < recipe.max_len * (1 - 3 * MARGIN) else "warning"
         text = f"does not fit: a GPU holds {role.kv_tokens} tokens of KV, one sequence may have {recipe.max_len}"
         return [_finding(level, field, text, fix)]
+    if recipe.colocated and sum(role.parts.values()) > role.limit_gib * (1 + MARGIN):
+        text = f"does not fit: weights {role.parts['weights']:g}, reserve {role.parts['reserve']:g} and KV cache "
+        text += f"{role.parts['KV']:g} GiB, of {role.limit_gib:g} GiB that the trainer leaves of a GPU"
+        return [_finding("error", f"{field}.kv_cache_bytes", text, "lower it, or raise gpu_memory_utilization")]
     return []
 
 

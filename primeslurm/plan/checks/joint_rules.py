@@ -13,6 +13,12 @@ HOST_SHARE = 0.9
 """Of a node's memory that KV cache may take."""
 
 
+def _colocated_nccl(context: RuleContext) -> str:
+    recipe = context.recipe
+    refused = recipe.colocated and recipe.weights.transport == "nccl" and context.site.device == "cuda"
+    return "trainer and engine are two processes on one GPU (deployment.colocated)" if refused else ""
+
+
 def _replay(context: RuleContext) -> bool:
     return context.recipe.trainer.router_replay and context.recipe.task == "rl"
 
@@ -169,6 +175,8 @@ JOINT_RULES = (
          _hybrid_disaggregated, "type: multi_node, to be safe", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "Mamba hybrids: KV offload is unproven", _hybrid_offload,
          "leave it out, to be safe", "not tried"),
+    Rule("colocated-nccl", "error", "weights.transport", "NCCL cannot connect two processes on one GPU",
+         _colocated_nccl, "use filesystem", "NCCL 2.29: 'Duplicate GPU detected'"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher answers at temperature 1",
          _teacher_temperature, "temperature: 1", "vLLM 0.32: prompt_logprobs"),
     Rule("teacher-room", "warning", "model.max_len", "A hint has room in the engines", _teacher_room,

@@ -63,6 +63,7 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
+    found += _colocated(recipe, plan) + _few_cores(plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
         text = f"component {', '.join(single)} has one node: Slurm then requeues the whole job when any node is lost"
@@ -75,6 +76,35 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
         text = "nothing is read from it: ranks start again within an attempt only where a spare replaces a node"
         found.append(Finding(level="warning", field="checkpoint.local", text=text, fix="deployment.spares.train: 1"))
     return tuple(found)
+
+
+def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
+    """Say what trainer and engines share, and what an engine's restart needs."""
+    if not recipe.colocated:
+        return []
+    gpus = sorted({gpu for process in plan.processes() if process.role == "trainer" for gpu in process.gpus})
+    which = f"GPU {gpus[0]}" if len(gpus) == 1 else f"GPUs {gpus[0]} to {gpus[-1]}"
+    share = recipe.trainer_memory_share
+    text = f"trainer and engines share {which}: {1 - share:.0%} of the memory is for engines and {share:.0%} for the "
+    text += "trainer. The trainer starts after the engines. They take turns to compute, so steps take longer than "
+    text += "estimated."
+    found = [Finding(level="note", field="deployment.colocated", text=text)]
+    if plan.device == "cuda" and recipe.inference.kv_cache_bytes is None:
+        text = "is not known from the model and the type of the GPUs, so each engine measures it when it starts. An "
+        text += "engine that restarts while the trainer computes may measure too much or too little."
+        found.append(Finding(level="warning", field="inference.kv_cache_bytes", text=text, fix="set it"))
+    return found
+
+
+def _few_cores(plan: Plan) -> list[Finding]:
+    """Warn of a step of Slurm that has one core, as `srun` gives it if it is not asked for more."""
+    processes = sum(bool(process.gpus) for process in plan.processes())
+    cores = max(group.cpus_per_task for group in plan.groups)
+    if plan.executor != "local" or plan.device != "cuda" or cores >= processes:
+        return []
+    text = f"{processes} processes that use GPUs share {cores} CPU core{'s' if cores > 1 else ''}"
+    fix = "inside an allocation, start it with srun --cpus-per-task=N"
+    return [Finding(level="warning", field="--local", text=text, fix=fix)]
 
 
 def _unread_parsers(recipe: Recipe) -> list[Finding]:

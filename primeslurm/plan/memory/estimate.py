@@ -30,12 +30,13 @@ from primeslurm.plan.memory.trainer import (
     trained_parameters,
     trainer_memory,
 )
-from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
+from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
+from primeslurm.recipe.sections.trainer import ENGINE_CONTEXT_BYTES
 
 LINE_SHARE = 0.5
 """Share of the line rate that sending a policy reaches; what a published broadcast of GLM-5 (58 s) reached."""
@@ -161,6 +162,7 @@ def _trainer_role(recipe: Recipe, request: ResourceRequest, shape: ModelShape, g
     trained = trained_parameters(shape, layout.lora_parameters, layout.frozen_vision)
     saved = checkpoint_bytes(recipe, trained, layout.state_bytes)
     copies = local_bytes(recipe, saved, request.nodes) if in_memory(recipe) else 0
+    limit = gpu.memory_gib * recipe.trainer_memory_share - (ENGINE_CONTEXT_BYTES / GIB if recipe.colocated else 0)
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -174,7 +176,7 @@ def _trainer_role(recipe: Recipe, request: ResourceRequest, shape: ModelShape, g
         role="train",
         gpu=gpu.name,
         gpu_gib=gpu.memory_gib,
-        limit_gib=gpu.memory_gib,
+        limit_gib=round(limit, 1),
         parts={name: _gib(size) for name, size in parts.items()},
         needed_gib=_gib(memory.total),
         host_gib_per_node=_gib(memory.host * request.gpus + copies),
@@ -183,7 +185,7 @@ def _trainer_role(recipe: Recipe, request: ResourceRequest, shape: ModelShape, g
 
 def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
     p = count(shape)
-    gpus = sum(request.nodes * request.gpus for request in requests)
+    gpus = count_gpus(requests)
     time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
     hours = gpus * minutes(time) / 60
     found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]

@@ -8,13 +8,10 @@ from primeslurm.families.expert_shards import stacks_in_whole_blocks
 from primeslurm.families.shape import ModelShape
 from primeslurm.families.stored import FP8_BLOCK
 from primeslurm.plan.memory.activations import images_of, layers_of
-from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_PIECE_BYTES
+from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, STATE_BUFFERS, STATE_PIECE_BYTES
 
-CONTEXT_BYTES = 2 * GIB
-"""CUDA context and NCCL communicators: not in what torch reports as reserved."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 """Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""

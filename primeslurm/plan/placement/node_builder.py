@@ -1,7 +1,7 @@
 """A node of the plan while processes are put on it: GPUs and preferred ports are handed out in order.
 
 Each role fills builders of its own. With `layout: one_node` they are all parts of node 0: they share its ports, and
-each has the GPUs after those of the builder before.
+each has the GPUs after those of the builder before, unless the recipe colocates engines and trainer.
 """
 
 from __future__ import annotations

@@ -32,6 +32,8 @@ class ResourceRequest:
     """Nodes of this role in one inference replica; 0 for roles outside of inference."""
     spares: int
     """Nodes on top that replace others."""
+    colocated: bool = False
+    """Whether its GPUs are those of the trainer, whose request counts them."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,12 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
 
 def together(requests: Sequence[ResourceRequest]) -> ResourceRequest:
     """Return what the roles of one shared node ask for in all."""
-    return replace(requests[0], gpus=sum(request.gpus for request in requests))
+    return replace(requests[0], gpus=count_gpus(requests))
+
+
+def count_gpus(requests: Sequence[ResourceRequest]) -> int:
+    """Count the GPUs of all roles. A GPU that two roles share counts once, as Slurm bills it."""
+    return sum(request.nodes * request.gpus for request in requests if not request.colocated)
 
 
 def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: list[Violation]) -> list[ResourceRequest]:
@@ -90,8 +97,10 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
     kind = site.kind(asks[0].role)
     if kind is None:
         return [request for ask in asks[:1] if (request := _place(recipe, ask, site, problems))]
-    asked = sum(ask.gpus or 0 for ask in asks)
-    open_asks = [ask for ask in asks if ask.gpus is None]
+    colocated = [ask for ask in asks if recipe.colocated and ask.role == "inference"]
+    counted = [ask for ask in asks if ask not in colocated]
+    asked = sum(ask.gpus or 0 for ask in counted)
+    open_asks = [ask for ask in counted if ask.gpus is None]
     if len(open_asks) > 1:
         names = ", ".join(f"{ask.field}.gpus_per_node" for ask in open_asks)
         fix = f"set all but one of {names}; together they get {kind.gpus - asked} GPUs"
@@ -103,18 +112,18 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
         why = f"{what}, and nodes of partition {kind.partition} have {kind.gpus}"
         problems.append(Violation(field, "one_node", why, "lower gpus_per_node of a role"))
         return []
-    sizes = [rest if ask.gpus is None else ask.gpus for ask in asks]
+    sizes = {ask.role: rest if ask.gpus is None else ask.gpus for ask in counted}
+    sizes |= {ask.role: sizes["train"] for ask in colocated}
     component = recipe.slurm.train
     whole = kind.exclusive if component.exclusive is None else component.exclusive
-    part = kind if whole else kind.share(sum(sizes))
+    part = kind if whole else kind.share(sum(sizes[ask.role] for ask in counted))
     problems += [
         Violation(f"{ask.field}.gpus_per_node", "0", f"role {ask.role} needs a GPU", "use 1 or more")
-        for ask, gpus in zip(asks, sizes, strict=True)
-        if gpus == 0 and ask.role not in WITHOUT_GPUS
+        for ask in counted
+        if sizes[ask.role] == 0 and ask.role not in WITHOUT_GPUS
     ]
     return [
-        ResourceRequest(ask.role, 1, gpus, part, ask.nodes_per_replica, 0)
-        for ask, gpus in zip(asks, sizes, strict=True)
+        ResourceRequest(ask.role, 1, sizes[ask.role], part, ask.nodes_per_replica, 0, ask in colocated) for ask in asks
     ]
 
 
@@ -122,10 +131,7 @@ def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violatio
     """Say whether all roles, which share one machine's GPUs, ask for more than it has."""
     if site.device != "cuda":
         return []
-    asked, there = (
-        sum(request.nodes * request.gpus for request in requests),
-        max(kind.gpus for kind in site.nodes.values()),
-    )
+    asked, there = count_gpus(requests), max(kind.gpus for kind in site.nodes.values())
     if asked <= there:
         return []
     why = f"the roles together ask for {asked} GPUs, this machine has {there}"
@@ -134,7 +140,10 @@ def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violatio
 
 def _asks(recipe: Recipe) -> list[_Ask]:
     deployment, inference = recipe.deployment, recipe.deployment.inference
-    train = _Ask("train", "deployment.train", deployment.train.nodes, deployment.train.gpus_per_node)
+    gpus = deployment.train.gpus_per_node
+    if recipe.colocated and gpus is None and not isinstance(inference, Disaggregated):
+        gpus = inference.gpus_per_node
+    train = _Ask("train", "deployment.train", deployment.train.nodes, gpus)
     if recipe.task == "sft":
         return [train]
     # In a single allocation the control processes share the first trainer node.

@@ -112,6 +112,9 @@ class Deployment(Section):
     layout: Literal["het", "single", "one_node"] = "het"
     """het: one Slurm component per role. single: one allocation of like nodes, and each role has nodes of its own.
     one_node: one node that all roles share. Each role gets the GPUs that its `gpus_per_node` says."""
+    colocated: bool = False
+    """Trainer and engines share the same GPUs by memory, with `layout: one_node`. One GPU is enough. The engines get
+    `inference.gpu_memory_utilization` of each GPU's memory, and the trainer gets the rest."""
     train: TrainNodes = TrainNodes()
     inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
     environments: EnvironmentNodes | None = None

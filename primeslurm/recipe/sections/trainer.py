@@ -11,6 +11,10 @@ from primeslurm.recipe.fields.slurm_syntax import Json, SearchPath
 from primeslurm.recipe.sections.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
+CONTEXT_BYTES = 2 * 2**30
+"""Memory of a trainer GPU for the CUDA context and NCCL communicators. Torch does not report it as reserved."""
+ENGINE_CONTEXT_BYTES = 2**30
+"""Memory that an engine takes outside its share of a GPU: vLLM makes its CUDA context before it measures."""
 STATE_PIECE_BYTES = 128 << 20
 """Of a rank's shards of parameters that are updated together with `optimizer_state_offload`, unless one has more."""
 STATE_BUFFERS = 3

@@ -42,7 +42,8 @@ KNOWN = (
     _known(
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
         "a GPU ran out of memory",
-        "trainer: more GPUs, a shorter seq_len or more parallelism; engine: a lower inference.gpu_memory_utilization",
+        "trainer: more GPUs, a shorter seq_len or more parallelism; engine, or a colocated trainer: a lower "
+        "inference.gpu_memory_utilization",
     ),
     _known(
         r"No available memory for the cache blocks|larger than the maximum number of tokens that can be stored in KV",

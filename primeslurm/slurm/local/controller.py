@@ -41,15 +41,17 @@ class PlanController(Controller):
     def wait(self, freq: int = 24) -> Sequence[int | None]:
         """Exit codes once all tasks ended, one asked for a requeue, the time is over, or the run is to end.
 
-        USR2 reaches all tasks `signal_delay_s` before the time is over.
+        USR2 reaches all tasks `signal_delay_s` before the time is over. Inside an allocation of Slurm, that is when the
+        allocation ends, and no attempt follows one that ends so late.
         """
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + min(self.timeout_s, _allocation_left_s())
         warned = False
         while True:
             codes = [task.poll() for task in self.tasks]
             now = time.monotonic()
             if None not in codes or LOCAL_REQUEUE_RETURN_CODE in codes or self._stopping or now > deadline:
-                return codes
+                last = _allocation_left_s() <= self.signal_delay_s
+                return [None if last and code == LOCAL_REQUEUE_RETURN_CODE else code for code in codes]
             if not warned and now > deadline - self.signal_delay_s:
                 self._forward_signal(LocalJobEnvironment._usr_sig())
                 warned = True
@@ -62,6 +64,11 @@ class PlanController(Controller):
         while any(task.poll() is None for task in self.tasks) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         super().kill_tasks()
+
+
+def _allocation_left_s() -> float:
+    """Return the seconds until the allocation of Slurm that this process is in ends."""
+    return float(os.environ.get("SLURM_JOB_END_TIME", "inf")) - time.time()
 
 
 if __name__ == "__main__":

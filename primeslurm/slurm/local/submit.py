@@ -16,7 +16,7 @@ import psutil
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
-from primeslurm.slurm.environment import clean
+from primeslurm.slurm.environment import ALLOCATION_TIMES, clean, gpus_given
 from primeslurm.slurm.executor import UNLIMITED, Agent, write_pickle
 from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
@@ -29,7 +29,8 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     """Start a Plan's agents and return the job id, which is the pid of their controller.
 
     The controller outlives the caller, starts the agents again after a checkpoint, and ends an attempt at the recipe's
-    time. Its own messages are in `submitit/controller.log` of the run, those of the agents beside it. Modules and
+    time. Inside an allocation of Slurm, the run ends with a checkpoint before the allocation does, and `resume` goes on
+    with it. Its own messages are in `submitit/controller.log` of the run, those of the agents beside it. Modules and
     prologue of the site are for batch scripts and not run here.
 
     Args:
@@ -39,9 +40,12 @@ def submit_local(plan: Plan, agent: Agent, submission: str) -> str:
     """
     write_pickle(plan, agent, submission)
     folder = submitit_folder(plan)
+    gpus = gpus_given(os.environ)
     command = [plan.python, "-u", "-m", LOAD, str(folder), submission]
     environment = {
-        **clean(os.environ),  # a shell inside salloc: this run is no part of that job
+        **clean(os.environ),  # the agents must not take themselves for tasks of an allocation that this shell is in
+        **{name: os.environ[name] for name in ALLOCATION_TIMES if name in os.environ},
+        **({} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}),
         **exports(plan),
         **_libraries(plan),
         "SUBMITIT_EXECUTOR": "local",

@@ -19,6 +19,7 @@ from torchtitan.config import CommConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, ENGINE_CONTEXT_BYTES
 from primeslurm.records.beats import pulse
 from primeslurm.trainer import compat
 from primeslurm.trainer.distributed import collective_count, cores
@@ -192,6 +193,21 @@ def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) ->
     interrupt.share(store or dist.TCPStore("127.0.0.1", way, is_master=False))
     collective_count.tell(pulse())
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", patience_s)
+
+
+def bound_memory(device: torch.device, share: float) -> None:
+    """Limit this rank to its share of the memory of a GPU that an engine uses, too.
+
+    Torch keeps freed memory for later. Without a limit it could keep so much that an engine cannot restart: vLLM starts
+    only if its whole share is free.
+
+    Args:
+        device: the GPU.
+        share: of its memory, 0 to 1.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    outside = CONTEXT_BYTES + ENGINE_CONTEXT_BYTES  # what torch's allocator does not count
+    torch.cuda.set_per_process_memory_fraction(max(0.0, share - outside / total), device)
 
 
 def _move_near(device: torch.device) -> None:

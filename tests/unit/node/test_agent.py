@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,7 +19,7 @@ from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
 from primeslurm.node.head.head import Head, HeadTimings
 from primeslurm.node.head.termination import Termination
 from primeslurm.node.host.sweeper import Sweeper
-from primeslurm.plan.model import Health, Plan, Process
+from primeslurm.plan.model import Health, Plan, Process, Replica
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
@@ -109,7 +109,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         *nodes: tuple[Process, ...],
         agents: AgentTimings = QUICK,
         head: HeadTimings = PATIENT,
-        **options: int,
+        **options: Any,
     ) -> Running:
         started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch, agents, head))
         return started[-1]
@@ -560,6 +560,27 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     assert after["other"] == before["other"] and after["engine"] != before["engine"]
     assert running.report("router").restarts == 0, "it is not at fault"
     assert [e.process for e in running.events(ProcessStarted) if e.name == "engine"] == ["agent-1", "agent-2"]
+    assert running.head.ending is None
+
+
+def test_a_trainer_goes_on_without_an_engine_that_is_given_up(start: Callable[..., Running]) -> None:
+    """It waits for engines that share its GPUs only until they have measured what memory is free."""
+    engines = ("engine-0", "engine-1")
+    running = start(
+        (
+            server("engine-0", 0, 21000),
+            server("engine-1", 0, 21010, max_restarts=0),
+            server("router", 0, 21020, role="router", after=engines),
+            process("trainer-rank-0", 0, SLEEP, role="trainer", restart="attempt", after=engines),
+        ),
+        replicas=(Replica(index=0, router="router", engines=engines, nodes=(0,)),),
+    )
+    before = {name: running.wait_state(name, "ready").pid for name in ("engine-1", "router", "trainer-rank-0")}
+    started = [event.name for event in running.events(ProcessStarted)]
+    assert started.index("trainer-rank-0") > max(map(started.index, engines))
+    os.kill(int(str(before["engine-1"])), signal.SIGKILL)
+    running.wait(lambda: running.report("router").pid not in (before["router"], None))
+    assert running.report("trainer-rank-0").pid == before["trainer-rank-0"]
     assert running.head.ending is None
 
 

@@ -70,6 +70,33 @@ def test_gpus_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.text == "nvidia-smi failed: Unable to determine the device handle: GPU is lost"
 
 
+@pytest.mark.parametrize(("mode", "fit"), [("Default", True), ("Exclusive_Process", False), ("[N/A]", True)])
+def test_gpus_that_two_processes_share_must_allow_it(
+    mode: str, fit: bool, plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"""#!/bin/sh
+case "$1" in
+  *compute_mode*) echo "0, {mode}";;
+  *remapped*) echo "GPU-a, No, No";;
+  *) echo "0, GPU-a, 4, 0";;
+esac
+"""
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (one,) = plan.nodes[0].processes
+    for processes, shared in (((one.model_copy(update={"gpus": (0,)}),), False), ((*2 * (one,),), True)):
+        placed = tuple(process.model_copy(update={"gpus": (0,)}) for process in processes)
+        node = plan.nodes[0].model_copy(update={"processes": placed})
+        found = preflight(plan.model_copy(update={"device": "cuda", "nodes": (node,)}), 0, tmp_path)._gpu()
+        failed = [check.text for check in found if check.name == "compute mode"]
+        expected = f"GPU 0 takes one process only (compute mode {mode})"
+        assert failed == ([] if fit or not shared else [expected])
+        assert [check.text for check in found if check.name == "gpus"] == ["1 GPUs"], "a shared GPU counts once"
+
+
 @pytest.mark.parametrize(
     ("env", "names"),
     [

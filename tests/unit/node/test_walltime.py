@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.head.walltime import ends_too_late, seconds_left, seconds_to_stop
+from primeslurm.plan.model import Plan
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
 from primeslurm.records.state import TrainerState
@@ -51,15 +52,24 @@ def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
     assert seconds_to_stop(read_record(tmp_path / "state" / "trainer-rank-0.json", TrainerState)) >= 30.0
 
 
+def in_slurm() -> Plan:
+    return plan_of(Path("/runs/x"), ()).model_copy(update={"executor": "slurm"})
+
+
 def test_the_end_of_a_job() -> None:
-    plan = plan_of(Path("/runs/x"), ())
+    plan = in_slurm()
     assert seconds_left(plan, {}, 1000.0) == 600.0
     assert seconds_left(plan, {"SLURM_JOB_END_TIME": "5000"}, 1000.0) == 4000.0
 
 
+@pytest.mark.parametrize(("end", "left_s"), [("5000", 600.0), ("1200", 200.0), ("900", 600.0)])
+def test_a_run_without_slurm_ends_with_the_allocation_that_it_was_started_in(end: str, left_s: float) -> None:
+    assert seconds_left(plan_of(Path("/runs/x"), ()), {"SLURM_JOB_END_TIME": end}, 1000.0) == left_s
+
+
 @pytest.mark.parametrize(("wall", "left_s"), [(1400.0, 200.0), (900.0, 600.0), (-1000.0, 600.0), (3000.0, 600.0)])
-def test_a_node_whose_clock_is_wrong_goes_by_the_length_of_the_job(tmp_path: Path, wall: float, left_s: float) -> None:
+def test_a_node_whose_clock_is_wrong_goes_by_the_length_of_the_job(wall: float, left_s: float) -> None:
     """Slurm's end of the job is by its controller's clock. A time that cannot be left is a wrong clock."""
-    plan = plan_of(tmp_path, ())
+    plan = in_slurm()
     environ = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1600"}
     assert seconds_left(plan, environ, wall) == left_s

@@ -30,6 +30,9 @@ TEACHER: dict[str, Any] = {
 }  # fmt: skip
 HINTED: dict[str, Any] = {"teacher": {"type": "policy", "hint": "answer"}, "orchestrator": {"advantages": "opd"}}
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
+COLOCATED: dict[str, Any] = {
+    "deployment": {"layout": "one_node", "colocated": True}, "inference": {"gpu_memory_utilization": 0.4}
+}  # fmt: skip
 SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "x"}}}
 
 
@@ -231,6 +234,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),
     ),
+    "colocated-nccl": ((on(COLOCATED, weights={"transport": "nccl"}), MOE, GPU), (COLOCATED, MOE, GPU)),
     "teacher-images": (
         (on(TEACHER, model={"vlm": {"freeze_vision_encoder": True}}), MOE, GPU),
         (TEACHER, MOE, GPU),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
+from primeslurm.api.planning import look_at_files
 from primeslurm.families.catalog import CATALOG, catalog
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import Mamba, ModelShape, Vision
@@ -29,6 +30,8 @@ from primeslurm.plan.memory.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import moving_state
 from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
+from primeslurm.plan.model import Finding
+from primeslurm.plan.planner import make_plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
 from tests.support.planning import reviewed
@@ -359,6 +362,56 @@ def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
     changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
     texts = found(changes, "Qwen/Qwen3-30B-A3B")
     assert any("a GPU holds 10922 tokens of KV, one sequence may have 40960" in text for text in texts)
+
+
+COLOCATED: dict[str, Any] = {
+    "deployment": {"layout": "one_node", "colocated": True, "train": {"gpus_per_node": 8}},
+    "trainer": {"parallelism": {"activation_checkpointing": "full"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("utilization", "refused"), [(0.5, []), (0.9, ["deployment.train"]), (0.1, ["inference"])], ids=str
+)
+def test_colocated_roles_must_fit_their_shares_of_a_gpu(utilization: float, refused: list[str]) -> None:
+    """The trainer gets what the engines leave, less the CUDA context that vLLM does not count."""
+    changes = merge(COLOCATED, {"inference": {"gpu_memory_utilization": utilization}})
+    texts = found(changes, "Qwen/Qwen3-8B")
+    assert [text.split(":")[0].removeprefix("error ") for text in texts if text.startswith("error")] == refused
+    assert all("gpu_memory_utilization" in finding.fix for finding in errors(changes))
+
+
+def errors(changes: dict[str, Any]) -> list[Finding]:
+    data = recipe_data(**merge({"model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"}}, changes))
+    findings, _ = reviewed(Recipe.model_validate(data), site(nodes={"default": {"gres": "gpu:h200"}}))
+    return [finding for finding in findings if finding.level == "error"]
+
+
+def test_colocated_engines_have_a_kv_cache_of_the_size_that_the_plan_says(tmp_path: Path) -> None:
+    """What vLLM measures beside a trainer that works would be wrong."""
+    changes = merge(COLOCATED, {"inference": {"gpu_memory_utilization": 0.5}})
+    recipe = Recipe.model_validate(
+        recipe_data(**merge({"model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"}}, changes))
+    )
+    where = site(nodes={"default": {"gres": "gpu:h200"}})
+    plan = make_plan(recipe, where, tmp_path, look_at_files(recipe)).plan
+    assert plan.estimate is not None
+    trainer, engine = plan.estimate.roles
+    assert (trainer.limit_gib, engine.limit_gib) == (68.9, 69.9)
+    argv = plan.process("engine-r0-0").argv
+    size = int(argv[argv.index("--kv-cache-memory-bytes") + 1])
+    assert size == engine.kv_tokens * engine.kv_bytes_per_token
+    assert sum(engine.parts.values()) == pytest.approx(engine.limit_gib, abs=0.2)
+    assert [f.field for f in plan.findings if "GPUs 0 to 7" in f.text] == ["deployment.colocated"]
+    unknown = make_plan(recipe, site(), tmp_path, look_at_files(recipe)).plan
+    assert "--kv-cache-memory-bytes" not in unknown.process("engine-r0-0").argv
+    assert [f.fix for f in unknown.findings if f.field == "inference.kv_cache_bytes"] == ["set it"]
+
+
+def test_a_kv_cache_beyond_the_share_of_colocated_engines_is_refused() -> None:
+    changes = merge(COLOCATED, {"inference": {"gpu_memory_utilization": 0.5, "kv_cache_bytes": 80 * GIB}})
+    (finding,) = errors(changes)
+    assert finding.field == "inference.kv_cache_bytes" and "KV cache 80 GiB, of 69.9 GiB" in finding.text
 
 
 def test_offloaded_states_must_fit_the_host() -> None:

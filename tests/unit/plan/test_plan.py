@@ -17,6 +17,8 @@ from primeslurm.plan.checks.review import advise
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import merge
+from primeslurm.recipe.rules import violations
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from tests.support.recipes import recipe_data, site
 
@@ -108,6 +110,47 @@ def test_one_node_layout_takes_its_part_of_the_nodes_cores_and_memory_once() -> 
     assert (plan.groups[0].cpus_per_task, plan.groups[0].mem) == (24, "400G")
 
 
+def colocated(train: int | None, inference: int | None, **changes: Any) -> dict[str, Any]:
+    shape = one_node(train, {"gpus_per_node": inference}, colocated=True)
+    return merge({**shape, "inference": {"gpu_memory_utilization": 0.4}}, changes)
+
+
+@pytest.mark.parametrize(
+    ("train", "inference", "gpus"), [(1, 1, 1), (4, None, 4), (None, 2, 2), (None, None, 8)], ids=str
+)
+@pytest.mark.parametrize("local", [False, True], ids=["slurm", "local"])
+def test_colocated_trainer_and_engines_use_the_same_gpus_and_slurm_bills_them_once(
+    local: bool, train: int | None, inference: int | None, gpus: int
+) -> None:
+    plan = plan_for(local=local, **colocated(train, inference))
+    (group,), (node,) = plan.groups, plan.nodes
+    used = {role: [gpu for p in node.processes if p.role == role for gpu in p.gpus] for role in ("trainer", "engine")}
+    assert used == {"trainer": list(range(gpus)), "engine": list(range(gpus))}
+    assert (group.gres, group.cpus_per_task, plan.totals.gpus) == (f"gpu:{gpus}", 12 * gpus, gpus)
+    assert (plan.totals.trainer_gpus, plan.totals.engines) == (gpus, gpus)
+
+
+def test_a_colocated_trainer_starts_after_the_engines_have_measured_their_gpus() -> None:
+    plan = plan_for(**colocated(2, 2))
+    for rank in range(2):
+        assert plan.process(f"trainer-rank-{rank}").after == ("orchestrator", "engine-r0-0", "engine-r0-1")
+    apart = plan_for(**one_node(1, {"gpus_per_node": 1}))
+    assert apart.process("trainer-rank-0").after == ("orchestrator",)
+
+
+def test_a_teacher_has_gpus_of_its_own_beside_colocated_roles() -> None:
+    teacher = {"type": "engines", "path": "/models/teacher", "gpus_per_node": 2}
+    plan = plan_for(**colocated(2, 2, teacher=teacher, orchestrator={"advantages": "opd"}))
+    assert [p.gpus for p in plan.processes() if p.role == "teacher"] == [(2,), (3,)]
+    assert (plan.groups[0].gres, plan.totals.gpus) == ("gpu:4", 4)
+
+
+def test_evaluation_of_a_colocated_recipe_has_the_gpus_for_its_engines_alone() -> None:
+    evaluation = {"environments": [{"id": "reverse-text"}]}
+    plan = plan_for(**colocated(2, 2, task="eval", evaluation=evaluation))
+    assert [p.gpus for p in plan.processes() if p.gpus] == [(0,), (1,)]
+
+
 def test_the_mooncake_store_has_one_client_on_one_node() -> None:
     inference = {"type": "disaggregated", "prefill": {"gpus_per_node": 1}, "decode": {"gpus_per_node": 1}}
     offload = {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**30}}}
@@ -185,6 +228,23 @@ BAD = [
 ]
 
 
+def test_everything_that_contradicts_colocation_is_said_at_once() -> None:
+    shape = {"layout": "single", "colocated": True, "train": {"gpus_per_node": 4}}
+    wrong = {"deployment": {**shape, "inference": {"type": "single_node", "gpus_per_node": 2}}}
+    assert [str(violation) for violation in violations(Recipe.model_validate(recipe_data(**wrong)))] == [
+        "deployment.layout = single: roles have nodes of their own with this layout, so they share no GPUs (use "
+        "layout: one_node, or leave deployment.colocated out)",
+        "deployment.inference.gpus_per_node = 2: deployment.colocated: the trainer has 4 GPUs, and both use the same "
+        "ones (set the same number for both, or leave one out)",
+        "inference.gpu_memory_utilization: must say which share of each GPU's memory the engines get, because the "
+        "trainer gets the rest (deployment.colocated needs it, for example 0.4)",
+    ]
+    apart = merge(colocated(2, None), {"deployment": {"inference": {"type": "disaggregated"}}})
+    apart["deployment"]["inference"].pop("gpus_per_node")
+    (violation,) = violations(Recipe.model_validate(recipe_data(**apart)))
+    assert str(violation).startswith("deployment.inference.type = disaggregated: cannot share GPUs with the trainer")
+
+
 @pytest.mark.parametrize(("changes", "site_changes", "expected"), BAD, ids=[str(b[2][0])[:40] for b in BAD])
 def test_impossible_placements(changes: dict[str, Any], site_changes: dict[str, Any], expected: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
@@ -212,6 +272,20 @@ def test_local_roles_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
     groups["inference"]["gpus_per_node"] = 4
     with pytest.raises(UsageError, match="ask for 5 GPUs, this machine has 4"):
         derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
+
+
+@pytest.mark.parametrize(("cores", "warned"), [(1, True), (3, True), (4, False)], ids=str)
+def test_a_local_run_with_fewer_cores_than_gpu_processes_is_warned(cores: int, warned: bool, tmp_path: Path) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidia1").touch()
+    machine = local_site(tmp_path, tmp_path)
+    kind = machine.nodes["default"].model_copy(update={"cpus": cores})
+    machine = machine.model_copy(update={"nodes": {"default": kind}})
+    recipe = Recipe.model_validate(recipe_data(**colocated(2, 2)))
+    found = advise(recipe, derive(recipe, machine, RUN, local=True))
+    assert [f.fix for f in found if f.field == "--local"] == [
+        "inside an allocation, start it with srun --cpus-per-task=N"
+    ] * warned
 
 
 shapes = st.fixed_dictionaries(

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
@@ -79,6 +80,34 @@ def test_all_tasks_are_warned_of_the_time_limit_and_may_requeue(controller: Plan
     wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
     assert LOCAL_REQUEUE_RETURN_CODE in controller.wait()  # its time begins here
     assert [task.wait(600) for task in controller.tasks] == [LOCAL_REQUEUE_RETURN_CODE] * 2
+
+
+def test_an_allocation_of_slurm_ends_the_run_with_a_checkpoint_and_no_other_attempt(
+    controller: PlanController, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 30))  # before the run's own time, 60 s, is over
+    controller.start_tasks()
+    wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+    assert LOCAL_REQUEUE_RETURN_CODE not in controller.wait()
+    assert [task.wait(600) for task in controller.tasks] == [LOCAL_REQUEUE_RETURN_CODE] * 2
+
+
+def test_a_run_inside_an_allocation_has_its_gpus_and_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_GPUS": "2,5", "SLURM_JOB_END_TIME": "4000000000", "SLURM_JOB_ID": "7"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    started: dict[str, dict[str, str]] = {}
+
+    class Process:
+        pid = 1
+
+        def __init__(self, argv: list[str], **options: Any) -> None:
+            started["env"] = options["env"]
+
+    monkeypatch.setattr(submit.subprocess, "Popen", Process)
+    submit.submit_local(make(tmp_path), ToyAgent(tmp_path, requeue_itself=False), "w")
+    names = ("CUDA_VISIBLE_DEVICES", "SLURM_JOB_END_TIME", "SLURM_JOB_ID", "SLURM_JOB_GPUS")
+    assert [started["env"].get(name) for name in names] == ["2,5", "4000000000", None, None]
 
 
 def test_it_outlives_the_one_who_submits_and_can_be_cancelled(tmp_path: Path) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from primeslurm.plan.model import HetGroup, Plan
+from primeslurm.plan.planner import derive
+from primeslurm.recipe import Recipe
 from primeslurm.slurm.accounting import (
     Accounting,
     Association,
@@ -31,6 +34,7 @@ from primeslurm.slurm.partitions import (
     parse_reservations,
 )
 from primeslurm.slurm.placement import ClusterFacts, placement_problems
+from tests.support.recipes import recipe_data, site
 from tests.support.slurm_plans import group, plan
 
 PARTITIONS = """\
@@ -82,8 +86,8 @@ def test_what_fits_has_no_problem() -> None:
         ({"partition": "gpus"}, "slurm.train.partition = gpus: no such partition (did you mean gpu?)"),
         (
             {"nodes": 4, "gres": "gpu:h100:2"},
-            "slurm.train.partition = gpu: has 3 usable nodes of 4, the recipe asks for 4 "
-            "(lower the nodes or replicas of a role)",
+            "slurm.train.partition = gpu: has 3 usable nodes of 4, and the job needs 4: train 4 "
+            "(lower the nodes or replicas of a role, or use another partition)",
         ),
         (
             {"gres": "gpu:h200:2"},
@@ -191,12 +195,47 @@ def test_nodes_of_a_reservation_count_for_its_jobs_only() -> None:
     facts = ClusterFacts(parse_partitions(PARTITIONS, rows), tuple(lab))
     assert problems(make(train(2)), facts) == [], "reserved nodes are not broken: the job waits for them"
     (few,) = problems(make(train(2), reservation="lab"), facts)
-    assert "has 1 usable nodes of 4" not in few and "has 1 usable nodes of 2, the recipe asks for 2" in few
+    assert "has 1 usable node of 4" not in few and "has 1 usable node of 2, and the job needs 2: train 2" in few
 
 
 def test_nodes_that_the_recipe_excludes_do_not_count() -> None:
     (few,) = problems(make(train(3), exclude="n[1-2]"))
-    assert "has 1 usable nodes of 4, the recipe asks for 3" in few
+    assert "has 1 usable node of 4, and the job needs 3: train 3" in few
+
+
+ONE_NODE = [["n1", "gpu", "idle", "96", "64000", "gpu:h200:8", ""]]
+
+
+@pytest.mark.parametrize(
+    ("deployment", "expected"),
+    [
+        (
+            {"train": {"gpus_per_node": 4}, "inference": {"type": "single_node", "gpus_per_node": 4}},
+            "gpu: has 1 usable node, and the job needs 2: train 1 x 4 GPUs, inference 1 x 4 GPUs (to run all roles on "
+            "one node, set deployment.layout: one_node. Or run it in an allocation of one node: salloc --partition=gpu "
+            "--nodes=1 --gres=gpu:h200:8 --cpus-per-task=96 srun --cpus-per-task=96 primeslurm submit RECIPE --local "
+            "--wait)",
+        ),
+        (
+            {"layout": "single"},
+            "gpu: has 1 usable node, and the job needs 2: train 1 x 8 GPUs, inference 1 x 8 GPUs (to run all roles on "
+            "one node, set deployment.layout: one_node, and gpus_per_node of each role so that together they use at "
+            "most 8 GPUs)",
+        ),
+        (
+            {"train": {"nodes": 2, "gpus_per_node": 1}},
+            "gpu: has 1 usable node, and the job needs 3: train 2 x 1 GPUs, inference 1 x 8 GPUs (lower the nodes or "
+            "replicas of a role, or use another partition)",
+        ),
+    ],
+    ids=["halves of a node", "whole nodes", "several nodes"],
+)
+def test_a_cluster_of_one_node_is_told_how_roles_share_it(deployment: dict[str, Any], expected: str) -> None:
+    where = site(nodes={"default": {"gres": "gpu:h200"}})
+    given = derive(Recipe.model_validate(recipe_data(deployment=deployment)), where, Path("/runs/demo"))
+    nodes = [*ONE_NODE, ["c1", "cpu", "idle", "96", "64000", "", ""]]
+    (problem,) = problems(given, ClusterFacts(parse_partitions(PARTITIONS, nodes)))
+    assert problem.partition(" = ")[2] == expected
 
 
 ENFORCED = frozenset({"associations", "limits", "qos"})

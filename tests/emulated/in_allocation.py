@@ -1,0 +1,55 @@
+"""Run a ready recipe with stand-ins and without Slurm, and say what its processes were given.
+
+It runs where this program is started: in an allocation of Slurm, on the node that Slurm gave.
+
+Usage: python -m tests.emulated.in_allocation RECIPE DIRECTORY STEPS. One JSON object on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from primeslurm.api.runs import Run
+from primeslurm.api.sites import find_site, with_python
+from primeslurm.plan.emulate import emulate
+from primeslurm.plan.planner import derive
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.run.records import rows
+from tests.support.runs import start_local
+
+
+def main(recipe_path: Path, directory: Path, steps: int) -> None:
+    """Start the run, look at its processes once it has trained, and wait for its end."""
+    os.chdir(directory)
+    recipe = load_recipe(recipe_path, [f"max_steps={steps}"])
+    site = with_python(find_site(None, local=True))
+    plan = emulate(derive(recipe, site, directory / "runs" / recipe.name, local=True))
+    start_local(recipe, plan, recipe_path)
+    run = Run(Path(plan.run_dir))
+    gpus: dict[str, str] = {}
+    while run.status().active:
+        for process in run.status(processes=True).processes:
+            if process.pid and process.role in ("trainer", "engine"):
+                gpus[process.name] = _gpus_of(process.pid) or gpus.get(process.name, "")
+    kind = site.nodes["default"]
+    print(
+        json.dumps(
+            {"site": [kind.gpus, kind.cpus], "gpus": gpus, "phase": run.status().phase, "steps": len(rows(run.path))}
+        )
+    )
+
+
+def _gpus_of(pid: int) -> str:
+    """CUDA_VISIBLE_DEVICES of a process; empty if it has ended."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    return next((each.partition(b"=")[2].decode() for each in variables if each.startswith(b"CUDA_VISIBLE")), "")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,113 @@
+"""Recipes for one node, from submission to their end, on a Slurm cluster that has exactly one node."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import events, rows
+from primeslurm.slurm.embedded.cluster import Cluster, up
+from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.wire.stored import checkpoints
+from tests.support.unmeasured import unmeasured
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "recipes"
+STEPS = 2
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One node with 8 fake GPUs, and nothing else."""
+    if shutil.which("slurmctld") is None or os.geteuid() != 0:
+        pytest.skip("needs Slurm's daemons and root")
+    with tempfile.TemporaryDirectory(prefix="one") as directory:
+        spec = ClusterSpec(
+            "one", Path(directory, "c"), Path(directory, "runs"), nodes=1, cpus_per_node=16, control_nodes=0
+        )
+        started, _ = up(spec)
+        yield started
+        started.down()
+
+
+def command(cluster: Cluster, *argv: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user of the cluster."""
+    env = unmeasured() | {"PYTHONPATH": str(ROOT), "SLURM_CONF": str(cluster.spec.slurm_conf), **variables}
+    return subprocess.run(
+        [*map(str, argv)], cwd=cluster.spec.directory, env=env, capture_output=True, text=True, timeout=600, check=False
+    )
+
+
+def primeslurm(cluster: Cluster, *args: str | Path) -> subprocess.CompletedProcess[str]:
+    return command(cluster, sys.executable, "-m", "primeslurm", *args)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus", "trainers", "engines"),
+    [
+        ("qwen3_8b_single_node", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        ("qwen3_30b_a3b_one_node", 8, [0, 1, 2, 3], [4, 5, 6, 7]),
+        ("smollm2_arithmetic_one_gpu", 1, [0], [0]),
+    ],
+)
+def test_a_one_node_recipe_trains_to_its_end_on_a_cluster_of_one_node(
+    cluster: Cluster, recipe: str, gpus: int, trainers: list[int], engines: list[int]
+) -> None:
+    site = ("--site", cluster.spec.site_file)
+    done = primeslurm(
+        cluster, "submit", RECIPES / f"{recipe}.yaml", "--emulate", *site, "--wait", "--set", f"max_steps={STEPS}"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDirectory(cluster.spec.runs / recipe.replace("_", "-"))
+    plan, end = run.attempt(1).plan(), run.attempt(1).end()
+    assert end is not None and (end.outcome, end.committed_step) == ("completed", STEPS)
+    assert [row["step"] for row in rows(run.path) if "trainer/loss" in row] == list(range(1, STEPS + 1))
+    assert checkpoints.newest(run.path) == STEPS
+    used = {
+        role: sorted(gpu for p in plan.processes() if p.role == role for gpu in p.gpus)
+        for role in ("trainer", "engine")
+    }
+    assert used == {"trainer": trainers, "engine": engines}
+    job = run.attempt(1).job()
+    assert job is not None
+    shown = command(cluster, "scontrol", "--oneliner", "show", "job", job.job_id).stdout
+    assert re.search(rf"NumNodes=1 .*TresPerNode=gres[:/]gpu:{gpus}\s", shown), shown
+    started = [event.name for event in events(run) if isinstance(event, ProcessStarted)]
+    assert sorted(started) == sorted(process.name for process in plan.processes()), "something was restarted"
+    if trainers == engines:
+        assert started.index("trainer-rank-0") > started.index("engine-r0-0"), "the engine measures an empty GPU"
+
+
+def test_a_local_run_inside_an_allocation_uses_the_gpus_that_slurm_gave(cluster: Cluster) -> None:
+    """Another job has GPU 0, so that what Slurm gives is not what the numbers of a plan say."""
+    other = command(cluster, "sbatch", "--parsable", "--gres=gpu:1", "--wrap", "sleep 600", "--output=/dev/null")
+    allocation = ("salloc", "--quiet", "--nodes=1", "--gres=gpu:2", "--cpus-per-task=4")
+    step = ("srun", "--ntasks=1", "--cpus-per-task=4")
+    program = (sys.executable, "-m", "tests.emulated.in_allocation", RECIPES / "smollm2_arithmetic.yaml")
+    try:
+        done = command(cluster, *allocation, *step, *program, cluster.spec.directory, str(STEPS))
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = json.loads(done.stdout)
+        assert said["site"] == [2, min(4, len(os.sched_getaffinity(0)))]
+        assert said["gpus"] == {"trainer-rank-0": "1", "engine-r0-0": "2"}
+        assert (said["phase"], said["steps"] >= STEPS) == ("completed", True)
+        too_much = (sys.executable, "-m", "primeslurm", "plan", RECIPES / "qwen3_8b_single_node.yaml", "--local")
+        refused = command(cluster, *allocation, *step, *too_much)
+        assert refused.returncode == 2
+        assert "the roles ask for at least 8 GPUs, and nodes of partition local have 2" in refused.stderr
+        outside = command(cluster, *allocation, *too_much)
+        assert outside.returncode == 2 and "its Slurm allocation is node one-n001" in outside.stderr
+    finally:
+        command(cluster, "scancel", other.stdout.strip())
