@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.recipe.reading.alias_table import TOOLS
 from primeslurm.recipe.reading.aliases import keys_of
 from scripts import migration
 
@@ -45,8 +46,11 @@ def test_tables_of_keys_are_current() -> None:
 @pytest.mark.parametrize("path", sorted(PAGES.glob("*.md")), ids=lambda path: path.stem)
 def test_a_page_has_every_key_that_messages_explain(path: Path) -> None:
     text = path.read_text()
-    (tool,) = [block[2] for block in migration.BLOCK.finditer(text)]
-    assert tool == path.stem
+    assert [block.group(2, 3) for block in migration.BLOCK.finditer(text)] == [
+        ("keys", path.stem),
+        ("values", path.stem),
+    ]
+    (tool,) = [tool for tool in TOOLS if tool == path.stem]
     assert [key for key, _ in keys_of(tool) if f"`{key}`" not in text] == []
 
 
