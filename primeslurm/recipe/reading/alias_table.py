@@ -499,7 +499,7 @@ ALIASES: tuple[Alias, ...] = (
     ),
     _alias(
         "checkpoint",
-        "a run resumes from its newest complete checkpoint by itself, and by `primeslurm resume`",
+        "a run resumes from its newest complete checkpoint by itself, and by `primeslurm resume RUN`",
         verl="trainer.resume_mode trainer.resume_from_path",
         prime_rl="resume.step resume ckpt",
         hf="resume_from_checkpoint save_strategy",
