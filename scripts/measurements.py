@@ -201,8 +201,8 @@ def written_section(entry: Row, lines: list[list[str]], facts: Row) -> str:
     return f"## {entry['title']}\n\n{entry['sentence'].strip()}\n\n{table_of(lines)}\n\n{listed}"
 
 
-def tables() -> dict[str, list[Row]]:
-    """Return the tables of each page."""
+def specification() -> dict[str, list[Row]]:
+    """Return the tables of each page, and the headlines of the overview."""
     found: dict[str, list[Row]] = yaml.safe_load((ROOT / "benchmarks" / "measurements.yaml").read_text())
     return found
 
@@ -211,7 +211,7 @@ def pages() -> dict[Path, str]:
     """Return every page of measurements and its text."""
     written = {DOCS / "index.md": index()}
     for name, (title, sentence) in PAGES.items():
-        sections = [section(table) for table in tables()[name]]
+        sections = [section(table) for table in specification()[name]]
         sections += [recorded_section(entry) for entry in recorded() if entry["page"] == name]
         written[DOCS / f"{name}.md"] = (
             "\n\n".join([f"# Measurements: {title}", f"{sentence} {WRITTEN}", *sections]) + "\n"
@@ -224,6 +224,10 @@ def index() -> str:
     shown = table_of(
         [["Page", "Contents"], *([f"[{title}]({name}.md)", text] for name, (title, text) in PAGES.items())]
     )
+    headlines = "\n".join(
+        f"- {Template().vformat(each['text'], (), load(each['file']))} ([{each['page']}]({each['page']}.md))"
+        for each in specification()["headlines"]
+    )
     left = table_of([["File", "Reason"], *([f"`{name}.json`", why] for name, why in NOT_SHOWN.items())])
     return f"""# Measurements
 
@@ -232,6 +236,8 @@ def index() -> str:
 Each table names its hardware, its state (date or versions, where recorded) and the command that makes it. No
 measurement used more than four GPUs or more than one GPU node. Numbers on CPUs come from a machine with two cores that
 often ran other work: they show ratios and scaling rather than absolute speed.
+
+{headlines}
 
 {shown}
 

@@ -12,7 +12,7 @@ import pytest
 from scripts import measurements
 from scripts.measurements import NOT_SHOWN, RESULTS, Row
 
-TABLES = [table for page in measurements.tables().values() for table in page]
+TABLES = [table for page in measurements.PAGES for table in measurements.specification()[page]]
 
 
 def test_pages_of_measurements_are_current() -> None:
@@ -53,3 +53,11 @@ def test_pages_say_where_recorded_numbers_are_from() -> None:
         assert entry["page"] in measurements.PAGES
         assert all(len(row) == len(entry["columns"]) for row in entry["rows"]), entry["title"]
         assert re.search(r"\n- Source: \S", measurements.recorded_section(entry))
+
+
+def test_headlines_have_all_their_numbers() -> None:
+    for headline in measurements.specification()["headlines"]:
+        assert headline["page"] in measurements.PAGES
+        paths = [path for _, path, _, _ in string.Formatter().parse(headline["text"]) if path]
+        data = measurements.load(headline["file"])
+        assert paths and all(measurements.value_at(data, path) is not None for path in paths), headline["text"]
