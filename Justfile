@@ -62,6 +62,8 @@ golden: setup
 # Rewrite the generated pages of docs/
 docs: setup
     PYTHONPATH=. {{ bin }}/python scripts/docs.py
+    PYTHONPATH=. {{ bin }}/python scripts/migration.py
+    {{ bin }}/python scripts/measurements.py
 
 # Build the documentation site into build/site; a link that leads nowhere is an error
 docs-site: setup

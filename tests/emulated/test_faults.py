@@ -33,7 +33,7 @@ LISTEN = {"router/http", "router/metrics", "router/door", "prefill/http", "decod
 LISTEN |= {"orchestrator/wire", "orchestrator/envs"}
 REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP PLAIN", "ZMTP PLAIN ERROR"}
 OPEN = {"router/metrics"}
-"""Tells whoever asks, whatever he asks, how much a router does: docs/security.md has it."""
+"""Ports that answer without a secret: metrics of a router, as docs/explanation/security.md says."""
 
 
 def lives(status: RunStatus) -> dict[str, tuple[int | None, int]]:

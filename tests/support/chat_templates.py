@@ -1,7 +1,7 @@
 """Conversations of 20 turns as we render them, beside the chat templates that models were released with.
 
 `python -m tests.support.chat_templates DIRECTORY --write` tries each `MODEL.jinja` of a directory and notes what it
-found in `benchmarks/results/chat_templates.json`, which the table in `docs/rendering.md` shows. Tokenizers are
+found in `benchmarks/results/chat_templates.json`, which docs/measurements/orchestration.md shows. Tokenizers are
 byte-level ones with the special tokens of renderer and template: of a real vocabulary they lack what it merges.
 """
 
@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -185,22 +185,6 @@ def tried(name: str, template: str) -> Row:
     return Row(**{**asdict(row), **counts})
 
 
-def table(rows: Sequence[Row]) -> str:
-    """As the documentation shows them."""
-    head = "| model | renderer | tools | thoughts of old answers | same prompts | turns that extend, same |\n"
-    return f"{head}|---|---|---|---|---|---|\n" + "".join(_line(row) for row in rows)
-
-
-def _line(row: Row) -> str:
-    options = "".join(f", {key}: {json.dumps(value)[:40]}" for key, value in row.options.items())
-    counts = (
-        f"{row.same} of {row.prompts} | {row.extended}, {row.extended_same}" if row.prompts else "all: its own | none"
-    )
-    tools = "yes" if row.tools else "no"
-    thoughts = row.thoughts if row.prompts else ""
-    return f"| {row.model} | `{row.renderer}`{options} | {tools} | {thoughts} | {counts} |\n"
-
-
 def _thoughts(tokenizer: Any, options: dict[str, Any]) -> str:
     if probing.keeps_thoughts(tokenizer, {key: value for key, value in options.items() if key == "enable_thinking"}):
         return "kept"
@@ -268,7 +252,8 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     asked = parser.parse_args()
     rows = [tried(path.stem, path.read_text()) for path in sorted(asked.directory.glob("*.jinja"))]
-    print(table(rows))
+    for row in rows:
+        print(f"{row.model}: {row.renderer}, {row.same} of {row.prompts} prompts as the template has them")
     if asked.write:
         RESULTS.write_text(json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n")
 

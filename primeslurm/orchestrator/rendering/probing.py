@@ -1,7 +1,7 @@
 """How a renderer and a model's own chat template differ: both render a few conversations, and tokens are compared.
 
-What templates do is theirs to say, but for what no rollout comes to (`docs/rendering.md` lists it): a template that
-shows no thoughts is not asked about thoughts, one that takes a single call at a time not about two.
+The model's template decides, except in cases that no rollout reaches: a template that shows no thoughts is not asked
+about thoughts, and one that takes a single call per answer is not asked about two.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def test_a_store_goes_elsewhere_if_a_program_that_polls_a_port_is_there_first(mo
 
 
 def test_the_kernel_signs(meeting: Meeting) -> None:
-    """Where it does not, users of rank 0's node reach the store: docs/security.md says so."""
+    """A kernel without TCP-MD5 would let users of rank 0's node reach the store."""
     with socket.socket() as probe:
         probe.settimeout(1)
         with pytest.raises(TimeoutError):

@@ -19,7 +19,7 @@ from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sandbox_rules import offers_tools
-from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, table, tried, write_model
+from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, tried, write_model
 from tests.support.own_templates import DEEPSEEK_V3_1_RELEASED, OWN
 
 pytestmark = pytest.mark.usefixtures("unmeasured")
@@ -156,10 +156,6 @@ def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_pa
     found = renderer.render([{"role": "user", "content": "Hi."}], add_generation_prompt=True)
     assert "Be Q." in renderer._tokenizer.decode(found.token_ids)
     assert found.message_roles == ["user"] and set(found.message_indices) == {-1, 0}
-
-
-def test_the_table_in_the_documentation_is_what_was_found() -> None:
-    assert table(list(recorded().values())) in (ROOT / "docs" / "rendering.md").read_text()
 
 
 def test_the_vocabulary_of_harmony_is_that_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

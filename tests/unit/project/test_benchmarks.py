@@ -20,7 +20,7 @@ from benchmarks.training_sweep import cells, compiled, deep
 from primeslurm.orchestrator.dispatch import DispatchLimits
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "README.md"]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,61 @@
+"""Write the tables of keys into docs/migration/; with --check, only report whether the pages are current.
+
+The tables are those by which `check` explains a key of another tool, so that pages and messages agree.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from primeslurm.recipe.reading.alias_table import ALIASES, TOOLS, VALUE_ALIASES, Tool
+
+PAGES = Path(__file__).resolve().parents[1] / "docs" / "migration"
+BLOCK = re.compile(r"(<!-- (keys|values): ([\w-]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
+
+
+def keys(tool: Tool) -> str:
+    """Return the keys of a tool, the fields of a recipe in their place, and what to know of them."""
+    lines = [f"| {TOOLS[tool]} | primeslurm | Note |", "|---|---|---|"]
+    for alias in ALIASES:
+        if given := alias.keys.get(tool):
+            place = " (site file)" if alias.of_site else ""
+            theirs = ", ".join(f"`{key}`" for key in given)
+            lines.append(f"| {theirs} | `{alias.field.removeprefix('site: ')}`{place} | {alias.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def values(tool: Tool) -> str:
+    """Return values that are called otherwise here, of the fields that the keys of a tool lead to."""
+    fields = {alias.field for alias in ALIASES if tool in alias.keys}
+    lines = ["| Field | Value elsewhere | Value here | Note |", "|---|---|---|---|"]
+    for value in VALUE_ALIASES:
+        if value.field in fields:
+            theirs = ", ".join(f"`{each}`" for each in value.theirs)
+            lines.append(f"| `{value.field}` | {theirs} | `{value.ours}` | {value.note} |")
+    return "\n".join(lines) + "\n"
+
+
+def pages() -> dict[Path, str]:
+    """Return the migration pages with current tables."""
+    tools: dict[str, Tool] = {tool: tool for tool in TOOLS}
+    tables = {"keys": keys, "values": values}
+    return {
+        path: BLOCK.sub(lambda block: block[1] + tables[block[2]](tools[block[3]]) + block[4], path.read_text())
+        for path in sorted(PAGES.glob("*.md"))
+    }
+
+
+def main() -> None:
+    """Write or check the pages; exit code 1 if one is not current."""
+    current = pages()
+    stale = [path for path, text in current.items() if path.read_text() != text]
+    if "--check" in sys.argv:
+        sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)
+    for path in stale:
+        path.write_text(current[path])
+
+
+if __name__ == "__main__":
+    main()
