@@ -14,6 +14,7 @@ PAGE = (ROOT / "docs" / "architecture.md").read_text()
 PACKAGES = sorted(path.parent for path in ROOMS.rglob("__init__.py"))
 MOST = 15
 MANY = {
+    "api": "one module for each thing that a command does",
     "families": "one module for each family",
     "trainer/models": "one module for each family",
     "recipe/sections": "one module for each section",
