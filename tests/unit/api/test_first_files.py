@@ -57,12 +57,13 @@ def test_a_site_file_says_what_was_found_and_what_to_look_at(tmp_path: Path, mon
     found = propose(facts(H100, CPU, Partition("closed", "DOWN", nodes(1, "gpu:1"))))
     monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
-    first = write_first_files(tmp_path)
+    first = write_first_files(tmp_path / "a: #1 'directory'")  # also a path that YAML would read as something else
     assert first.site is not None
     site, text = load_site(first.site), first.site.read_text()
     node = site.nodes["default"]
     assert (node.partition, node.gpus, node.gres, node.cpus, node.mem) == ("h100", 8, "gpu:h100", 96, "1953G")
     assert (site.nodes["control"].partition, site.slurm_conf) == ("cpu", "/etc/slurm/other.conf")
+    assert site.runs == str(tmp_path / "a: #1 'directory'" / "runs")
     assert "LOOK AT THIS" in text and "or that are down: closed" in text
     recipe = load_recipe(first.recipe)
     assert (recipe.deployment.layout, recipe.slurm.time) == ("one_node", "01:00:00")
