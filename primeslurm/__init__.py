@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from primeslurm.plan.model import Finding, Plan
     from primeslurm.run.status.run_status import RunStatus
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "Check",
     "ClusterError",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import jinja2
+
+from primeslurm.paths import shipped
 
 
 @functools.cache
@@ -16,17 +17,10 @@ def environment(*, autoescape: bool) -> jinja2.Environment:
         autoescape: what is filled in is text for HTML.
     """
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_directory()),
+        loader=jinja2.FileSystemLoader(shipped("templates")),
         undefined=jinja2.StrictUndefined,
         autoescape=autoescape,
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-
-
-def _directory() -> Path:
-    """The templates: inside the package when installed from a wheel, at the root of a checkout."""
-    package = Path(__file__).parent
-    installed = package / "templates"
-    return installed if installed.is_dir() else package.parent / "templates"

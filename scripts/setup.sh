@@ -1,41 +1,9 @@
 #!/usr/bin/env bash
-# Install what is missing, and only that: Python packages from the lock by uv; Slurm and bubblewrap from the distribution
-# beside them.
-# Usage: scripts/setup.sh [cpu|gpu]      Default: gpu where an NVIDIA device is, else cpu.
+# Install what is missing, and only that: Python packages from the lock by uv, and Slurm and bubblewrap from the distribution
+# beside them. An environment keeps its flavour: on a login node without GPUs, that of GPU nodes stays what it is.
+# Usage: scripts/setup.sh [cpu|gpu]      Default: what is installed already, else gpu where an NVIDIA device is, else cpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python=.venv/bin/python
-flavour=${1:-$([[ -e /dev/nvidia0 ]] && echo gpu || echo cpu)}
-lock=requirements/$flavour.txt
-stamp=.venv/.installed
-wanted=$(cat "$lock" pyproject.toml scripts/setup.sh third_party/cpu/make_wheels.py | sha256sum)
-
-# Compiled once here, and not by every process anew where Python may not write beside what it reads.
-uv_install() { .venv/bin/uv pip install --quiet --compile-bytecode --python "$python" "$@"; }
-
-install_torch_for_cpu() {
-  local torch
-  torch=$(grep '^torch==' "$lock")
-  # A local build is used if pip knows one; otherwise PyTorch's own index has it. Nothing else is taken from there.
-  if $python -m pip download --quiet --no-deps --dest build/torch "$torch" 2>/dev/null; then
-    uv_install --no-deps --no-index --find-links build/torch "$torch"
-  else
-    uv_install --no-deps --default-index https://download.pytorch.org/whl/cpu "$torch"
-  fi
-}
-
-install_python() {
-  local stand_ins=()
-  source scripts/mirror.sh
-  if [[ $flavour == cpu ]]; then
-    install_torch_for_cpu
-    $python third_party/cpu/make_wheels.py build/wheels
-    stand_ins=(--find-links build/wheels)
-  fi
-  uv_install "${stand_ins[@]}" --requirement "$lock"
-  uv_install --no-deps --editable .
-  echo "$wanted" >"$stamp"
-}
 
 system_is_missing() {
   local program
@@ -61,12 +29,9 @@ if system_is_missing; then
   system=$!
   trap wait EXIT  # whatever happens here, apt is not left running behind it
 fi
-if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
-  echo "installing Python packages from $lock" >&2
-  install_python
-fi
+.venv/bin/python -m primeslurm.api.setup.installing --to .venv "$@"
 if [[ -n ${system:-} ]] && ! wait "$system"; then
   tail -n 5 build/system.log >&2
-  echo "warning: Slurm's daemons or bubblewrap are missing and cannot be installed here: without the first only --local" \
-    "works, without the second no program of a rollout runs outside of containers" >&2
+  echo "warning: Slurm's daemons or bubblewrap are missing and cannot be installed here. Without Slurm, only --local works." \
+    "Without bubblewrap, programs of rollouts run in containers only" >&2
 fi

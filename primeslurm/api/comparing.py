@@ -6,8 +6,10 @@ from pathlib import Path
 
 from primeslurm.api.loading import load
 from primeslurm.api.runs import find_run
+from primeslurm.api.sites import runs_directory
 from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.reading.recipe_files import file_or_ready
 from primeslurm.run.diff import Difference, diff
 
 RECIPES = (".yaml", ".yml")
@@ -19,7 +21,7 @@ def compare(
     """List every difference of two plans, from the whole to the parts; none if they are the same.
 
     Args:
-        a: a recipe's file, or the name or directory of a run.
+        a: a recipe's file, the name of a ready recipe, or the name or directory of a run.
         b: the same, for what it is held against.
         site: as of `load`, for recipes.
         runs: as of `find_run`, for runs.
@@ -35,6 +37,8 @@ def compare(
 
 def _plan(side: str, site: Path | None, runs: Path | None, local: bool) -> Plan:
     path = Path(side)
+    if not is_dir(runs_directory(runs) / side):
+        path = file_or_ready(path)
     if path.suffix in RECIPES and not is_dir(path):
         return load(path, site=site, local=local).plan()
     return find_run(side, runs).plan()

@@ -9,9 +9,10 @@ import yaml
 
 from primeslurm.api.loading import LoadedRecipe, load
 from primeslurm.api.runs import find_run
+from primeslurm.api.sites import runs_directory
 from primeslurm.errors import UsageError, Violation
-from primeslurm.paths import is_file
-from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.paths import is_dir, is_file
+from primeslurm.recipe.reading.recipe_files import file_or_ready, load_recipe
 from primeslurm.records import recipe as recipe_record
 from primeslurm.wire.weight_transfer import filesystem
 
@@ -32,7 +33,7 @@ def load_evaluation(
     """Read the recipe of an evaluation: engines, environments of `evaluation`, and no trainer.
 
     Args:
-        what: a recipe's file, whose model is evaluated; else a run, by name or directory.
+        what: a recipe's file or the name of a ready recipe, whose model is evaluated; else a run, by name or directory.
         step: of the run, whose published policy is evaluated. Default: the newest.
         runs: directory of all runs.
         site: as of `load`.
@@ -44,6 +45,8 @@ def load_evaluation(
         UsageError: recipe, site or step are wrong, or there is no such run.
     """
     source, words = Path(what), (*TASK, *overrides)
+    if not is_dir(runs_directory(runs) / what):
+        source = file_or_ready(source)
     if is_file(source):
         if step is not None:
             raise UsageError([Violation("--step", str(step), "is of runs, and this is a recipe", "leave it out")])

@@ -16,7 +16,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, refusals, refuse
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe
 
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
@@ -209,7 +209,7 @@ def load(
     """Read and validate a recipe and the site that it is for.
 
     Args:
-        recipe: its YAML file.
+        recipe: its YAML file, or the bare name of a ready recipe.
         site: a site file; by default ./site.yaml or ~/.primeslurm/site.yaml.
         overrides: fields to set, as a mapping of dotted paths to values or as words `path=value`.
         name: name of the run in place of the recipe's.
@@ -219,7 +219,7 @@ def load(
     Raises:
         UsageError: recipe or site are wrong; everything that is, at once.
     """
-    source, site_file, words = Path(recipe), Path(site) if site is not None else None, _words(overrides)
+    source, site_file, words = find_recipe(Path(recipe)), Path(site) if site is not None else None, _words(overrides)
     if emulate:
         return _load_emulated(source, site_file, words, name, local)
     problems: list[Violation] = []

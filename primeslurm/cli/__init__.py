@@ -34,7 +34,10 @@ app = typer.Typer(
 
 def _version(value: bool) -> None:
     if value:
-        typer.echo(__version__)
+        from primeslurm.run.versions import commit
+
+        checkout = commit()
+        typer.echo(f"primeslurm {__version__}" + (f" ({checkout})" if checkout else ""))
         raise typer.Exit
 
 

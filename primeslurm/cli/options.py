@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-RecipeArg = Annotated[Path, typer.Argument(help="Recipe file.", show_default=False)]
+RecipeArg = Annotated[Path, typer.Argument(help="Recipe file, or name of a ready recipe.", show_default=False)]
 SetOpt = Annotated[list[str] | None, typer.Option("--set", help="Override a field.", metavar="KEY=VALUE")]
 NameOpt = Annotated[str | None, typer.Option("--name", help="Name of the run instead of the recipe's.")]
 SiteOpt = Annotated[

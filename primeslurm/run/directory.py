@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,7 +27,7 @@ from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
 from primeslurm.records.recipe import RunRecipe
 from primeslurm.run.ownership import unsafe
-from primeslurm.run.versions import installed_packages
+from primeslurm.run.versions import commit, installed_packages
 from primeslurm.wire.transport import addresses, secret
 
 if TYPE_CHECKING:  # agents have no use for it
@@ -329,16 +328,5 @@ def _lock(name: str, resolved: str, plan: Plan) -> LockRecord:
         plan_hash=hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
         python=sys.version.split()[0],
         packages=installed_packages(),
-        git=_git_state(),
+        git=commit(),
     )
-
-
-def _git_state() -> str | None:
-    """`git describe` of the checkout that primeslurm runs from; None outside one."""
-    here = Path(__file__).resolve().parent
-    argv = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(argv, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

@@ -1,8 +1,11 @@
-"""Versions of the packages that a run depends on, read from their metadata: nothing is imported."""
+"""Versions of primeslurm and of the packages that a run depends on, read from their metadata: nothing is imported."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+
+from primeslurm.paths import in_checkout, shipped
 
 PACKAGES = (
     "primeslurm",
@@ -28,3 +31,15 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def commit() -> str | None:
+    """Return `git describe` of the checkout that primeslurm runs from; None outside of one."""
+    if not in_checkout():  # the environment of a wheel may lie in a checkout of something else
+        return None
+    argv = ["git", "-C", str(shipped(".")), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(argv, capture_output=True, encoding="utf-8", errors="replace", timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

