@@ -26,7 +26,7 @@ def diff_(
     every: AllOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Compare two recipes or runs by what they would do: nodes, processes, commands, job options.
+    """Compare two recipes or runs.
 
     Exit code 0: the same; 1: they differ. Names and directories of the runs do not count.
     """

@@ -1,4 +1,4 @@
-"""Verbs that look at a recipe and change nothing: plan, render, check, schema."""
+"""Verbs that read a recipe and change nothing: plan, render, check, schema."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def plan(
     every: AllOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show the placement that a recipe gives: node x process x port x GPU, and derived totals."""
+    """Show whether a recipe fits, and what it needs."""
     found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).plan()
     if as_json:
         sys.stdout.write(found.to_json())
@@ -39,7 +39,11 @@ def render_(
     set_: SetOpt = None,
     name: NameOpt = None,
 ) -> None:
-    """Print the batch script, byte for byte as it would be submitted."""
+    """Print the batch script that submit sends to Slurm.
+
+    Examples:
+        primeslurm render my.yaml > job.sbatch
+    """
     sys.stdout.write(load(recipe, site=site, overrides=set_ or (), name=name).render())
 
 
@@ -51,7 +55,15 @@ def check(
     local: LocalOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
+    """Check a recipe against site, model files and Slurm.
+
+    It reports every error, blocker, warning and note that it finds, and writes nothing. A blocker refuses `submit` on
+    this machine only, for example a model that is not downloaded yet.
+
+    Examples:
+        primeslurm check my.yaml
+        primeslurm check my.yaml --local --set max_steps=10
+    """
     try:
         found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).check()
     except UsageError as error:
@@ -69,6 +81,12 @@ def check(
         raise typer.Exit(ExitCode.BAD_INPUT)
 
 
-def schema(site: bool = typer.Option(False, "--site", help="The schema of site files instead.")) -> None:
-    """Print the JSON schema of recipes, for editors."""
+def schema(site: bool = typer.Option(False, "--site", help="Print the schema of site files.")) -> None:
+    """Print the JSON schema of recipes or of site files.
+
+    Editors use it to complete and check keys.
+
+    Examples:
+        primeslurm schema > recipe.schema.json
+    """
     print_json((Site if site else Recipe).model_json_schema(by_alias=True))

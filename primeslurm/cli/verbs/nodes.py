@@ -1,4 +1,4 @@
-"""The bad-node ledger: which nodes new jobs keep away from, and why."""
+"""The verb that lists and clears the bad-node ledger: nodes that new jobs avoid."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ForgetOpt = Annotated[
     list[str] | None,
     typer.Option(
         "--forget",
-        help="Let jobs use these nodes again: a host list, for example node[001-003], or --all.",
+        help="Let new jobs use these nodes again: a host list such as node[001-003], or --all. Repeatable.",
         metavar="NODES",
         show_default=False,
     ),
@@ -28,11 +28,16 @@ _EVERY = "--all"
 
 
 def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """List the nodes that failed lately, which new jobs keep away from."""
+    """List nodes that new jobs avoid because they failed.
+
+    Examples:
+        primeslurm nodes
+        primeslurm nodes --forget node[001-003]
+    """
     directory, now = runs_directory(runs), time.time()
     hostlists = [value for value in forget or () if value != _EVERY]
     for name in forget_bad_nodes(directory, hostlists, now, every=_EVERY in (forget or ())):
-        note(f"{name} may be used again")
+        note(f"new jobs may use {name} again")
     known = bad_nodes(directory, now)
     if as_json:
         print_json(msgspec.to_builtins(known))
@@ -44,4 +49,4 @@ def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = Fal
     if known:
         out.print(table)
     else:
-        note("no node failed lately")
+        note("new jobs avoid no nodes")

@@ -16,7 +16,12 @@ from primeslurm.run.status.run_status import RunStatus
 
 
 def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """List all runs."""
+    """List all runs.
+
+    Examples:
+        primeslurm runs
+        primeslurm runs --json
+    """
     rows = [row for run in all_runs(runs) if (row := _row(run)) is not None]
     if as_json:
         keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
@@ -44,9 +49,16 @@ def _row(run: Run) -> RunStatus | None:
 def cancel(
     run: RunArg,
     runs: RunsOpt = None,
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
 ) -> None:
-    """Write a last checkpoint, then end a run and its job. `resume` continues from the checkpoint."""
+    """Stop a run cleanly and cancel its job.
+
+    The trainer writes a last checkpoint first, unless `--now` is given. `primeslurm resume` continues from there.
+
+    Examples:
+        primeslurm cancel my-run
+        primeslurm cancel my-run --now --yes
+    """
     found = find_run(run, runs)
     if found.cancel(now=now, if_silent=warn):
         note(f"{run} is cancelled")

@@ -1,4 +1,4 @@
-"""Verbs that look at a run: status, logs and summary."""
+"""Verbs that show a run: status, logs and summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.live import Live
 from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
-from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
 from primeslurm.cli.output import note, plain, print_json, warn
 from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
@@ -28,13 +28,21 @@ FOLLOW_S = 0.5
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.", show_default=False)] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(help="Name or directory of a run. Default: the newest run.", metavar="RUN", show_default=False),
+    ] = None,
     runs: RunsOpt = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run has ended.")] = False,
-    processes: Annotated[bool, typer.Option("--processes", help="List every process with its node and pid.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
+    processes: Annotated[bool, typer.Option("--processes", help="List every process with its node and PID.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show what a run is doing."""
+    """Show what a run is doing.
+
+    Examples:
+        primeslurm status
+        primeslurm status my-run --watch
+    """
     if run is None:
         known = all_runs(runs)
         if not known:
@@ -82,13 +90,24 @@ def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
 
 def logs(
     run: RunArg,
-    role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,
+    role: Annotated[
+        str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.", metavar="PROCESS")
+    ] = None,
     runs: RunsOpt = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log.")] = 20,
-    attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of last lines of each log.", metavar="N")
+    ] = 20,
+    attempt: AttemptOpt = None,
 ) -> None:
-    """Print the logs of a run's processes, each line with the name of its process."""
+    """Print the logs of a run's processes.
+
+    Each line begins with the name of its process.
+
+    Examples:
+        primeslurm logs my-run
+        primeslurm logs my-run trainer-rank-0 --follow
+    """
     found = find_run(run, runs)
     log_files(found.attempt(attempt), role, found.name)  # says what is wrong with the words
     tail = Tail(lambda: logs_of(found.attempt(attempt), role), lines)  # a requeued job has another attempt
@@ -106,7 +125,11 @@ def _print(lines: Iterable[tuple[Path, str]]) -> None:
 
 
 def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts."""
+    """Show what a run achieved: reward or loss, staleness, speed.
+
+    Examples:
+        primeslurm summary my-run
+    """
     found = find_run(run, runs).summary()
     if as_json:
         print_json(msgspec.to_builtins(found))
