@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
 from primeslurm.api.loading import Check, load
-from primeslurm.cli.options import AllOpt, JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt
+from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt
 from primeslurm.cli.output import count, note, print_json
 from primeslurm.cli.views.verdict import show_findings, totals
 from primeslurm.errors import ExitCode, UsageError
@@ -20,17 +21,29 @@ def plan(
     set_: SetOpt = None,
     name: NameOpt = None,
     local: LocalOpt = False,
-    every: AllOpt = False,
+    placement: Annotated[bool, typer.Option("--placement", help="Show which process runs where, too.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show the placement with a row for each process, not for similar ones.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every number of the plan, too.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show whether a recipe fits, and what it needs."""
-    found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).plan()
+    """Show whether a recipe fits, and what it needs.
+
+    The plan says which nodes and GPUs the run uses, how much GPU memory each role has left, how long starting and a
+    step take, and how large checkpoints are. Neither Slurm nor the files of the model are needed.
+
+    Examples:
+        primeslurm plan my.yaml
+        primeslurm plan my.yaml --set deployment.train.nodes=4 --placement
+    """
+    loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local)
     if as_json:
-        sys.stdout.write(found.to_json())
+        sys.stdout.write(loaded.plan().to_json())
     else:
         from primeslurm.cli.views.placement import show_plan
 
-        show_plan(found, every=every)
+        show_plan(loaded.plan(), loaded.recipe, placement=placement, every=every, verbose=verbose)
 
 
 def render_(

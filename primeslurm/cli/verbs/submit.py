@@ -16,6 +16,7 @@ from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.placement import show_plan
 from primeslurm.cli.views.tables import out
 from primeslurm.cli.views.verdict import show_findings
+from primeslurm.recipe import Recipe
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show plan and batch script, but submit nothing.")]
 EmulateOpt = Annotated[
@@ -49,7 +50,7 @@ def submit(
     """
     loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local, emulate=emulate)
     if dry_run:
-        _show_dry_run(loaded.dry_run(), as_json)
+        _show_dry_run(loaded.dry_run(), loaded.recipe, as_json)
         return
     with loaded.on_cluster(keep=not wait, starting=lambda spec: note(_STARTING.format(spec=spec))) as ready:
         _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
@@ -87,7 +88,7 @@ def eval_(
 
     loaded = load_evaluation(what, step=step, runs=runs, site=site, overrides=set_ or (), name=name, local=local)
     if dry_run:
-        _show_dry_run(loaded.dry_run(), as_json)
+        _show_dry_run(loaded.dry_run(), loaded.recipe, as_json)
     else:
         _announce(loaded.start(), wait, as_json)
 
@@ -130,11 +131,11 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: boo
             raise
 
 
-def _show_dry_run(found: DryRun, as_json: bool) -> None:
+def _show_dry_run(found: DryRun, recipe: Recipe, as_json: bool) -> None:
     if as_json:
         print_json({"plan": found.plan.model_dump(mode="json", by_alias=True), "script": found.script})
     else:
-        show_plan(found.plan)
+        show_plan(found.plan, recipe, placement=True)
         if found.script:
             out.print("\njob.sbatch", style="bold")
             out.print(found.script, markup=False, soft_wrap=True)

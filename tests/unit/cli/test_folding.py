@@ -50,11 +50,12 @@ def test_the_placement_of_28_nodes_fits_a_screen() -> None:
     assert folded[0].nodes == "0"
 
 
-def test_plan_shows_sums_first_and_every_process_if_asked() -> None:
-    shown = primeslurm("plan", str(LARGE), "--site", str(SITE), cwd=ROOT)
+def test_plan_shows_the_verdict_first_and_every_process_if_asked() -> None:
+    shown = primeslurm("plan", str(LARGE), "--site", str(SITE), "--verbose", cwd=ROOT)
     assert shown.code == 0, shown.err
-    assert len(shown.out.splitlines()) <= 80
-    assert shown.out.index("totals: 33 nodes") < shown.out.index("trainer-rank-8..95")
+    assert len(shown.out.splitlines()) <= 100
+    parts = ("28 GPU nodes (224 H200)", "totals: 33 nodes", "memory of one GPU", "trainer-rank-8..95")
+    assert sorted(parts, key=shown.out.index) == list(parts)
     every = primeslurm("plan", str(LARGE), "--site", str(SITE), "--all", cwd=ROOT)
     assert "trainer-rank-95 " in every.out and "trainer-rank-8.." not in every.out
 
