@@ -32,4 +32,3 @@ RunsOpt = Annotated[
 AttemptOpt = Annotated[
     int | None, typer.Option("--attempt", help="Number of the attempt. Default: the newest.", metavar="N")
 ]
-AllOpt = Annotated[bool, typer.Option("--all", help="Do not group similar rows.")]

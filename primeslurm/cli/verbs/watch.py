@@ -46,7 +46,7 @@ def status(
     if run is None:
         known = all_runs(runs)
         if not known:
-            raise RunError(f"no runs in {runs_directory(runs)}")
+            raise RunError(f"there is no run in {runs_directory(runs)} (primeslurm submit starts one)")
         found = known[-1]
     else:
         found = find_run(run, runs)

@@ -185,7 +185,7 @@ def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
 
 def test_a_name_that_no_file_can_have_is_no_run(place: Path) -> None:
     result = primeslurm("summary", "x" * 300, cwd=place)
-    assert result.code == 2 and "no such run in" in result.err
+    assert result.code == 4 and "there is no run xxx" in result.err
 
 
 def test_json_has_null_for_what_is_no_number(place: Path) -> None:
@@ -196,7 +196,7 @@ def test_json_has_null_for_what_is_no_number(place: Path) -> None:
 
 def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
     result = primeslurm("status", cwd=tmp_path)
-    assert (result.code, result.err) == (4, "error: no runs in runs\n")
+    assert (result.code, result.err) == (4, "error: there is no run in runs (primeslurm submit starts one)\n")
 
 
 @pytest.mark.parametrize("continues", [True, False])
