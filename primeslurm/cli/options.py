@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -32,3 +33,9 @@ RunsOpt = Annotated[
 AttemptOpt = Annotated[
     int | None, typer.Option("--attempt", help="Number of the attempt. Default: the newest.", metavar="N")
 ]
+
+
+def confirm(question: str, yes: bool) -> None:
+    """Ask a person on a terminal, and end the command unless the answer is yes. Scripts are not asked."""
+    if not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        typer.confirm(question, abort=True, err=True)

@@ -10,7 +10,7 @@ import typer
 
 from primeslurm.api.clusters import ClusterStatus, find_cluster, start_cluster
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
-from primeslurm.cli.options import JsonOpt
+from primeslurm.cli.options import JsonOpt, YesOpt, confirm
 from primeslurm.errors import ExitCode
 
 app = typer.Typer(
@@ -77,7 +77,7 @@ def status_command(
         raise typer.Exit(ExitCode.FAILED)
 
 
-def down_command(name: Name = "local", directory: Directory = None) -> None:
+def down_command(name: Name = "local", directory: Directory = None, yes: YesOpt = False) -> None:
     """Stop the cluster and its jobs, and remove its directory.
 
     Directories of runs are kept.
@@ -86,8 +86,10 @@ def down_command(name: Name = "local", directory: Directory = None) -> None:
         primeslurm cluster down
         primeslurm cluster down --directory /scratch/me/cluster
     """
-    find_cluster(name, directory).down()
-    typer.echo(f"cluster {name} is down", err=True)
+    cluster = find_cluster(name, directory)
+    confirm(f"Stop cluster {cluster.spec.name} and its jobs?", yes)
+    cluster.down()
+    typer.echo(f"cluster {cluster.spec.name} is down", err=True)
 
 
 def _as_json(status: ClusterStatus) -> str:
@@ -97,7 +99,7 @@ def _as_json(status: ClusterStatus) -> str:
 
 def _as_text(status: ClusterStatus) -> str:
     dead = [name for name, alive in status.daemons.items() if not alive]
-    lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; ended: ' + ', '.join(dead)}"]
+    lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; not running: ' + ', '.join(dead)}"]
     lines += [f"site file  {status.site_file}"]
     lines += [f"{node:<20} {state}" for node, state in status.nodes.items()]
     return "\n".join(lines)

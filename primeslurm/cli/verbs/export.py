@@ -10,8 +10,8 @@ import typer
 
 from primeslurm.api import exporting
 from primeslurm.api.runs import find_run
-from primeslurm.cli.options import RunArg, RunsOpt
-from primeslurm.cli.output import warn
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.tables import out
 from primeslurm.errors import UsageError, Violation
 from primeslurm.files import write_atomic
@@ -28,6 +28,7 @@ def export(
         int | None, typer.Option("--step", help="Step of the checkpoint. Default: the newest.", metavar="N")
     ] = None,
     runs: RunsOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
     """Export a checkpoint as a Hugging Face model.
 
@@ -37,7 +38,7 @@ def export(
         primeslurm export my-run ./my-model
         primeslurm export my-run ./my-model --step 200
     """
-    out.print(str(exporting.export(find_run(run, runs), directory, step)), markup=False, soft_wrap=True)
+    _print_path("directory", exporting.export(find_run(run, runs), directory, step), as_json)
 
 
 def convert(
@@ -45,6 +46,7 @@ def convert(
         str, typer.Argument(help="Model directory, or hub id in the Hugging Face cache.", metavar="MODEL")
     ],
     directory: DirectoryArg,
+    as_json: JsonOpt = False,
 ) -> None:
     """Convert an INT4, MXFP4 or FP8 checkpoint to bfloat16.
 
@@ -53,7 +55,7 @@ def convert(
     Examples:
         primeslurm convert openai/gpt-oss-120b /shared/models/gpt-oss-120b-bf16
     """
-    out.print(str(exporting.convert(model, directory, partial(typer.echo, err=True))), markup=False, soft_wrap=True)
+    _print_path("directory", exporting.convert(model, directory, partial(typer.echo, err=True)), as_json)
 
 
 def report(
@@ -65,6 +67,7 @@ def report(
         ),
     ] = None,
     runs: RunsOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
     """Write an HTML page about a run, with plots.
 
@@ -81,4 +84,11 @@ def report(
     except (OSError, ValueError) as error:  # ValueError: a path without a last part
         why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
         raise UsageError([Violation("--output", str(target), why)]) from None
-    out.print(str(target), markup=False, soft_wrap=True)
+    _print_path("file", target, as_json)
+
+
+def _print_path(name: str, path: Path, as_json: bool) -> None:
+    if as_json:
+        print_json({name: str(path)})
+    else:
+        out.print(str(path), soft_wrap=True)

@@ -8,7 +8,7 @@ import typer
 
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
-from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json, warn
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.errors import RunError
@@ -50,6 +50,8 @@ def cancel(
     run: RunArg,
     runs: RunsOpt = None,
     now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
+    yes: YesOpt = False,
+    as_json: JsonOpt = False,
 ) -> None:
     """Stop a run cleanly and cancel its job.
 
@@ -60,7 +62,12 @@ def cancel(
         primeslurm cancel my-run --now --yes
     """
     found = find_run(run, runs)
-    if found.cancel(now=now, if_silent=warn):
-        note(f"{run} is cancelled")
+    confirm(f"Stop {found.name}" + (" without a last checkpoint?" if now else "?"), yes)
+    cancelled = found.cancel(now=now, if_silent=warn)
+    phase = "cancelled" if cancelled else found.status(if_silent=warn).phase
+    if as_json:
+        print_json({"run": found.name, "cancelled": cancelled, "phase": phase})
+    elif cancelled:
+        note(f"{found.name} is cancelled; primeslurm resume {found.name} continues it from its last checkpoint")
     else:
-        note(f"{run} is {found.status(if_silent=warn).phase}: nothing to cancel")
+        note(f"{found.name} is {phase}: nothing to cancel")

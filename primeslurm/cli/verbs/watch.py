@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable
@@ -16,15 +17,17 @@ from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
-from primeslurm.cli.output import note, plain, print_json, warn
+from primeslurm.cli.output import count, note, plain, print_json, warn
 from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
+from primeslurm.records.fleet import outcome_text
+from primeslurm.units import duration, number
 
 REFRESH_S = 1.0
-"""Between two looks at a run's status."""
+"""Interval between two queries of a run's status."""
 FOLLOW_S = 0.5
-"""Between two looks at its logs."""
+"""Interval between two reads of its logs."""
 
 
 def status(
@@ -66,25 +69,29 @@ def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
 
     Args:
         run: which run.
-        poll_s: seconds between two looks.
+        poll_s: seconds between two queries.
 
     Returns:
         The exit code of the command: 0 if the run completed.
 
     Raises:
-        ClusterError: Slurm does not answer the first look.
+        ClusterError: Slurm does not answer the first query.
     """
     looks = run.watch(poll_s=poll_s, if_silent=warn)
     current = next(looks)
-    printed = -1.0
-    with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
+    if err.is_terminal:
+        with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
+            for current in looks:
+                live.update(view(current))
+    else:
+        printed = -1.0
         for current in looks:
-            live.update(view(current))
             step = current.metrics.get("step", 0)
-            if not err.is_terminal and step != printed:
+            if step != printed:
                 printed = step
                 note(one_line(current))
-    note(f"{current.run}: {current.phase}" + (f" ({current.reason})" if current.reason else ""))
+        err.print(view(current))
+    note(f"{current.run}: {outcome_text(current.phase, current.reason)}")
     return ExitCode.DONE if current.phase == "completed" else ExitCode.FAILED
 
 
@@ -99,28 +106,30 @@ def logs(
         int, typer.Option("--lines", "-n", min=0, help="Number of last lines of each log.", metavar="N")
     ] = 20,
     attempt: AttemptOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
     """Print the logs of a run's processes.
 
-    Each line begins with the name of its process.
+    Each line begins with the name of its process. With `--json`, each line is an object with `process` and `line`.
 
     Examples:
         primeslurm logs my-run
         primeslurm logs my-run trainer-rank-0 --follow
     """
     found = find_run(run, runs)
-    log_files(found.attempt(attempt), role, found.name)  # says what is wrong with the words
+    log_files(found.attempt(attempt), role, found.name)  # raises if there is no such log
     tail = Tail(lambda: logs_of(found.attempt(attempt), role), lines)  # a requeued job has another attempt
-    _print(tail.first())
+    _print(tail.first(), as_json)
     while follow and found.status(if_silent=warn).active:
         time.sleep(FOLLOW_S)
-        _print(tail.more())
-    _print(tail.more(ended=True))
+        _print(tail.more(), as_json)
+    _print(tail.more(ended=True), as_json)
 
 
-def _print(lines: Iterable[tuple[Path, str]]) -> None:
+def _print(lines: Iterable[tuple[Path, str]], as_json: bool) -> None:
     for path, line in lines:
-        sys.stdout.write(f"{path.stem} | {plain(line)}\n")
+        text = json.dumps({"process": path.stem, "line": line}) if as_json else f"{path.stem} | {plain(line)}"
+        sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
@@ -134,7 +143,8 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     if as_json:
         print_json(msgspec.to_builtins(found))
         return
-    out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    time_taken = f"{count(found.steps, 'step')} in {duration(found.seconds)}"
+    out.print(f"{found.run}: {time_taken}, {count(found.attempts, 'attempt')}")
     for record in found.evaluations:
         out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
     if found.task == "eval":
@@ -142,7 +152,7 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     if found.task == "sft":
         if found.first_loss is not None:
             out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
-        out.print(f"restarts: {found.engine_restarts}; {found.trained_tokens_per_s:.0f} trained tokens/s")
+        out.print(f"restarts: {found.engine_restarts}; {number(found.trained_tokens_per_s)} trained tokens/s")
         return
     if found.gain is not None:
         out.print(
@@ -150,12 +160,11 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         )
     if found.best is not None:
         out.print(f"best: step {found.best.step}, {found.best.metric} {found.best.value:.3f}")
-    out.print(f"rollouts of several policy versions: {found.mixed_version_rollouts}")
-    out.print(
-        f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"
-    )
+    out.print(f"rollouts that several policy versions sampled: {number(found.mixed_version_rollouts)}")
+    dropped = f"{count(found.dropped_stale, 'rollout')} dropped as too old"
+    out.print(f"staleness: at most {count(round(found.staleness_max), 'version')}; {dropped}")
     for label, failed in sorted(found.failures.items()):
         out.print(f"{label}: {failures_text(failed)}")
     if found.mismatch_kl_max is not None:
         out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
-    out.print(f"restarts: {found.engine_restarts}; {found.tokens_per_s:.0f} sampled tokens/s")
+    out.print(f"restarts: {found.engine_restarts}; {number(found.tokens_per_s)} sampled tokens/s")
