@@ -57,7 +57,7 @@ unit *args: setup
 
 # Rewrite the golden files from what is rendered now
 golden: setup
-    PRIMESLURM_UPDATE_GOLDEN=1 {{ bin }}/python -m pytest -q tests/unit/slurm/test_render.py
+    PRIMESLURM_UPDATE_GOLDEN=1 {{ bin }}/python -m pytest -q tests/unit/slurm/test_render.py tests/unit/cli
 
 # Rewrite the generated pages of docs/
 docs: setup

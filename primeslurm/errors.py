@@ -1,9 +1,9 @@
-"""The exception tree, and the exit codes of commands. Every error a user can cause derives from `PrimeslurmError`.
+"""The exceptions, and the exit codes of commands. Every error that a user can cause derives from `PrimeslurmError`.
 
 PrimeslurmError          exit code 1
-├── UsageError           exit code 2: bad input; carries every violation at once
-├── ClusterError         exit code 3: Slurm refused or did not answer
-└── RunError             exit code 4: a run directory is missing, in use or damaged
+├── UsageError           exit code 2: wrong input; it carries every violation
+├── ClusterError         exit code 3: Slurm refused a job or did not answer
+└── RunError             exit code 4: a run is missing or damaged
 """
 
 from __future__ import annotations
@@ -16,16 +16,25 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """How a command ended. Processes of a run have codes of their own (`wire.exits`)."""
+    """How a command ended. Processes of a run have exit codes of their own (`wire.exits`)."""
 
     DONE = 0
     FAILED = 1
-    """The run failed, something was found (`diff`, `doctor`, `cluster status`), or something unforeseen happened."""
     BAD_INPUT = 2
     CLUSTER = 3
-    """Slurm refused or did not answer."""
     BAD_RUN = 4
-    """A run directory is missing, in use or damaged."""
+    INTERRUPTED = 130
+
+
+EXIT_CODES: dict[ExitCode, str] = {
+    ExitCode.DONE: "The command did what was asked, or showed help.",
+    ExitCode.FAILED: "The run failed, the command found a difference or a failure, or an unforeseen error happened.",
+    ExitCode.BAD_INPUT: "Usage error: an argument, the recipe or the site file is wrong, or a run is already in use.",
+    ExitCode.CLUSTER: "Slurm refused the job or did not answer.",
+    ExitCode.BAD_RUN: "A run does not exist, or its directory is damaged.",
+    ExitCode.INTERRUPTED: "The command was interrupted by Ctrl-C. A submitted run continues.",
+}
+"""What each exit code means. `docs/reference/cli.md` has this table."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class ClusterError(PrimeslurmError):
 
 
 class RunError(PrimeslurmError):
-    """A run directory does not exist, is in use, or cannot be read."""
+    """A run does not exist, or its directory cannot be read."""
 
     exit_code = ExitCode.BAD_RUN
 

@@ -10,6 +10,7 @@ from primeslurm.families import GENERIC, Capabilities, bundled, model_types
 from primeslurm.plan.checks.compatibility import as_markdown
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
+from scripts.cli_reference import cli_reference
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 WRITTEN = "Written by `./just docs` from the code; a test keeps it current."
@@ -36,6 +37,7 @@ it has layers that carry state in another way than by attention (Mamba, linear a
 With `model.vlm` it must [read images as Qwen2-VL does](recipe.md#models-that-see-images).
 """
     found = {"reference.md": recipe, "site-reference.md": site, "compatibility.md": compatibility}
+    found["reference/cli.md"] = cli_reference(WRITTEN)
     return {DOCS / name: text.rstrip() + "\n" for name, text in found.items()}
 
 
@@ -54,6 +56,7 @@ def main() -> None:
     if "--check" in sys.argv:
         sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)
     for path in stale:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(pages()[path])
 
 

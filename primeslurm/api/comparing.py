@@ -1,44 +1,85 @@
-"""How two recipes or runs differ in what they would do."""
+"""Compare recipes and runs: what they ask for, and what they do."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from primeslurm.api.loading import load
+from primeslurm import files
+from primeslurm.api.loading import RECIPES, load
+from primeslurm.api.planning import plan_of
 from primeslurm.api.runs import find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.recipe_files import file_or_ready
-from primeslurm.run.diff import Difference, diff
+from primeslurm.records import recipe as recipe_record
+from primeslurm.run.diff import Difference, diff, recipe_diff
 
-RECIPES = (".yaml", ".yml")
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two recipes or runs differ."""
+
+    a: Plan
+    b: Plan
+    recipe: list[Difference]
+    """Fields of the recipes that differ. Empty if a run has no recipe that can be read."""
+    plan: list[Difference]
+    """Every difference of the plans, from the whole to the parts."""
+
+    @property
+    def same(self) -> bool:
+        """Whether there is no difference."""
+        return not (self.recipe or self.plan)
 
 
-def compare(
-    a: str, b: str, *, site: Path | None = None, runs: Path | None = None, local: bool = False
-) -> list[Difference]:
-    """List every difference of two plans, from the whole to the parts; none if they are the same.
+@dataclass(frozen=True)
+class _Side:
+    plan: Plan
+    recipe: Mapping[str, Any]
+    """The recipe as it is written."""
+    resolved: Mapping[str, Any]
+    """The recipe with absolute paths and with everything filled in that it leaves open."""
+    is_run: bool
+
+
+def compare(a: str, b: str, *, site: Path | None = None, runs: Path | None = None, local: bool = False) -> Comparison:
+    """Compare two recipes or runs.
 
     Args:
-        a: a recipe's file, the name of a ready recipe, or the name or directory of a run.
-        b: the same, for what it is held against.
-        site: as of `load`, for recipes.
-        runs: as of `find_run`, for runs.
-        local: as of `load`, for recipes.
+        a: a recipe file, the name of a ready recipe, or the name or directory of a run.
+        b: the other one.
+        site: site file for recipes, as for `load`.
+        runs: directory of runs, as for `find_run`.
+        local: plan recipes for this machine, as for `load`.
 
     Raises:
-        UsageError: there is no such run, or a recipe cannot be planned.
-        RunError: a run's plan cannot be read.
+        UsageError: a recipe cannot be planned.
+        RunError: there is no such run, or its plan cannot be read.
     """
-    one, other = (_plan(side, site, runs, local) for side in (a, b))
-    return diff(one, other)
+    one, other = (_side(side, site, runs, local) for side in (a, b))
+    if one.is_run or other.is_run:  # a run keeps its resolved recipe only
+        fields = recipe_diff(one.resolved, other.resolved) if one.resolved and other.resolved else []
+    else:
+        fields = recipe_diff(one.recipe, other.recipe)
+    return Comparison(one.plan, other.plan, fields, diff(one.plan, other.plan))
 
 
-def _plan(side: str, site: Path | None, runs: Path | None, local: bool) -> Plan:
+def _side(side: str, site: Path | None, runs: Path | None, local: bool) -> _Side:
     path = Path(side)
     if not is_dir(runs_directory(runs) / side):
         path = file_or_ready(path)
     if path.suffix in RECIPES and not is_dir(path):
-        return load(path, site=site, local=local).plan()
-    return find_run(side, runs).plan()
+        loaded = load(path, site=site, local=local)
+        assert loaded.files is not None  # only emulated runs have none
+        planned = plan_of(loaded.recipe, loaded.site, loaded.files, local=local)
+        written, resolved = (
+            recipe.model_dump(mode="json", by_alias=True) for recipe in (loaded.recipe, planned.recipe)
+        )
+        return _Side(planned.plan, written, resolved, is_run=False)
+    run = find_run(side, runs)
+    kept = files.read_json(run.path / recipe_record.FILE)
+    return _Side(run.plan(), {}, kept if isinstance(kept, dict) else {}, is_run=True)

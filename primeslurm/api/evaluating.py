@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from primeslurm.api.loading import LoadedRecipe, load
+from primeslurm.api.loading import RECIPES, LoadedRecipe, load
 from primeslurm.api.runs import find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.errors import UsageError, Violation
@@ -42,12 +42,13 @@ def load_evaluation(
         local: as of `load`.
 
     Raises:
-        UsageError: recipe, site or step are wrong, or there is no such run.
+        UsageError: recipe, site or step are wrong.
+        RunError: there is no such run.
     """
     source, words = Path(what), (*TASK, *overrides)
     if not is_dir(runs_directory(runs) / what):
         source = file_or_ready(source)
-    if is_file(source):
+    if is_file(source) or source.suffix in RECIPES:
         if step is not None:
             raise UsageError([Violation("--step", str(step), "is of runs, and this is a recipe", "leave it out")])
         name = name or f"{load_recipe(source, words).name}-eval"

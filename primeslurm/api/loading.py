@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from primeslurm.api.submission import DryRun, Submitted
     from primeslurm.slurm.embedded.config import ClusterSpec
 
+RECIPES = (".yaml", ".yml")
+"""Endings of recipe files, where a run may be named instead."""
 Overrides = Mapping[str, Any] | Sequence[str]
 """Values by dotted path, `{"orchestrator.batch_size": 64}`, or words as `--set` takes them, `["max_steps=3"]`."""
 

@@ -248,8 +248,7 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
         runs: directory of all runs; by default the site file's, or ./runs.
 
     Raises:
-        UsageError: there is no such run; names the nearest.
-        RunError: it is damaged.
+        RunError: there is no such run, and the nearest name is given; or the run is damaged.
     """
     root = runs_directory(runs)
     for candidate in (root / name, Path(name)):
@@ -259,8 +258,8 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
         if is_dir(candidate / "attempts"):
             why = f"; {UNFINISHED}: remove it" if was_never_submitted(directory.path) else ""
             raise RunError(f"{directory.path} is damaged: it has no lock.json{why}")
-    names = [run.name for run in all_runs(root)]
-    raise UsageError([Violation("RUN", str(name), f"no such run in {root}", suggestion(str(name), names))])
+    nearest = suggestion(str(name), [run.name for run in all_runs(root)])
+    raise RunError(f"there is no run {name} in {root}" + (f" ({nearest})" if nearest else ""))
 
 
 def all_runs(runs: str | Path | None = None) -> list[Run]:

@@ -1,6 +1,6 @@
-"""The command line: one file per family of verbs, which parses, prints and ends with an exit code (`errors.ExitCode`).
+"""The command line. Each module of `verbs` parses words, prints and sets an exit code (`errors.ExitCode`).
 
-What the verbs do is `primeslurm.api`'s.
+`primeslurm.api` does the work.
 """
 
 from __future__ import annotations
@@ -20,13 +20,26 @@ from primeslurm.cli.lazy_verbs import VerbGroup, asks_for_json
 from primeslurm.errors import PrimeslurmError
 
 GARBAGE_AFTER = 300_000
-"""New objects after which Python looks for garbage among them. A recipe and its plan are as many, and all stay: looking
-every 700, as it does by default, took a twelfth of `render`."""
+"""Allocations between two garbage collections. A recipe and its plan are that many objects, and all of them stay alive:
+with Python's default of 700, collections took a twelfth of the time of `render`."""
+DOCS = "https://github.com/primeslurm/primeslurm/tree/main/docs"
+
+EPILOG = f"""Examples:
+primeslurm check my.yaml                    find mistakes
+primeslurm plan my.yaml                     see whether it fits
+primeslurm submit my.yaml                   submit it as one Slurm job
+primeslurm submit my.yaml --local --wait    run it on this machine
+primeslurm status --watch                   follow the newest run
+primeslurm doctor my-run                    find out why a run failed
+
+`primeslurm VERB --help` explains a verb.
+Documentation: {DOCS}"""
 
 app = typer.Typer(
     name="primeslurm",
     cls=VerbGroup,
-    help="Asynchronous RL post-training of large MoE models on Slurm: one recipe, one command.",
+    help="Asynchronous RL post-training of large MoE models on Slurm: one recipe, one job.",
+    epilog=EPILOG,
     pretty_exceptions_enable=False,
     add_completion=True,
 )
@@ -49,10 +62,10 @@ def _root(
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr take every text.
+    """Make stdout and stderr accept every text.
 
-    One that was closed (`>&-`, some daemons) discards it. Where the encoding of stdout lacks a character (of LC_ALL=C,
-    for example), a question mark is printed; stderr escapes it by itself.
+    A closed stream (`>&-`, some daemons) is replaced by one that discards its text. A character that the encoding of
+    stdout lacks (with LC_ALL=C, for example) becomes a question mark. Python itself escapes it on stderr.
     """
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115 - open for as long as the process lives
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
@@ -61,11 +74,11 @@ def prepare_streams() -> None:
 
 
 def main() -> None:
-    """Entry point of the `primeslurm` command: an error of ours becomes one message and its exit code."""
+    """Run the `primeslurm` command. A `PrimeslurmError` becomes one message and an exit code."""
     gc.set_threshold(GARBAGE_AFTER)
     prepare_streams()
     try:
-        app()
+        app(prog_name="primeslurm")
     except PrimeslurmError as error:
         _fail(error)
     except OSError as error:  # a full disk, a directory that may not be written

@@ -1,107 +1,136 @@
-"""The verbs, each with the first paragraph of its help: a verb's own module is imported when it is called."""
+"""The verbs in their groups, each with one line of help. A verb's own module is imported when it is called."""
 
 from __future__ import annotations
 
 import inspect
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.errors import ExitCode, UsageError, Violation
 
 PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
-VERBS: dict[str, tuple[str, str]] = {
-    "init": ("init:init", "Write a site file for this cluster, and a first recipe."),
-    "recipes": (
-        "recipes:app",
-        "List, show and copy the ready recipes. Every verb that takes a recipe also takes their bare names.",
-    ),
-    "install": ("install:install", "Install what nodes need at run time, and small models."),
-    "submit": ("submit:submit", "Validate a recipe, place it, and submit it as one job."),
-    "eval": (
-        "submit:eval_",
-        "Evaluate the model of a recipe, or a policy of a run, as a job of engines and environments alone.",
-    ),
-    "resume": (
-        "submit:resume",
-        "Go on with a run that has ended, from its last committed step, as a new attempt.",
-    ),
-    "status": ("watch:status", "Show what a run is doing."),
-    "summary": (
-        "watch:summary",
-        "Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts.",
-    ),
-    "logs": ("watch:logs", "Print the logs of a run's processes, each line with the name of its process."),
-    "attach": (
-        "attach:attach",
-        "Open a shell where a process runs, in the job's allocation, with that process's environment and directory.",
-    ),
-    "doctor": (
-        "doctor:doctor",
-        "Name the first failure of a run, what followed from it, and what helps; exit code 1 if there is one.",
-    ),
-    "diff": (
-        "diff:diff_",
-        "Compare two recipes or runs by what they would do: nodes, processes, commands, job options.",
-    ),
-    "report": (
-        "export:report",
-        "Write one HTML page about a run, with plots; it needs neither network nor scripts to be read.",
-    ),
-    "export": (
-        "export:export",
-        "Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU.",
-    ),
-    "convert": (
-        "export:convert",
-        "Write a model in bfloat16 that is stored in INT4, MXFP4 or FP8: for RL, whose engines take policies.",
-    ),
-    "images": (
-        "images:images",
-        "Build the container images of Harbor tasks that come with a Dockerfile, each once; exit code 1 if any fails.",
-    ),
-    "cancel": (
-        "runs:cancel",
-        "Write a last checkpoint, then end a run and its job. `resume` continues from the checkpoint.",
-    ),
-    "runs": ("runs:runs", "List all runs."),
-    "nodes": ("nodes:nodes", "List the nodes that failed lately, which new jobs keep away from."),
-    "plan": (
-        "inspect:plan",
-        "Show the placement that a recipe gives: node x process x port x GPU, and derived totals.",
-    ),
-    "render": ("inspect:render_", "Print the batch script, byte for byte as it would be submitted."),
-    "check": (
-        "inspect:check",
-        "Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run.",
-    ),
-    "schema": ("inspect:schema", "Print the JSON schema of recipes, for editors."),
-    "cluster": ("cluster:app", "Run a real Slurm cluster with fake GPUs on this machine."),
+EXAMPLES = "Examples:"
+"""Heading of the last section of a docstring. Help shows its lines as they are."""
+
+
+class Verb(NamedTuple):
+    """A command of `primeslurm`."""
+
+    place: str
+    """Module of `cli.verbs` and name in it."""
+    help: str
+    """One imperative line, which is also the first line of the function's docstring."""
+    fails: Mapping[ExitCode, str] = {}
+    """What an exit code means for this verb, where it says more than `EXIT_CODES`."""
+
+
+_RUN_FAILED = {ExitCode.FAILED: "With `--wait`: the run did not complete."}
+GROUPS: dict[str, dict[str, Verb]] = {
+    "Prepare": {
+        "install": Verb("install:install", "Install what nodes need at run time, or a small model."),
+        "init": Verb("init:init", "Write a site file for this cluster, and a first recipe."),
+        "recipes": Verb("recipes:app", "List, show and copy the ready recipes."),
+        "check": Verb(
+            "inspect:check",
+            "Check a recipe against site, model files and Slurm.",
+            {ExitCode.BAD_INPUT: "The recipe cannot run."},
+        ),
+        "plan": Verb("inspect:plan", "Show whether a recipe fits, and what it needs."),
+        "diff": Verb("diff:diff_", "Compare two recipes or runs.", {ExitCode.FAILED: "They differ."}),
+        "render": Verb("inspect:render_", "Print the batch script that submit sends to Slurm."),
+        "images": Verb(
+            "images:images",
+            "Build the container images of Harbor tasks.",
+            {ExitCode.FAILED: "An image could not be built."},
+        ),
+        "convert": Verb("export:convert", "Convert an INT4, MXFP4 or FP8 checkpoint to bfloat16."),
+        "schema": Verb("inspect:schema", "Print the JSON schema of recipes or of site files."),
+    },
+    "Run": {
+        "submit": Verb("submit:submit", "Submit a recipe as one job, or run it on this machine.", _RUN_FAILED),
+        "resume": Verb("submit:resume", "Resume a run from its last checkpoint.", _RUN_FAILED),
+        "cancel": Verb("runs:cancel", "Stop a run cleanly and cancel its job."),
+        "eval": Verb("submit:eval_", "Evaluate a model, or a policy of a run.", _RUN_FAILED),
+    },
+    "Watch": {
+        "status": Verb(
+            "watch:status",
+            "Show what a run is doing.",
+            {ExitCode.FAILED: "With `--watch`: the run did not complete."},
+        ),
+        "logs": Verb("watch:logs", "Print the logs of a run's processes."),
+        "doctor": Verb(
+            "doctor:doctor",
+            "Find out why a run failed, or check an installation.",
+            {ExitCode.FAILED: "The run failed or is invalid, or a required part is missing or has another version."},
+        ),
+        "attach": Verb("attach:attach", "Open a shell next to a process of a run."),
+        "runs": Verb("runs:runs", "List all runs."),
+    },
+    "Results": {
+        "summary": Verb("watch:summary", "Show what a run achieved: reward or loss, staleness, speed."),
+        "report": Verb("export:report", "Write an HTML page about a run, with plots."),
+        "export": Verb("export:export", "Export a checkpoint as a Hugging Face model."),
+    },
+    "Cluster": {
+        "nodes": Verb("nodes:nodes", "List nodes that new jobs avoid because they failed."),
+        "cluster": Verb(
+            "cluster:app",
+            "Manage an embedded Slurm cluster on this machine.",
+            {ExitCode.FAILED: "`cluster status`: not all daemons are alive."},
+        ),
+    },
 }
-"""Name to place (module of this package and name in it) and help, in the order shown."""
+"""Every verb by its group, in the order in which a person needs them."""
+VERBS: dict[str, Verb] = {name: verb for verbs in GROUPS.values() for name, verb in verbs.items()}
+
+
+class ReadableHelp(TyperCommand):
+    """A command whose help shows a flag as `--local`, not as an option that takes a value."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return arguments and options."""
+        return without_type_of_flags(super().get_params(ctx))
+
+
+def without_type_of_flags(params: Any) -> Any:
+    """Remove the type that help shows for flags."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
 
 
 class HelpingGroup(TyperGroup):
-    """Commands that a first word chooses among. Without a word, help is what was asked for: click calls it an error."""
+    """A command with subcommands. Without a subcommand it shows its help and succeeds, which click calls an error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Take in the words."""
+        """Parse the words of the command line."""
         return super().parse_args(ctx, args or ["--help"])
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options of the group itself."""
+        return without_type_of_flags(super().get_params(ctx))
 
 
 class VerbGroup(HelpingGroup):
-    """The commands of `VERBS`. Lists show what is said there; the command that is called is the real one."""
+    """The commands of `GROUPS`. Lists show the help given there; only a command that is called is imported."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = {name: TyperCommand(name, help=text) for name, (_, text) in VERBS.items()}
+        self.commands = {
+            name: TyperCommand(name, help=verb.help, rich_help_panel=group)
+            for group, verbs in GROUPS.items()
+            for name, verb in verbs.items()
+        }
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the first word names, and the rest of the words."""
@@ -109,7 +138,7 @@ class VerbGroup(HelpingGroup):
         return name, load_verb(name) if name and command else command, rest
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb. What is wrong with its words is JSON, too, for who asked for that."""
+        """Run the verb. With `--json`, a usage error is also printed as JSON."""
         try:
             return super().invoke(ctx)
         except typer.TyperException as error:
@@ -121,32 +150,46 @@ class VerbGroup(HelpingGroup):
 
 
 def asks_for_json(words: Sequence[str]) -> bool:
-    """Whether a command's words have `--json`, before those of another command."""
+    """Tell whether `--json` is among the words of this command: what follows `--` belongs to another command."""
     return "--json" in takewhile(lambda word: word != "--", words)
 
 
 @contextmanager
 def without_plugins() -> Iterator[None]:
-    """Have pydantic look for no plugins meanwhile: it would read the entry points of every package that is installed.
+    """Turn off pydantic's plugins for a block. To find them, it reads the entry points of every installed package.
 
-    Jobs get the environment of the command that submits them, and their models may have plugins.
+    The variable is restored because jobs inherit the environment, and their models may have plugins.
     """
-    asked = os.environ.get(PLUGINS)
+    before = os.environ.get(PLUGINS)
     os.environ[PLUGINS] = "__all__"
     try:
         yield
     finally:
         del os.environ[PLUGINS]
-        if asked is not None:
-            os.environ[PLUGINS] = asked
+        if before is not None:
+            os.environ[PLUGINS] = before
 
 
 def load_verb(name: str) -> Any:
-    """Load a verb as a command."""
-    module, _, attribute = VERBS[name][0].partition(":")
-    with without_plugins():  # nearly all models of ours are made here
-        found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
-    if not isinstance(found, typer.Typer):
-        function, found = found, typer.Typer(add_completion=False)
-        found.command(name, help=inspect.getdoc(function))(function)
-    return typer.main.get_command(found)
+    """Import a verb and return its command."""
+    module, _, attribute = VERBS[name].place.partition(":")
+    with without_plugins():  # importing a verb defines nearly all pydantic models of the project
+        verb = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
+    if isinstance(verb, typer.Typer):
+        return typer.main.get_command(verb)
+    app = typer.Typer(add_completion=False)
+    add_command(app, name, verb)
+    return typer.main.get_command(app)
+
+
+def add_command(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
+    """Add a function as a command. Its docstring is the help text, and the examples in it come after the options."""
+    text, examples = split_examples(inspect.getdoc(function) or "")
+    app.command(name, cls=ReadableHelp, help=text, epilog=examples and f"{EXAMPLES}\n{examples}")(function)
+
+
+def split_examples(docstring: str) -> tuple[str, str]:
+    """Split a docstring into its text, one line per paragraph, and the lines of its section `Examples:`."""
+    text, _, examples = docstring.partition(f"\n\n{EXAMPLES}\n")
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
+    return "\n\n".join(paragraphs), inspect.cleandoc(examples).replace("\n\n", "\n")

@@ -24,6 +24,13 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+def outcome_text(outcome: str, reason: str) -> str:
+    """Write how something ended and why, without naming the outcome twice: `preempted: Slurm cancels the job`."""
+    if not reason or reason.startswith(outcome):
+        return reason or outcome
+    return f"{outcome}: {reason}"
+
+
 @dataclass(frozen=True)
 class Ending:
     """Why and how the attempt ends."""

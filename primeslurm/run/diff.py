@@ -1,7 +1,7 @@
-"""How two Plans differ, in words of the plan: nodes, components, processes, options. Pure.
+"""How two recipes differ, and how their plans do: nodes, components, processes, options. Pure.
 
-Names and directories of the runs are left out: two runs of one recipe are the same. A change that many processes share
-is told once.
+Names and directories of runs are not compared, so two runs of one recipe are the same. A change that many processes
+share is one difference.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ NOT_COMPARED: dict[type[Part], frozenset[str]] = {
     JobOptions: frozenset({"name"}),
     Process: frozenset({"name", "role", "log", "argv"}),
 }
-"""Fields of a part that are a part of their own, name it, or are told in other words."""
+"""Fields of a part that are a part of their own, name it, or are compared in another form."""
+RECIPE_NOT_COMPARED = ("schema", "name")
+"""Fields of a recipe that say nothing about what a run does."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """One value that differs. None: it is not there."""
+    """One value that differs. None: only the other side has it."""
 
     where: str
-    """The part of the plan: job, totals, group train, replica 0, or a process with its node's role."""
+    """recipe, or the part of the plan: job, totals, group train, replica 0, or the role of processes."""
     field: str
     a: str | None
     b: str | None
@@ -48,6 +50,39 @@ def diff(a: Plan, b: Plan) -> list[Difference]:
     for where, one, other in _parts(left, right):
         found += _compare(where, one, other)
     return found + _processes(left, right)
+
+
+def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
+    """Return the fields of two recipes that differ, as plain data. A section of another type is one difference."""
+    return [
+        Difference("recipe", path, _text(one), _text(other))
+        for key in dict.fromkeys((*a, *b))
+        if key not in RECIPE_NOT_COMPARED
+        for path, one, other in _changed(key, a.get(key), b.get(key))
+    ]
+
+
+def _changed(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    if a == b:
+        return
+    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.get("type") == b.get("type"):
+        for key in dict.fromkeys((*a, *b)):
+            yield from _changed(f"{path}.{key}", a.get(key), b.get(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and isinstance(a[0], Mapping):
+        for i, (one, other) in enumerate(zip(a, b, strict=True)):
+            yield from _changed(f"{path}.{i}", one, other)
+    else:
+        yield path, a, b
+
+
+def _text(value: Any) -> str | None:
+    """A value as YAML writes it in one line, without the fields that are not set."""
+    if isinstance(value, Mapping):
+        fields = {key: _text(field) for key, field in value.items() if field not in (None, [], {})}
+        return f"{{{', '.join(f'{key}: {text}' for key, text in fields.items())}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(str(_text(item)) for item in value)}]"
+    return value if isinstance(value, str) else None if value is None else json.dumps(value)
 
 
 @dataclass(frozen=True)

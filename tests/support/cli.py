@@ -15,6 +15,8 @@ from tests.support.forks import server
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = ("primeslurm.cli", "primeslurm.api.runs", "primeslurm.api.sites", "primeslurm.plan.checks")
 """Modules of most commands."""
+NO_TERMINAL = {"_TYPER_FORCE_DISABLE_TERMINAL": "1"}
+"""Typer colours its help on GitHub's runners, although no terminal is there."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class Result:
     err: str
 
 
-def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 600, path: Path | None = None) -> Result:
-    """`primeslurm ARGS`, forked, in a home of its own. `path`: where commands are looked for first."""
-    env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": ROOT}
+def primeslurm(
+    *args: str | Path, cwd: Path, timeout_s: float = 600, path: Path | None = None, columns: int = 120
+) -> Result:
+    """Run `primeslurm ARGS`, forked, in a home of its own. `path`: directory that comes first on PATH."""
+    env = {**os.environ, "HOME": str(cwd), "COLUMNS": str(columns), "PYTHONPATH": ROOT, **NO_TERMINAL}
     if path is not None:
         env["PATH"] = f"{path}:{env['PATH']}"
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:

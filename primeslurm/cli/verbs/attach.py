@@ -1,4 +1,4 @@
-"""The verb that goes where a process runs: attach."""
+"""The verb that opens a shell next to a process: attach."""
 
 from __future__ import annotations
 
@@ -17,15 +17,24 @@ from primeslurm.errors import RunError
 
 def attach(
     run: RunArg,
-    target: Annotated[str, typer.Argument(help="Role, process or node, for example decode-r0-3.", show_default=False)],
+    target: Annotated[
+        str,
+        typer.Argument(help="Role, process or node, for example decode-r0-3.", metavar="PROCESS", show_default=False),
+    ],
     command: Annotated[
-        list[str] | None, typer.Argument(help="After --: run this instead of a shell.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="Command to run instead of a shell, after --.", metavar="COMMAND", show_default=False),
     ] = None,
     runs: RunsOpt = None,
 ) -> None:
-    """Open a shell where a process runs, in the job's allocation, with that process's environment and directory.
+    """Open a shell next to a process of a run.
 
-    Ends with the exit code of the shell or command.
+    The shell runs on the node of the process, in the job's allocation, with the environment and the directory of the
+    process. The exit code is that of the shell or command.
+
+    Examples:
+        primeslurm attach my-run decode-r0-3
+        primeslurm attach my-run trainer-rank-0 -- nvidia-smi
     """
     wanted = command or [os.environ.get("SHELL", "/bin/bash")]
     found = attachment(find_run(run, runs), target, wanted, terminal=sys.stdin.isatty() and sys.stdout.isatty())

@@ -9,32 +9,44 @@ from typing import Annotated
 import typer
 
 from primeslurm.api.clusters import ClusterStatus, find_cluster, start_cluster
-from primeslurm.cli.lazy_verbs import HelpingGroup
+from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
+from primeslurm.cli.options import JsonOpt, YesOpt, confirm
 from primeslurm.errors import ExitCode
 
 app = typer.Typer(
-    cls=HelpingGroup, help="Run a real Slurm cluster with fake GPUs on this machine.", add_completion=False
+    cls=HelpingGroup,
+    help="Manage an embedded Slurm cluster on this machine.\n\n"
+    "It runs the real daemons of Slurm on nodes with fake GPUs, so that jobs can be tried out without a cluster.",
+    add_completion=False,
 )
 
-Name = Annotated[str, typer.Option(help="Name of the cluster.")]
+Name = Annotated[str, typer.Option(help="Name of the cluster.", metavar="NAME")]
 Directory = Annotated[
-    Path | None, typer.Option(help="Everything the cluster writes. Default: ~/.primeslurm/clusters/NAME.")
+    Path | None,
+    typer.Option(help="Directory of the cluster's files. Default: ~/.primeslurm/clusters/NAME.", metavar="DIR"),
 ]
 
 
-@app.command("up")
 def up_command(
     name: Name = "local",
-    nodes: Annotated[int, typer.Option(help="Nodes with GPUs, in partition gpu.")] = 4,
-    gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs of each of these nodes.")] = 8,
-    cpus_per_node: Annotated[int, typer.Option(help="CPU cores that each node claims to have.")] = 16,
-    control_nodes: Annotated[int, typer.Option(help="Nodes without GPUs, in partition cpu.")] = 1,
-    runs: Annotated[Path, typer.Option(help="Directory of runs, for the site file. It outlives the cluster.")] = Path(
-        "runs"
-    ),
+    nodes: Annotated[int, typer.Option(help="Number of GPU nodes, in partition gpu.", metavar="N")] = 4,
+    gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs per GPU node.", metavar="N")] = 8,
+    cpus_per_node: Annotated[int, typer.Option(help="CPU cores that Slurm sees on each node.", metavar="N")] = 16,
+    control_nodes: Annotated[int, typer.Option(help="Number of CPU nodes, in partition cpu.", metavar="N")] = 1,
+    runs: Annotated[
+        Path,
+        typer.Option(help="Directory of runs, for the site file. It is kept when the cluster stops.", metavar="DIR"),
+    ] = Path("runs"),
     directory: Directory = None,
 ) -> None:
-    """Start the cluster and print the path of its site file. Harmless if it is up already."""
+    """Start the cluster and print the path of its site file.
+
+    If the cluster is already up, this command changes nothing.
+
+    Examples:
+        primeslurm cluster up
+        primeslurm cluster up --name big --nodes 16 --control-nodes 2
+    """
     cluster, started = start_cluster(
         name,
         nodes=nodes,
@@ -50,24 +62,34 @@ def up_command(
     typer.echo(cluster.spec.site_file)
 
 
-@app.command("status")
 def status_command(
     name: Name = "local",
     directory: Directory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOpt = False,
 ) -> None:
-    """Show daemons and nodes. Exit code 1 if not all daemons are alive."""
+    """Show daemons and nodes.
+
+    The exit code is 1 if not all daemons are alive.
+    """
     status = find_cluster(name, directory).status()
     typer.echo(_as_json(status) if as_json else _as_text(status))
     if not status.up:
         raise typer.Exit(ExitCode.FAILED)
 
 
-@app.command("down")
-def down_command(name: Name = "local", directory: Directory = None) -> None:
-    """End the cluster and its jobs and remove its directory. Runs are kept."""
-    find_cluster(name, directory).down()
-    typer.echo(f"cluster {name} is down", err=True)
+def down_command(name: Name = "local", directory: Directory = None, yes: YesOpt = False) -> None:
+    """Stop the cluster and its jobs, and remove its directory.
+
+    Directories of runs are kept.
+
+    Examples:
+        primeslurm cluster down
+        primeslurm cluster down --directory /scratch/me/cluster
+    """
+    cluster = find_cluster(name, directory)
+    confirm(f"Stop cluster {cluster.spec.name} and its jobs?", yes)
+    cluster.down()
+    typer.echo(f"cluster {cluster.spec.name} is down", err=True)
 
 
 def _as_json(status: ClusterStatus) -> str:
@@ -77,7 +99,11 @@ def _as_json(status: ClusterStatus) -> str:
 
 def _as_text(status: ClusterStatus) -> str:
     dead = [name for name, alive in status.daemons.items() if not alive]
-    lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; ended: ' + ', '.join(dead)}"]
+    lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; not running: ' + ', '.join(dead)}"]
     lines += [f"site file  {status.site_file}"]
     lines += [f"{node:<20} {state}" for node, state in status.nodes.items()]
     return "\n".join(lines)
+
+
+for _name, _function in (("up", up_command), ("status", status_command), ("down", down_command)):
+    add_command(app, _name, _function)

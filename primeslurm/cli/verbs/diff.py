@@ -2,41 +2,43 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
 from primeslurm.api.comparing import compare
-from primeslurm.cli.options import AllOpt, JsonOpt, LocalOpt, RunsOpt, SiteOpt
+from primeslurm.cli.options import JsonOpt, LocalOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import note, print_json
-from primeslurm.cli.views.differences import difference_table, summary_of
-from primeslurm.cli.views.tables import out
+from primeslurm.cli.views.differences import show_comparison
 from primeslurm.errors import ExitCode
-
-Side = Annotated[str, typer.Argument(help="Recipe file, or name or directory of a run.", show_default=False)]
 
 
 def diff_(
-    a: Side,
-    b: Side,
+    a: Annotated[str, typer.Argument(help="Recipe file, or name or directory of a run.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="Recipe file, or name or directory of a run.", metavar="B")],
     site: SiteOpt = None,
     runs: RunsOpt = None,
     local: LocalOpt = False,
-    every: AllOpt = False,
+    every: Annotated[bool, typer.Option("--all", help="Show differences in job, processes and ports, too.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Compare two recipes or runs by what they would do: nodes, processes, commands, job options.
+    """Compare two recipes or runs.
 
-    Exit code 0: the same; 1: they differ. Names and directories of the runs do not count.
+    It shows the fields of the recipes that differ, and what that changes: nodes, GPUs, memory, KV cache, times. Names
+    and directories of runs are not compared. The exit code is 0 if there is no difference, and 1 if there is one.
+
+    Examples:
+        primeslurm diff recipes/glm5_pd.yaml recipes/glm5_r3.yaml
+        primeslurm diff my-run my.yaml --all
     """
     found = compare(a, b, site=site, runs=runs, local=local)
     if as_json:
-        print_json(msgspec.to_builtins(found))
-    elif found:
-        out.print(summary_of(found))
-        out.print(difference_table(a, b, found, every=every))
-    else:
+        print_json(msgspec.to_builtins([*found.recipe, *found.plan]))
+    elif found.same:
         note("no difference")
-    if found:
+    else:
+        show_comparison(Path(a).name, Path(b).name, found, every=every)
+    if not found.same:
         raise typer.Exit(ExitCode.FAILED)

@@ -1,4 +1,4 @@
-"""The verb that says what is wrong: doctor."""
+"""The verb that finds out what is wrong: doctor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from primeslurm.api.runs import find_run
 from primeslurm.api.submission import installed
-from primeslurm.cli.options import JsonOpt, RunsOpt, SiteOpt
+from primeslurm.cli.options import AttemptOpt, JsonOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.doctor import show_diagnosis, show_installed
 from primeslurm.errors import ExitCode, UsageError, Violation
@@ -18,20 +18,32 @@ from primeslurm.run.diagnosis.validity import MAX_KL
 
 
 def doctor(
-    run: Annotated[str | None, typer.Argument(help="Name of a run, or its directory.", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Name or directory of a run.", metavar="RUN", show_default=False)
+    ] = None,
     runs: RunsOpt = None,
-    attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
-    max_kl: Annotated[float, typer.Option("--max-kl", help="Largest KL between trainer and engines.")] = MAX_KL,
+    attempt: AttemptOpt = None,
+    max_kl: Annotated[
+        float, typer.Option("--max-kl", help="Largest KL between trainer and engines of a valid run.", metavar="KL")
+    ] = MAX_KL,
     site: SiteOpt = None,
-    node: Annotated[str | None, typer.Option("--node", help="Without RUN: what this node has.")] = None,
-    every: Annotated[bool, typer.Option("--all", help="Without RUN: what every node of the site has.")] = False,
+    node: Annotated[
+        str | None, typer.Option("--node", help="Without RUN: check the installation of this node.", metavar="NODE")
+    ] = None,
+    every: Annotated[
+        bool, typer.Option("--all", help="Without RUN: check the installation of every node of the site.")
+    ] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Name the first failure of a run, what followed from it, and what helps; exit code 1 if there is one.
+    """Find out why a run failed, or check an installation.
 
-    A run that trains on nothing useful is reported as invalid, with the reason. Without RUN: what is installed on this
-    host (or with --node, --all on the cluster's nodes), held against the lock; exit code 1 if something required is
-    missing or another version.
+    With RUN, doctor names the first failure, what followed from it, and what to do. It reports a run as invalid if the
+    run trains but learns nothing useful. Without RUN, it compares the packages on this host, or on nodes of the
+    cluster, with the locked versions. The exit code is 1 if it found a failure.
+
+    Examples:
+        primeslurm doctor my-run
+        primeslurm doctor --all
     """
     if run is not None and (node is not None or every):
         field, value = ("--node", node) if node is not None else ("--all", "")

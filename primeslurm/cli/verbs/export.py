@@ -10,37 +10,72 @@ import typer
 
 from primeslurm.api import exporting
 from primeslurm.api.runs import find_run
-from primeslurm.cli.options import RunArg, RunsOpt
-from primeslurm.cli.output import warn
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.tables import out
 from primeslurm.errors import UsageError, Violation
 from primeslurm.files import write_atomic
 
+DirectoryArg = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Directory to write. It must not exist.", show_default=False)
+]
+
 
 def export(
     run: RunArg,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made by this command.", show_default=False)],
-    step: Annotated[int | None, typer.Option("--step", help="A committed step. Default: the newest.")] = None,
+    directory: DirectoryArg,
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step of the checkpoint. Default: the newest.", metavar="N")
+    ] = None,
     runs: RunsOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
-    """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU."""
-    out.print(str(exporting.export(find_run(run, runs), directory, step)), markup=False, soft_wrap=True)
+    """Export a checkpoint as a Hugging Face model.
+
+    The directory gets weights, configuration and tokenizer. No GPU is needed.
+
+    Examples:
+        primeslurm export my-run ./my-model
+        primeslurm export my-run ./my-model --step 200
+    """
+    _print_path("directory", exporting.export(find_run(run, runs), directory, step), as_json)
 
 
 def convert(
-    model: Annotated[str, typer.Argument(help="A directory, or a hub id in the Hugging Face cache.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Made by this command.", show_default=False)],
+    model: Annotated[
+        str, typer.Argument(help="Model directory, or hub id in the Hugging Face cache.", metavar="MODEL")
+    ],
+    directory: DirectoryArg,
+    as_json: JsonOpt = False,
 ) -> None:
-    """Write a model in bfloat16 that is stored in INT4, MXFP4 or FP8: for RL, whose engines take policies."""
-    out.print(str(exporting.convert(model, directory, partial(typer.echo, err=True))), markup=False, soft_wrap=True)
+    """Convert an INT4, MXFP4 or FP8 checkpoint to bfloat16.
+
+    RL needs a bfloat16 checkpoint, because engines load bfloat16 weights.
+
+    Examples:
+        primeslurm convert openai/gpt-oss-120b /shared/models/gpt-oss-120b-bf16
+    """
+    _print_path("directory", exporting.convert(model, directory, partial(typer.echo, err=True)), as_json)
 
 
 def report(
     run: RunArg,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: report.html in the run.")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="File to write. Default: report.html in the run directory.", metavar="FILE"
+        ),
+    ] = None,
     runs: RunsOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
-    """Write one HTML page about a run, with plots; it needs neither network nor scripts to be read."""
+    """Write an HTML page about a run, with plots.
+
+    The page is one file. It needs no network and no JavaScript.
+
+    Examples:
+        primeslurm report my-run -o my-run.html
+    """
     found = find_run(run, runs)
     target = output or found.path / "report.html"
     text = found.report(if_silent=warn)
@@ -49,4 +84,11 @@ def report(
     except (OSError, ValueError) as error:  # ValueError: a path without a last part
         why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
         raise UsageError([Violation("--output", str(target), why)]) from None
-    out.print(str(target), markup=False, soft_wrap=True)
+    _print_path("file", target, as_json)
+
+
+def _print_path(name: str, path: Path, as_json: bool) -> None:
+    if as_json:
+        print_json({name: str(path)})
+    else:
+        out.print(str(path), soft_wrap=True)

@@ -14,16 +14,32 @@ from primeslurm.cli.output import count, note, print_json
 
 
 def images(
-    tasks: Annotated[Path, typer.Argument(help="A directory of Harbor tasks, or a recipe.", show_default=False)],
-    runtime: Annotated[str | None, typer.Option(help="apptainer, docker or podman. Default: apptainer.")] = None,
-    directory: Annotated[
-        Path | None, typer.Option("--images", help="Where they go. Default: .images in the directory of tasks.")
+    tasks: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of Harbor tasks, or a recipe that names one.", metavar="TASKS|RECIPE", show_default=False
+        ),
+    ],
+    runtime: Annotated[
+        str | None, typer.Option(help="apptainer, docker or podman. Default: apptainer.", metavar="RUNTIME")
     ] = None,
-    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Builds at once.")] = 2,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be built, and how.")] = False,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--images", help="Directory of images. Default: .images in the tasks' directory.", metavar="DIR"),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of parallel builds.", metavar="N")] = 2,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the build commands, but build nothing.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Build the container images of Harbor tasks that come with a Dockerfile, each once; exit code 1 if any fails."""
+    """Build the container images of Harbor tasks.
+
+    Tasks that have a Dockerfile get an image. Tasks with the same Dockerfile share one image, and images that exist
+    are not built again. The exit code is 1 if a build fails.
+
+    Examples:
+        primeslurm images /shared/data/swe --jobs 8
+        primeslurm images my.yaml --dry-run
+    """
     found = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
     missing = [image for image in found if not building.is_there(image)]
     builder = building.ImageBuilder({image.runtime for image in missing})

@@ -1,13 +1,14 @@
-"""Verbs that look at a recipe and change nothing: plan, render, check, schema."""
+"""Verbs that read a recipe and change nothing: plan, render, check, schema."""
 
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
 from primeslurm.api.loading import Check, load
-from primeslurm.cli.options import AllOpt, JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt
+from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt
 from primeslurm.cli.output import count, note, print_json
 from primeslurm.cli.views.verdict import show_findings, totals
 from primeslurm.errors import ExitCode, UsageError
@@ -20,17 +21,29 @@ def plan(
     set_: SetOpt = None,
     name: NameOpt = None,
     local: LocalOpt = False,
-    every: AllOpt = False,
+    placement: Annotated[bool, typer.Option("--placement", help="Show which process runs where, too.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show the placement with a row for each process, not for similar ones.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every number of the plan, too.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show the placement that a recipe gives: node x process x port x GPU, and derived totals."""
-    found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).plan()
+    """Show whether a recipe fits, and what it needs.
+
+    The plan says which nodes and GPUs the run uses, how much GPU memory each role has left, how long starting and a
+    step take, and how large checkpoints are. Neither Slurm nor the files of the model are needed.
+
+    Examples:
+        primeslurm plan my.yaml
+        primeslurm plan my.yaml --set deployment.train.nodes=4 --placement
+    """
+    loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local)
     if as_json:
-        sys.stdout.write(found.to_json())
+        sys.stdout.write(loaded.plan().to_json())
     else:
         from primeslurm.cli.views.placement import show_plan
 
-        show_plan(found, every=every)
+        show_plan(loaded.plan(), loaded.recipe, placement=placement, every=every, verbose=verbose)
 
 
 def render_(
@@ -39,7 +52,11 @@ def render_(
     set_: SetOpt = None,
     name: NameOpt = None,
 ) -> None:
-    """Print the batch script, byte for byte as it would be submitted."""
+    """Print the batch script that submit sends to Slurm.
+
+    Examples:
+        primeslurm render my.yaml > job.sbatch
+    """
     sys.stdout.write(load(recipe, site=site, overrides=set_ or (), name=name).render())
 
 
@@ -51,7 +68,15 @@ def check(
     local: LocalOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
+    """Check a recipe against site, model files and Slurm.
+
+    It reports every error, blocker, warning and note that it finds, and writes nothing. A blocker refuses `submit` on
+    this machine only, for example a model that is not downloaded yet.
+
+    Examples:
+        primeslurm check my.yaml
+        primeslurm check my.yaml --local --set max_steps=10
+    """
     try:
         found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).check()
     except UsageError as error:
@@ -69,6 +94,12 @@ def check(
         raise typer.Exit(ExitCode.BAD_INPUT)
 
 
-def schema(site: bool = typer.Option(False, "--site", help="The schema of site files instead.")) -> None:
-    """Print the JSON schema of recipes, for editors."""
+def schema(site: bool = typer.Option(False, "--site", help="Print the schema of site files.")) -> None:
+    """Print the JSON schema of recipes or of site files.
+
+    Editors use it to complete and check keys.
+
+    Examples:
+        primeslurm schema > recipe.schema.json
+    """
     print_json((Site if site else Recipe).model_json_schema(by_alias=True))

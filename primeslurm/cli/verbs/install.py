@@ -30,7 +30,7 @@ def install(
     games: Annotated[bool, typer.Option("--games", help="The games of TextArena.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands, and run none.")] = False,
 ) -> None:
-    """Install what nodes need at run time, and small models.
+    """Install what nodes need at run time, or a small model.
 
     The environment has the exact versions that were tested together, and this version of primeslurm. It can be
     installed on a login node: Slurm and GPUs are not needed. Harnesses and games go into the environment of this

@@ -1,4 +1,4 @@
-"""The bad-node ledger: which nodes new jobs keep away from, and why."""
+"""The verb that lists and clears the bad-node ledger: nodes that new jobs avoid."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import typer
 
 from primeslurm.api.sites import runs_directory
 from primeslurm.api.submission import bad_nodes, forget_bad_nodes
-from primeslurm.cli.options import JsonOpt, RunsOpt
+from primeslurm.cli.options import JsonOpt, RunsOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import light_table, out
-from primeslurm.run.ledger import HOUR_S
+from primeslurm.units import duration
 
 ForgetOpt = Annotated[
     list[str] | None,
     typer.Option(
         "--forget",
-        help="Let jobs use these nodes again: a host list, for example node[001-003], or --all.",
+        help="Let new jobs use these nodes again: a host list such as node[001-003], or --all. Repeatable.",
         metavar="NODES",
         show_default=False,
     ),
@@ -27,21 +27,30 @@ ForgetOpt = Annotated[
 _EVERY = "--all"
 
 
-def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """List the nodes that failed lately, which new jobs keep away from."""
+def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, yes: YesOpt = False, as_json: JsonOpt = False) -> None:
+    """List nodes that new jobs avoid because they failed.
+
+    Examples:
+        primeslurm nodes
+        primeslurm nodes --forget node[001-003]
+    """
     directory, now = runs_directory(runs), time.time()
     hostlists = [value for value in forget or () if value != _EVERY]
+    if _EVERY in (forget or ()):
+        confirm("Let new jobs use all failed nodes again?", yes)
     for name in forget_bad_nodes(directory, hostlists, now, every=_EVERY in (forget or ())):
-        note(f"{name} may be used again")
+        note(f"new jobs may use {name} again")
     known = bad_nodes(directory, now)
     if as_json:
         print_json(msgspec.to_builtins(known))
         return
-    table = light_table("node", "why", "run", "attempt", "hours ago", "hours left")
+    table = light_table("node", "why", "run", "attempt", "failed", "avoided for")
     for entry in known:
-        ago, left = max(0.0, now - entry.time) / HOUR_S, (entry.expires - now) / HOUR_S
-        table.add_row(entry.node, entry.reason, entry.run, str(entry.attempt), f"{ago:.1f}", f"{left:.1f}")
+        ago, left = max(0.0, now - entry.time), max(0.0, entry.expires - now)
+        table.add_row(
+            entry.node, entry.reason, entry.run, str(entry.attempt), f"{duration(ago)} ago", f"{duration(left)} more"
+        )
     if known:
         out.print(table)
     else:
-        note("no node failed lately")
+        note("new jobs avoid no nodes")

@@ -8,7 +8,7 @@ import typer
 
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
-from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json, warn
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.errors import RunError
@@ -16,7 +16,12 @@ from primeslurm.run.status.run_status import RunStatus
 
 
 def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """List all runs."""
+    """List all runs.
+
+    Examples:
+        primeslurm runs
+        primeslurm runs --json
+    """
     rows = [row for run in all_runs(runs) if (row := _row(run)) is not None]
     if as_json:
         keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
@@ -44,11 +49,25 @@ def _row(run: Run) -> RunStatus | None:
 def cancel(
     run: RunArg,
     runs: RunsOpt = None,
-    now: Annotated[bool, typer.Option("--now", help="Do not wait for a last checkpoint.")] = False,
+    now: Annotated[bool, typer.Option("--now", help="Do not write a last checkpoint.")] = False,
+    yes: YesOpt = False,
+    as_json: JsonOpt = False,
 ) -> None:
-    """Write a last checkpoint, then end a run and its job. `resume` continues from the checkpoint."""
+    """Stop a run cleanly and cancel its job.
+
+    The trainer writes a last checkpoint first, unless `--now` is given. `primeslurm resume` continues from there.
+
+    Examples:
+        primeslurm cancel my-run
+        primeslurm cancel my-run --now --yes
+    """
     found = find_run(run, runs)
-    if found.cancel(now=now, if_silent=warn):
-        note(f"{run} is cancelled")
+    confirm(f"Stop {found.name}" + (" without a last checkpoint?" if now else "?"), yes)
+    cancelled = found.cancel(now=now, if_silent=warn)
+    phase = "cancelled" if cancelled else found.status(if_silent=warn).phase
+    if as_json:
+        print_json({"run": found.name, "cancelled": cancelled, "phase": phase})
+    elif cancelled:
+        note(f"{found.name} is cancelled; primeslurm resume {found.name} continues it from its last checkpoint")
     else:
-        note(f"{run} is {found.status(if_silent=warn).phase}: nothing to cancel")
+        note(f"{found.name} is {phase}: nothing to cancel")

@@ -16,13 +16,14 @@ from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.placement import show_plan
 from primeslurm.cli.views.tables import out
 from primeslurm.cli.views.verdict import show_findings
+from primeslurm.recipe import Recipe
 
-DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and script; write and submit nothing.")]
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show plan and batch script, but submit nothing.")]
 EmulateOpt = Annotated[
     bool,
-    typer.Option("--emulate", help="Run the whole job with light stand-ins for engines, trainer and environments."),
+    typer.Option("--emulate", help="Run the whole job with stand-ins for engines, trainer and environments."),
 ]
-WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
+WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run ends.")]
 
 _STARTING = "starting an embedded cluster of {spec.nodes} GPU nodes and {spec.control_nodes} control nodes"
 
@@ -38,20 +39,33 @@ def submit(
     wait: WaitOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Validate a recipe, place it, and submit it as one job."""
+    """Submit a recipe as one job, or run it on this machine.
+
+    The recipe is checked first, and nothing is submitted if the check finds an error.
+
+    Examples:
+        primeslurm submit my.yaml --dry-run
+        primeslurm submit my.yaml --name try-1 --set max_steps=10
+        primeslurm submit recipes/reverse_text.yaml --local --wait
+    """
     loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local, emulate=emulate)
     if dry_run:
-        _show_dry_run(loaded.dry_run(), as_json)
+        _show_dry_run(loaded.dry_run(), loaded.recipe, as_json)
         return
     with loaded.on_cluster(keep=not wait, starting=lambda spec: note(_STARTING.format(spec=spec))) as ready:
         _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
     if loaded.cluster is not None:
-        note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(loaded.cluster.name)}")
+        note(f"stop its cluster with: primeslurm cluster down --name {shlex.quote(loaded.cluster.name)}")
 
 
 def eval_(
-    what: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file, or a run.", show_default=False)],
-    step: Annotated[int | None, typer.Option("--step", help="Of a run. Default: its newest published policy.")] = None,
+    what: Annotated[
+        str,
+        typer.Argument(metavar="RECIPE|RUN", help="Recipe file, or name or directory of a run.", show_default=False),
+    ],
+    step: Annotated[
+        int | None, typer.Option("--step", help="Step of the run's policy. Default: the newest.", metavar="N")
+    ] = None,
     site: SiteOpt = None,
     set_: SetOpt = None,
     name: NameOpt = None,
@@ -61,16 +75,20 @@ def eval_(
     wait: WaitOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Evaluate the model of a recipe, or a policy of a run, as a job of engines and environments alone.
+    """Evaluate a model, or a policy of a run.
 
-    What is evaluated says the recipe's `evaluation`; `--set evaluation=...` says it otherwise. Results are in the
-    directory of the job's run: `primeslurm summary` and `report` show them.
+    The job has engines and environments, but no trainer. The section `evaluation` of the recipe names the environments.
+    `primeslurm summary` and `primeslurm report` show the results.
+
+    Examples:
+        primeslurm eval my.yaml
+        primeslurm eval my-run --step 200
     """
     from primeslurm.api.evaluating import load_evaluation
 
     loaded = load_evaluation(what, step=step, runs=runs, site=site, overrides=set_ or (), name=name, local=local)
     if dry_run:
-        _show_dry_run(loaded.dry_run(), as_json)
+        _show_dry_run(loaded.dry_run(), loaded.recipe, as_json)
     else:
         _announce(loaded.start(), wait, as_json)
 
@@ -81,7 +99,13 @@ def resume(
     wait: WaitOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Go on with a run that has ended, from its last committed step, as a new attempt."""
+    """Resume a run from its last checkpoint.
+
+    The run must have ended. It keeps its directory and gets a new attempt.
+
+    Examples:
+        primeslurm resume my-run
+    """
     _announce(find_run(run, runs).start_again(), wait, as_json)
 
 
@@ -107,11 +131,11 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: boo
             raise
 
 
-def _show_dry_run(found: DryRun, as_json: bool) -> None:
+def _show_dry_run(found: DryRun, recipe: Recipe, as_json: bool) -> None:
     if as_json:
         print_json({"plan": found.plan.model_dump(mode="json", by_alias=True), "script": found.script})
     else:
-        show_plan(found.plan)
+        show_plan(found.plan, recipe, placement=True)
         if found.script:
             out.print("\njob.sbatch", style="bold")
             out.print(found.script, markup=False, soft_wrap=True)

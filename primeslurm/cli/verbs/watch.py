@@ -1,7 +1,8 @@
-"""Verbs that look at a run: status, logs and summary."""
+"""Verbs that show a run: status, logs and summary."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Iterable
@@ -15,30 +16,40 @@ from rich.live import Live
 from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
-from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
-from primeslurm.cli.output import note, plain, print_json, warn
+from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.output import count, note, plain, print_json, warn
 from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
+from primeslurm.records.fleet import outcome_text
+from primeslurm.units import duration, number
 
 REFRESH_S = 1.0
-"""Between two looks at a run's status."""
+"""Interval between two queries of a run's status."""
 FOLLOW_S = 0.5
-"""Between two looks at its logs."""
+"""Interval between two reads of its logs."""
 
 
 def status(
-    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.", show_default=False)] = None,
+    run: Annotated[
+        str | None,
+        typer.Argument(help="Name or directory of a run. Default: the newest run.", metavar="RUN", show_default=False),
+    ] = None,
     runs: RunsOpt = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run has ended.")] = False,
-    processes: Annotated[bool, typer.Option("--processes", help="List every process with its node and pid.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run ends.")] = False,
+    processes: Annotated[bool, typer.Option("--processes", help="List every process with its node and PID.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show what a run is doing."""
+    """Show what a run is doing.
+
+    Examples:
+        primeslurm status
+        primeslurm status my-run --watch
+    """
     if run is None:
         known = all_runs(runs)
         if not known:
-            raise RunError(f"no runs in {runs_directory(runs)}")
+            raise RunError(f"there is no run in {runs_directory(runs)} (primeslurm submit starts one)")
         found = known[-1]
     else:
         found = find_run(run, runs)
@@ -58,60 +69,82 @@ def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
 
     Args:
         run: which run.
-        poll_s: seconds between two looks.
+        poll_s: seconds between two queries.
 
     Returns:
         The exit code of the command: 0 if the run completed.
 
     Raises:
-        ClusterError: Slurm does not answer the first look.
+        ClusterError: Slurm does not answer the first query.
     """
     looks = run.watch(poll_s=poll_s, if_silent=warn)
     current = next(looks)
-    printed = -1.0
-    with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
+    if err.is_terminal:
+        with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
+            for current in looks:
+                live.update(view(current))
+    else:
+        printed = -1.0
         for current in looks:
-            live.update(view(current))
             step = current.metrics.get("step", 0)
-            if not err.is_terminal and step != printed:
+            if step != printed:
                 printed = step
                 note(one_line(current))
-    note(f"{current.run}: {current.phase}" + (f" ({current.reason})" if current.reason else ""))
+        err.print(view(current))
+    note(f"{current.run}: {outcome_text(current.phase, current.reason)}")
     return ExitCode.DONE if current.phase == "completed" else ExitCode.FAILED
 
 
 def logs(
     run: RunArg,
-    role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,
+    role: Annotated[
+        str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.", metavar="PROCESS")
+    ] = None,
     runs: RunsOpt = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log.")] = 20,
-    attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines until the run ends.")] = False,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=0, help="Number of last lines of each log.", metavar="N")
+    ] = 20,
+    attempt: AttemptOpt = None,
+    as_json: JsonOpt = False,
 ) -> None:
-    """Print the logs of a run's processes, each line with the name of its process."""
+    """Print the logs of a run's processes.
+
+    Each line begins with the name of its process. With `--json`, each line is an object with `process` and `line`.
+
+    Examples:
+        primeslurm logs my-run
+        primeslurm logs my-run trainer-rank-0 --follow
+    """
     found = find_run(run, runs)
-    log_files(found.attempt(attempt), role, found.name)  # says what is wrong with the words
+    log_files(found.attempt(attempt), role, found.name)  # raises if there is no such log
     tail = Tail(lambda: logs_of(found.attempt(attempt), role), lines)  # a requeued job has another attempt
-    _print(tail.first())
+    _print(tail.first(), as_json)
     while follow and found.status(if_silent=warn).active:
         time.sleep(FOLLOW_S)
-        _print(tail.more())
-    _print(tail.more(ended=True))
+        _print(tail.more(), as_json)
+    _print(tail.more(ended=True), as_json)
 
 
-def _print(lines: Iterable[tuple[Path, str]]) -> None:
+def _print(lines: Iterable[tuple[Path, str]], as_json: bool) -> None:
     for path, line in lines:
-        sys.stdout.write(f"{path.stem} | {plain(line)}\n")
+        text = json.dumps({"process": path.stem, "line": line}) if as_json else f"{path.stem} | {plain(line)}"
+        sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts."""
+    """Show what a run achieved: reward or loss, staleness, speed.
+
+    Examples:
+        primeslurm summary my-run
+    """
     found = find_run(run, runs).summary()
     if as_json:
         print_json(msgspec.to_builtins(found))
         return
-    out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    time_taken = f"{count(found.steps, 'step')} in {duration(found.seconds)}"
+    out.print(f"{found.run}: {time_taken}, {count(found.attempts, 'attempt')}")
     for record in found.evaluations:
         out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
     if found.task == "eval":
@@ -119,7 +152,7 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
     if found.task == "sft":
         if found.first_loss is not None:
             out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
-        out.print(f"restarts: {found.engine_restarts}; {found.trained_tokens_per_s:.0f} trained tokens/s")
+        out.print(f"restarts: {found.engine_restarts}; {number(found.trained_tokens_per_s)} trained tokens/s")
         return
     if found.gain is not None:
         out.print(
@@ -127,12 +160,11 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         )
     if found.best is not None:
         out.print(f"best: step {found.best.step}, {found.best.metric} {found.best.value:.3f}")
-    out.print(f"rollouts of several policy versions: {found.mixed_version_rollouts}")
-    out.print(
-        f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"
-    )
+    out.print(f"rollouts that several policy versions sampled: {number(found.mixed_version_rollouts)}")
+    dropped = f"{count(found.dropped_stale, 'rollout')} dropped as too old"
+    out.print(f"staleness: at most {count(round(found.staleness_max), 'version')}; {dropped}")
     for label, failed in sorted(found.failures.items()):
         out.print(f"{label}: {failures_text(failed)}")
     if found.mismatch_kl_max is not None:
         out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
-    out.print(f"restarts: {found.engine_restarts}; {found.tokens_per_s:.0f} sampled tokens/s")
+    out.print(f"restarts: {found.engine_restarts}; {number(found.tokens_per_s)} sampled tokens/s")

@@ -1,11 +1,10 @@
-"""A run's status as a picture: for a terminal of 100 columns and 40 lines, whatever the number of nodes."""
+"""A run's status on a terminal of 80 columns and 40 lines, independent of the number of nodes."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import timedelta
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,12 +13,15 @@ from rich.text import Text
 from primeslurm.cli.output import count
 from primeslurm.records.state import FailedRollouts, Load
 from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
+from primeslurm.units import duration
 
 MAX_LINES = 8
-"""Of each list: replicas, unhealthy processes. What is well is summed up."""
+"""Longest list of replicas and of unhealthy processes. Healthy ones are summed up."""
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 
+UNRESPONSIVE = "UNRESPONSIVE"
+"""How a process is shown whose state is SILENT: it sends no heartbeat."""
 _COLOURS = {"HEALTHY": "green", "DONE": "green"} | dict.fromkeys(("STALE", "LOADING", "STARTING", "UNKNOWN"), "yellow")
 _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 _SHOWN_OF_SFT = (
@@ -42,7 +44,7 @@ _SHOWN = (
 
 
 def view(status: RunStatus) -> Group:
-    """Draw the status."""
+    """Draw the status of a run."""
     parts: list[RenderableType] = [_head(status), *_silence(status), _numbers(status)]
     parts += _hindrances(status)
     if queue := _queue(status):
@@ -60,7 +62,7 @@ def view(status: RunStatus) -> Group:
 
 
 def process_table(status: RunStatus) -> Table:
-    """List every process, if the status was read with them."""
+    """List every process. The status must have been read with its processes."""
     return _processes("process", status.processes)
 
 
@@ -72,14 +74,14 @@ def one_line(status: RunStatus) -> str:
 
 
 def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
-    """List label and value of what the newest step says, in the order shown."""
+    """List label and value of the metrics of the newest step, in the order in which they are shown."""
     shown = _SHOWN_OF_SFT if status.task == "sft" else _SHOWN
     known = [(label, status.metrics.get(key), form) for label, key, form in shown]
     return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as a row of bars, the last ones if there are many; lowest and highest value span the height."""
+    """Draw the newest values as a row of bars. The lowest and the highest value span the height."""
     shown = [value for value in values if value == value][-SPARK_WIDTH:]
     if not shown:
         return ""
@@ -87,15 +89,11 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(SPARK[int((value - low) / span * (len(SPARK) - 1))] for value in shown)
 
 
-def duration(seconds: float) -> str:
-    """Write days, hours, minutes and seconds, as 1 day, 2:03:04."""
-    return str(timedelta(seconds=round(seconds)))
-
-
 def _head(status: RunStatus) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     job = f"job {status.job_id}" if status.job_id else "no job"
-    table.add_row(Text(status.run, style="bold"), status.phase, f"attempt {status.attempt}", job, status.reason)
+    reason = status.reason.removeprefix(f"{status.phase}: ")
+    table.add_row(Text(status.run, style="bold"), status.phase, f"attempt {status.attempt}", job, reason)
     step = status.metrics.get("step", status.step or 0)
     committed = status.committed_step if status.committed_step is not None else "-"
     times = [f"elapsed {duration(status.elapsed_s)}"] if status.elapsed_s is not None else []
@@ -106,7 +104,7 @@ def _head(status: RunStatus) -> RenderableType:
 
 
 def _hindrances(status: RunStatus) -> list[RenderableType]:
-    """What the run waits for, checkpoints that were set aside, and nodes that it must not get."""
+    """What the run waits for, damaged checkpoints, and nodes that it must not get."""
     found: list[RenderableType] = []
     if status.waits_for:
         found.append(Text(f"waits for the shared file system: {status.waits_for}", style="red"))
@@ -122,7 +120,7 @@ def _hindrances(status: RunStatus) -> list[RenderableType]:
 
 
 def _silence(status: RunStatus) -> list[Text]:
-    """Say before everything else that the rest is not of this moment, and why."""
+    """Say first if the rest of the status is not current, and why."""
     if status.silence is None:
         return []
     causes = [Text(f"  {cause}", style="yellow") for cause in status.silence.causes]
@@ -149,7 +147,7 @@ def _queue(status: RunStatus) -> Text | None:
         return None
     text = f"{progress.ready_groups} groups ready, {progress.open_groups} open, "
     if progress.unscored_groups:
-        text += f"{progress.unscored_groups} at the teacher, "
+        text += f"{progress.unscored_groups} waiting for the teacher, "
     text += f"{progress.inflight} rollouts in flight"
     if len(loads := progress.rollouts_by_node.values()) > 1:
         text += f", {min(loads)} to {max(loads)} on each of {len(loads)} environment nodes"
@@ -157,22 +155,22 @@ def _queue(status: RunStatus) -> Text | None:
 
 
 def _failures(status: RunStatus) -> list[Text]:
-    """Say of each environment how many of its rollouts failed, and for what most of them."""
+    """Count the failed rollouts of each environment, with the most frequent reason."""
     failures = status.progress.failures if isinstance(status.progress, RlProgress) else {}
     return [Text(f"{label}: {failures_text(failed)}", style="yellow") for label, failed in sorted(failures.items())]
 
 
 def failures_text(failed: FailedRollouts) -> str:
-    """Tell how many rollouts of an environment failed, and for what most of them."""
+    """Count the failed rollouts of an environment, with the most frequent reason."""
     tasks = f"{count(failed.tasks_given_up, 'task')} given up" if failed.tasks_given_up else ""
     if not failed.failed:
         return f"{tasks}: {failed.reason}"
-    text = f"{count(failed.failed, 'failed rollout')}, {failed.of_reason} of them: {failed.reason}"
+    text = f"{count(failed.failed, 'failed rollout')}, {failed.of_reason} with: {failed.reason}"
     return f"{text}; {tasks}" if tasks else text
 
 
 def _evaluation(status: RunStatus) -> list[Text]:
-    """What the newest evaluation says, how far the one that runs is, and which step was the best."""
+    """The newest evaluation, the progress of the running one, and the best step."""
     found = status.progress.evaluation if isinstance(status.progress, RlProgress) else None
     if found is None:
         return []
@@ -181,7 +179,7 @@ def _evaluation(status: RunStatus) -> list[Text]:
         results = "; ".join(result.words for result in found.last.results)
         parts.append(f"step {found.last.step}: {results}")
     if found.step is not None:
-        parts.append(f"step {found.step} runs: {found.ended}/{found.total} samples")
+        parts.append(f"step {found.step} is running: {found.ended}/{found.total} samples")
     if found.best is not None:
         parts.append(f"best step {found.best.step}: {found.best.metric} {found.best.value:.3f}")
     return [Text.assemble(("evaluation ", "dim"), "  ".join(parts) or "none yet")]
@@ -190,7 +188,12 @@ def _evaluation(status: RunStatus) -> list[Text]:
 def _roles(status: RunStatus) -> Table:
     table = _table("role", "processes")
     for role, states in status.roles.items():
-        table.add_row(role, Text("  ").join(_state(f"{n} {state}", state) for state, n in states.items()))
+        table.add_row(
+            role,
+            Text("  ").join(
+                _state(f"{n} {UNRESPONSIVE if state == 'SILENT' else state}", state) for state, n in states.items()
+            ),
+        )
     return table
 
 
@@ -205,7 +208,7 @@ def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
     if len(replicas) > MAX_LINES:
         shown = [replica for replica in replicas if _ill(replica)][: MAX_LINES - 1]
         well = [replica for replica in replicas if replica not in shown]
-        table.add_row(f"{len(well)} others", "", _count(well), *_sums(well), *[_share(well)] * len(held))
+        table.add_row(f"{len(well)} healthy", "", _count(well), *_sums(well), *[_share(well)] * len(held))
     for replica in shown:
         router = _state(replica.router, replica.router)
         table.add_row(
@@ -224,7 +227,7 @@ def _count(replicas: Sequence[ReplicaStatus]) -> Text:
 
 
 def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
-    """Cells of the load columns over some replicas; `prefill/decode` where these are separate."""
+    """Cells of the load columns, summed over replicas. Separate roles are written as `prefill/decode`."""
     loads: dict[str, list[Load]] = {}
     for replica in replicas:
         for role, load in replica.loads.items():
@@ -242,7 +245,7 @@ def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
 
 
 def _share(replicas: Sequence[ReplicaStatus]) -> str:
-    """Rollouts in flight, how many may be, and what most often keeps them from being more."""
+    """Rollouts in flight, their limit, and the most frequent reason for the limit."""
     shares = [replica.share for replica in replicas if replica.share]
     if not shares:
         return ""
@@ -256,7 +259,7 @@ def _hits(loads: Sequence[Load]) -> str:
 
 
 def _unhealthy(status: RunStatus) -> Table:
-    table = _processes("not well", status.unhealthy[:MAX_LINES])
+    table = _processes("unhealthy", status.unhealthy[:MAX_LINES])
     if (more := len(status.unhealthy) - MAX_LINES) > 0:
         table.add_row(f"and {more} more", "", "", "", "")
     return table
@@ -271,10 +274,12 @@ def _processes(title: str, processes: Sequence[ProcessStatus]) -> Table:
 
 
 def _words(process: ProcessStatus) -> str:
-    """Its state; of one that is silent also for how long, and where; and since when nobody tells of it."""
+    """Its state, and for how long and in which phase an unresponsive process has sent no heartbeat."""
     if process.since:
         return f"{process.state} since {time.strftime('%H:%M:%S', time.localtime(process.since))}"
-    return process.silent.replace("silent", "SILENT", 1) if process.state == "SILENT" else process.state
+    if process.state != "SILENT":
+        return process.state
+    return process.silent.replace("silent", UNRESPONSIVE, 1) if process.silent else UNRESPONSIVE
 
 
 def _events(status: RunStatus) -> Table:

@@ -1,4 +1,4 @@
-"""Differences of two plans for a person: a line of how many there are of what, and a table."""
+"""Differences of two recipes or runs for a person: what the recipes say, what follows, and how many details differ."""
 
 from __future__ import annotations
 
@@ -7,40 +7,104 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from primeslurm.cli.output import count
+from primeslurm.api.comparing import Comparison
+from primeslurm.cli.output import count, note
 from primeslurm.cli.views.folding import fold, pattern
-from primeslurm.cli.views.tables import light_table
+from primeslurm.cli.views.placement import amount_text
+from primeslurm.cli.views.plan_verdict import resources, role_rows
+from primeslurm.cli.views.tables import light_table, out
+from primeslurm.plan.model import Plan
 from primeslurm.run.diff import Difference
+from primeslurm.units import gib, tokens
 
 LONGEST_VALUE = 80
-"""Characters of a value that are shown; `--all` shows all."""
+"""Characters of a value of a recipe that are shown; `--json` has the whole value."""
+AMOUNTS = ("trainer step, sequences of seq_len", "checkpoint", "weight update", "KV in host memory", "engine start")
+"""Amounts of a plan that are compared as results."""
 PLACES = ("node", "on")
 """Fields that say where a process runs: processes that all moved are one difference."""
 
 
+def show_comparison(a: str, b: str, found: Comparison, *, every: bool) -> None:
+    """Print how the recipes differ, then what that changes, then the number of differences in the details.
+
+    Args:
+        a: heading of the first column of values.
+        b: heading of the second.
+        found: the comparison.
+        every: print the differences in the details, too.
+    """
+    if found.recipe:
+        table = light_table("recipe", a, b)
+        table.columns[0].no_wrap = True
+        for each in found.recipe:
+            table.add_row(each.field, *(_cut(value) for value in (each.a, each.b)))
+        out.print(table)
+    if results := result_rows(found.a, found.b):
+        out.print()
+        table = light_table("result", a, b)
+        for row in results:
+            table.add_row(*row)
+        out.print(table)
+    if not found.plan:
+        return
+    out.print()
+    if every or not (found.recipe or results):
+        out.print(summary_of(found.plan))
+        out.print(difference_table(a, b, found.plan))
+    else:
+        note(f"{count(len(found.plan), 'difference')} in the job, processes and ports: --all shows them")
+
+
+def result_rows(a: Plan, b: Plan) -> list[tuple[str, str, str]]:
+    """List the results of two plans that differ, in words."""
+    one, other = _results(a), _results(b)
+    rows = [(name, one.get(name, "-"), other.get(name, "-")) for name in dict.fromkeys((*one, *other))]
+    return [row for row in rows if row[1] != row[2]]
+
+
+def _results(plan: Plan) -> dict[str, str]:
+    rows = role_rows(plan)
+    found = resources(plan, rows)
+    found |= {"routers": str(plan.totals.routers), "engines": str(plan.totals.engines)}
+    for row in rows:
+        found[f"{row.role} nodes"] = str(row.nodes)
+        if row.memory:
+            found[f"{row.role} memory"] = f"{row.memory.needed_gib:.0f} of {gib(row.memory.limit_gib)} per GPU"
+            if row.memory.kv_tokens:
+                found[f"{row.role} KV cache"] = f"{tokens(row.memory.kv_tokens)} tokens per GPU"
+    amounts = {amount.name: amount for amount in plan.estimate.amounts} if plan.estimate else {}
+    return found | {name: amount_text(amounts[name]) for name in AMOUNTS if name in amounts}
+
+
+def _cut(value: str | None) -> str:
+    if value is None:
+        return "-"
+    return value if len(value) <= LONGEST_VALUE else f"{value[: LONGEST_VALUE - 3]}..."
+
+
 def summary_of(found: Sequence[Difference]) -> str:
-    """Say how many values differ in which parts."""
+    """Say how many values differ, and in which parts."""
     parts = Counter(each.where for each in found)
     return f"{count(len(found), 'difference')}: " + ", ".join(f"{where} {number}" for where, number in parts.items())
 
 
-def difference_table(a: str, b: str, found: Sequence[Difference], *, every: bool) -> Table:
-    """Lay the differences side by side.
+def difference_table(a: str, b: str, found: Sequence[Difference]) -> Table:
+    """Lay the differences side by side. Similar ones share a row.
 
     Args:
-        a: name of the first column of values.
-        b: name of the second.
+        a: heading of the first column of values.
+        b: heading of the second.
         found: the differences.
-        every: one row each, with all members and whole values.
     """
     table = light_table("part", "field", a, b)
-    for row in (_row([each], every) for each in found) if every else (_row(group, every) for group in _alike(found)):
-        table.add_row(*row)
+    for group in _alike(found):
+        table.add_row(*_row(group))
     return table
 
 
 def _alike(found: Sequence[Difference]) -> list[list[Difference]]:
-    """Differences of which one is told: of fields that differ in numbers alone, by the same values."""
+    """Group the differences whose fields differ in numbers alone and that have the same values."""
     alike: dict[object, list[Difference]] = {}
     for each in found:
         values = [pattern(value) if value and each.field in PLACES else value for value in (each.a, each.b)]
@@ -49,17 +113,14 @@ def _alike(found: Sequence[Difference]) -> list[list[Difference]]:
     return list(alike.values())
 
 
-def _row(group: Sequence[Difference], every: bool) -> tuple[str, str, str, str]:
+def _row(group: Sequence[Difference]) -> tuple[str, str, str, str]:
     members = list(dict.fromkeys(name for each in group for name in each.members))
-    names = members if every else fold(members)
-    part = ", ".join(names) or _told([each.where for each in group], every)
+    names = fold(members)
+    part = ", ".join(names) or _folded([each.where for each in group])
     part += f" ({len(members)})" if len(members) > len(names) else ""
     one, other = ([each.a for each in group if each.a is not None], [each.b for each in group if each.b is not None])
-    return part, _told([each.field for each in group], every), _told(one, every), _told(other, every)
+    return part, _folded([each.field for each in group]), _folded(one), _folded(other)
 
 
-def _told(texts: Sequence[str], every: bool) -> str:
-    if not texts:
-        return "-"
-    text = ", ".join(fold(texts))
-    return text if every or len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+def _folded(texts: Sequence[str]) -> str:
+    return ", ".join(fold(texts)) or "-"

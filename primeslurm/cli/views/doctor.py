@@ -1,4 +1,4 @@
-"""What `primeslurm doctor` prints: the diagnosis of a run, or what is installed on which node."""
+"""What `primeslurm doctor` prints: the diagnosis of a run, or the packages that nodes have."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from primeslurm.api.submission import Installed
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import out
 from primeslurm.hostlists import compress
+from primeslurm.records.fleet import outcome_text
 from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 
 
 def show_diagnosis(found: Diagnosis) -> None:
     """Print the first failure of an attempt, what followed from it, and what helps."""
-    reason = f" ({found.reason})" if found.reason else ""
-    out.print(f"{found.run}, attempt {found.attempt}: {found.outcome}{reason}", markup=False, soft_wrap=True)
+    out.print(f"{found.run}, attempt {found.attempt}: {outcome_text(found.outcome, found.reason)}", soft_wrap=True)
     if found.first is None:
-        out.print("no failure" + (" that it did not get over by itself" if found.recovered else ""))
+        out.print("no failure" + (" from which the run did not recover" if found.recovered else ""))
     else:
         _show_first(found.first)
     if found.followed:
@@ -32,7 +32,7 @@ def show_diagnosis(found: Diagnosis) -> None:
             table.add_row(_clock(event.time), event.who, Text(event.text))
         out.print(table)
     if found.recovered:
-        _section("got over by itself")
+        _section("recovered automatically")
         for failure in found.recovered:
             out.print(f"{_clock(failure.time)}  {failure.component} {failure.how}", markup=False, soft_wrap=True)
     for problem in found.invalid:
@@ -46,7 +46,7 @@ def show_diagnosis(found: Diagnosis) -> None:
         _section("attempts")
         for line in found.attempts:
             step = f", committed step {line.committed_step}" if line.committed_step is not None else ""
-            out.print(f"{line.number}  {line.outcome}: {line.reason}{step}", markup=False, soft_wrap=True)
+            out.print(f"{line.number}  {outcome_text(line.outcome, line.reason)}{step}", markup=False, soft_wrap=True)
 
 
 def _show_first(first: ExaminedFailure) -> None:
@@ -70,13 +70,13 @@ def _section(title: str) -> None:
 
 
 def _clock(seconds: float) -> str:
-    if not seconds:  # nobody wrote it down
+    if not seconds:  # no record has the time
         return "at an unknown time"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def show_installed(found: Installed, as_json: bool) -> None:
-    """Print what nodes have, and what of it is missing or another version."""
+    """Print the packages that nodes have, and which of them are missing or have another version."""
     if as_json:
         print_json({"nodes": found.nodes, "differences": [asdict(each) for each in found.differences]})
     else:
@@ -84,7 +84,7 @@ def show_installed(found: Installed, as_json: bool) -> None:
 
 
 def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]) -> None:
-    """One row a part; nodes that have the same share a column."""
+    """Print a row for each part. Nodes that have the same parts share a column."""
     marked = {(each.node, each.part): each for each in wrong}
     columns: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
     for name, found in nodes.items():
@@ -103,3 +103,5 @@ def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]
     for each in wrong:
         locked = f", locked {each.wanted}" if each.wanted else ""
         note(f"{each.node}: {each.part} is {each.found or 'missing'}{locked}")
+    if wrong:
+        note("install the locked versions with: primeslurm install --gpu --to DIR (without GPUs: --cpu)")

@@ -1,15 +1,19 @@
-"""A plan for a person: what is asked of Slurm, totals, memory, and which process runs where."""
+"""A plan for a person: the verdict, what Slurm is asked for, memory, and which process runs where."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from primeslurm.cli.output import note
 from primeslurm.cli.views.folding import fold, pattern, ranges
+from primeslurm.cli.views.plan_verdict import show_verdict
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.cli.views.verdict import show_findings, totals
-from primeslurm.plan.memory.forecast import Estimate
+from primeslurm.plan.memory.forecast import Amount, Estimate
 from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.recipe import Recipe
+from primeslurm.units import duration, number, size
 
 
 @dataclass(frozen=True)
@@ -25,26 +29,47 @@ class PlacementRow:
     on_death: str
 
 
-def show_plan(plan: Plan, *, every: bool = False) -> None:
-    """Print groups, totals, memory and placement on stdout, and findings on stderr.
+def show_plan(
+    plan: Plan, recipe: Recipe, *, placement: bool = False, every: bool = False, verbose: bool = False
+) -> None:
+    """Print a plan on stdout, and its findings on stderr.
 
     Args:
-        plan: what is shown.
-        every: a row for each process; else those that are alike share one.
+        plan: the plan.
+        recipe: the recipe that the plan is of.
+        placement: print which process runs where, too.
+        every: give each process a row of its own; otherwise similar processes share one.
+        verbose: print everything: the job, the memory of each role and all amounts, too.
     """
-    groups = light_table("group", "nodes", "partition", "gres", "cpus", title=f"{plan.run}: {plan.layout} job")
-    for group in plan.groups:
-        groups.add_row(group.name, str(group.nodes), group.partition, group.gres or "-", str(group.cpus_per_task))
-    out.print(groups)
-    out.print(f"totals: {totals(plan)}")
-    if plan.estimate:
-        _show_estimate(plan.estimate)
-    out.print(f"run directory: {plan.run_dir}")
+    show_verdict(plan, recipe)
+    if verbose:
+        _show_job(plan)
+        out.print(f"totals: {totals(plan)}")
+        if plan.estimate:
+            _show_estimate(plan.estimate)
+        out.print(f"run directory: {plan.run_dir}", soft_wrap=True)
+    if placement or every or verbose:
+        show_placement(plan, every=every)
+    show_findings(plan)
+    if not (placement or every or verbose):
+        note("--placement shows which process runs where, --verbose shows every number")
+
+
+def show_placement(plan: Plan, *, every: bool = False) -> None:
+    """Print which process runs where."""
     table = light_table("node", "role", "process", "ports", "GPUs", "on death", title="placement")
+    for column in (table.columns[1], table.columns[4]):
+        column.no_wrap = True
     for row in every_row(plan.nodes) if every else folded_rows(plan.nodes):
         table.add_row(row.nodes, row.role, row.process, row.ports, row.gpus, row.on_death)
     out.print(table)
-    show_findings(plan)
+
+
+def _show_job(plan: Plan) -> None:
+    groups = light_table("group", "nodes", "partition", "gres", "cpus", title=f"{plan.layout} job")
+    for group in plan.groups:
+        groups.add_row(group.name, str(group.nodes), group.partition, group.gres or "-", str(group.cpus_per_task))
+    out.print(groups)
 
 
 def every_row(nodes: Iterable[Node]) -> list[PlacementRow]:
@@ -110,22 +135,34 @@ def _on_death(process: Process) -> str:
 
 
 def _show_estimate(estimate: Estimate) -> None:
-    """The memory of each role, and amounts of the whole run, on stdout."""
+    """Print the memory of each role and the amounts of the whole run on stdout."""
     if estimate.roles:
-        columns = ("role", "use", "limit", "free", "KV tokens", "sequences at once")
-        title = "memory of one GPU, GiB (estimate; free for KV is its cache; sequences at once: longest, typical)"
-        table = light_table(*columns, title=title)
+        table = light_table("role", "use", "limit", "free", title="memory of one GPU, GiB")
         for role in estimate.roles:
-            engines = role.kv_bytes_per_token > 0
+            parts = ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size and name != "KV")
             table.add_row(
-                role.role,
-                ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size and name != "KV"),
-                f"{role.limit_gib:g} of {role.gpu_gib:g} ({role.gpu})",
-                f"{role.free_gib:g}",
-                f"{role.kv_tokens} x {role.kv_bytes_per_token} B" if engines else "-",
-                f"{role.longest:g}, {role.typical:g}" if engines else "-",
+                role.role, parts, f"{role.limit_gib:g} of {role.gpu_gib:g} ({role.gpu})", f"{role.free_gib:g}"
             )
         out.print(table)
+    if engines := [role for role in estimate.roles if role.kv_bytes_per_token]:
+        table = light_table("role", "tokens per GPU", "bytes per token", "longest", "typical", title="KV cache")
+        for role in engines:
+            numbers = (role.kv_tokens, role.kv_bytes_per_token, role.longest, role.typical)
+            table.add_row(role.role, *map(number, numbers))
+        out.print(table)
+        out.print("longest, typical: sequences of seq_len, and of a quarter of it, that all engines hold at once")
     for amount in estimate.amounts:
-        out.print(f"{amount.name}: {amount.value:g} {amount.unit} ({amount.how})")
-    out.print(f"model: {estimate.source}", soft_wrap=True)
+        out.print(f"{amount.name}: {amount_text(amount)} ({amount.how})")
+    out.print(f"model: {estimate.source}")
+
+
+def amount_text(amount: Amount) -> str:
+    """Write an amount with a unit that suits its size."""
+    if amount.unit == "s":
+        return duration(amount.value)
+    unit, _, per = amount.unit.partition(" ")
+    if unit == "GB":
+        return f"{size(amount.value * 1e9)} {per}".rstrip()
+    if amount.unit == "h":
+        return f"{number(amount.value)} h"
+    return f"{amount.value:,g} {amount.unit}"

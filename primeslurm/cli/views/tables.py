@@ -1,4 +1,4 @@
-"""What is printed in colours and columns. Separate from plain output, as rich takes long to import."""
+"""Output in colours and columns. It is separate from plain output because rich takes long to import."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rich.table import Table
 from primeslurm.cli.output import plain
 
 PIPE_COLUMNS = 240
-"""Width of what goes to no terminal: a name that is broken into two lines is found by no grep."""
+"""Width of output that goes to no terminal: grep finds no name that is broken into two lines."""
 
 
 class PlainConsole(Console):
-    """A Console on which texts control neither the terminal nor colours: `[red]` in an error is no markup."""
+    """A console on which texts cannot control the terminal or colours: `[red]` in an error is no markup."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **options)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render; what rich itself uses to control the terminal stays."""
+        """Render, and keep only the control characters that rich itself writes."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=plain(segment.text))
 
@@ -34,9 +34,16 @@ out = PlainConsole(soft_wrap=False, width=PIPE_COLUMNS if _piped else None)
 err = PlainConsole(stderr=True, soft_wrap=True)
 
 
-def light_table(*columns: str, title: str | None = None) -> Table:
-    """Make a table without lines, which leaves 80 columns to what it says."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+def light_table(*columns: str, title: str | None = None, indent: int = 0) -> Table:
+    """Make a table without lines, which leaves more of 80 columns to the cells.
+
+    Args:
+        columns: headings.
+        title: heading of the table.
+        indent: spaces before each cell; the space between two columns is always 2.
+    """
+    padding = (0, 2 - indent, 0, indent) if indent else (0, 2, 0, 0)
+    table = Table(title=title, title_justify="left", box=None, padding=padding)
     for column in columns:
         table.add_column(column, overflow="fold")
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primeslurm import units
 from primeslurm.plan.memory.forecast import Amount
 from primeslurm.recipe import Recipe
 
@@ -46,5 +47,6 @@ def buffered_amount(recipe: Recipe, routed_bytes: int, encoded_bytes: int, typic
     size = per_token * rollouts * recipe.seq_len
     if recipe.orchestrator.rollout_transport == "zmq":
         size += encoded_bytes * TRAINED_BATCHES * recipe.orchestrator.batch_size * recipe.seq_len
-    how = f"{rollouts} of seq_len x {per_token} B; {size / typical / 1e9:.1f} if 1/{typical} of that"
+    how = f"{rollouts} rollouts of seq_len, {per_token} bytes per token; "
+    how += f"{units.size(size / typical)} if they have 1/{typical} of it"
     return Amount(name=BUFFERED, value=round(size / 1e9, 1), unit="GB", how=how)

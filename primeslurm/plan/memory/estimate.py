@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from primeslurm import units
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
@@ -233,7 +234,7 @@ def _moved_state(recipe: Recipe, train: ResourceRequest, trained: int) -> Amount
     own = trained // (train.nodes * train.gpus // recipe.trainer.parallelism.dp_replicate)
     moved = own * STATE_BYTES[recipe.trainer.optimizer.type]
     seconds = moving_state(moved, train.gpus)
-    how = f"to each GPU and back, beside the updates: {seconds:.1f} s at a step's end"
+    how = f"to each GPU and back, during the update: {units.duration(seconds)} at the end of a step"
     return Amount(name="optimizer state moved", value=round(moved / 1e9, 1), unit="GB per step", how=how)
 
 
@@ -242,10 +243,11 @@ _LENGTHS = ("trainer step, sequences of seq_len", "trainer step, of a quarter of
 
 def _step(time: StepTime, name: str) -> Amount:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.parts.items())
-    how = [f"{parts}: +-{SPREAD * 100:.0f} %"]
-    if time.network >= 0.05:
-        how.append(f"between nodes {time.network:.1f}, not measured: {time.longest:.0f} s if none of it is hidden")
-    return Amount(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how))
+    how = [f"{parts} s, within {SPREAD:.0%}"]
+    if time.network < 0.05:
+        return Amount(name=name, value=round(time.shortest, 1), unit="s", how=how[0])
+    how.append(f"network {time.network:.1f} s, not measured: {units.duration(time.longest)} if it is not overlapped")
+    return Amount(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how), most=round(time.longest, 1))
 
 
 def _line_rate(site: Site, request: ResourceRequest) -> float | None:
@@ -287,7 +289,7 @@ def _sending(
     taken = max((share for _, share in shares), default=0.0)
     seconds = max(sent, taken) * 8 / (gbps * 1e9 * LINE_SHARE)
     speed = f"{LINE_SHARE:.0%} of {gbps:g} Gbit/s"
-    how = f"{sent / 1e9:.1f} GB from a trainer GPU, {taken / 1e9:.1f} GB to an engine GPU, at {speed}"
+    how = f"{units.size(sent)} from a trainer GPU, {units.size(taken)} to an engine GPU, at {speed}"
     return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
 
 
@@ -314,8 +316,8 @@ def _batch_files(recipe: Recipe, site: Site, shape: ModelShape) -> list[Amount]:
     per_token = BATCH_BYTES + _routed_bytes(recipe, shape)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size / 1e9
     speed, steps = site.network.storage_gbytes_per_s, min(recipe.checkpoint.interval, recipe.max_steps)
-    how = f"{per_token} bytes a token; written in {batch / speed:.1f} s at {speed:g} GB/s, "
-    how += f"and kept until the commit: {batch * steps:.1f} GB after {steps} steps"
+    how = f"{per_token} bytes per token; written in {units.duration(batch / speed)} at {speed:g} GB/s, "
+    how += f"and kept until the commit: {units.size(batch * steps * 1e9)} after {steps} steps"
     return [Amount(name="batch files", value=round(batch, 1), unit="GB per step", how=how)]
 
 
@@ -327,10 +329,10 @@ def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShap
         return []
     layout = engine_layout(recipe, "engine", 1, shape)
     pools = sum(request.nodes for request in holders)
-    how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} nodes, shared"
+    how = f"{units.gib(offload.cpu.bytes / GIB)} of each of {pools} nodes, shared"
     if isinstance(offload, NativeOffload):
         pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
-        how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} engines, its own"
+        how = f"{units.gib(offload.cpu.bytes / GIB)} of each of {pools} engines, its own"
     tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(shape, layout) * layout.tp)
     return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
 

@@ -40,6 +40,8 @@ class Amount(Section):
     value: float
     unit: str
     how: str
+    most: float | None = None
+    """Upper bound, where `value` is a lower bound."""
 
 
 class Estimate(Section):

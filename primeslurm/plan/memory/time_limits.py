@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
+from primeslurm import units
 from primeslurm.families.registry import family_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
@@ -76,9 +77,9 @@ def _trainer_loading(
 
 def _limit(name: str, given: int | None, base: int, size: float, site: Site) -> Amount:
     if given is not None:
-        return Amount(name=name, value=given, unit="s", how="at most, as the recipe says")
+        return Amount(name=name, value=given, unit="s", how="time limit of the recipe")
     speed = SLOW * site.network.storage_gbytes_per_s * 1e9
-    how = f"at most: {base} s, and {size / 1e9:.1f} GB of a node at {speed / 1e9:g} GB/s"
+    how = f"time limit: {units.duration(base)}, and {units.size(size)} per node at {speed / 1e9:g} GB/s"
     return Amount(name=name, value=base + 60 * math.ceil(size / speed / 60), unit="s", how=how)
 
 

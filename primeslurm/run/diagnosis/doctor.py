@@ -13,6 +13,7 @@ from primeslurm import files
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
+from primeslurm.records.fleet import outcome_text
 from primeslurm.records.job_output import of_start, srun_error, telling
 from primeslurm.records.recipe import RunRecipe
 from primeslurm.records.state import OrchestratorState
@@ -236,7 +237,7 @@ def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reaso
     at = end.time if end else _last_time(happened)
     if not at and (job := attempt.job()):
         at = job.submitted_at
-    return Failure(at, (end.suspect if end else "") or "job", "", end.reason if end else f"{outcome}: {reason}")
+    return Failure(at, (end.suspect if end else "") or "job", "", end.reason if end else outcome_text(outcome, reason))
 
 
 def _together(found: Sequence[Failure]) -> list[Failure]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.attempt import LockRecord
 from primeslurm.records.evaluation import EvaluationRecord
+from primeslurm.records.fleet import outcome_text
 from primeslurm.records.metrics import EVALUATION, Row
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -19,6 +20,7 @@ from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.run_status import JobQuery, RunStatus, read_status
 from primeslurm.run.status.summary import Summary, summarise
 from primeslurm.templating import environment
+from primeslurm.units import duration, number
 
 MAX_EVENTS = 200
 BAR_WIDTH, BAR_LEFT, BAR_HEIGHT = 1140, 90, 30
@@ -80,14 +82,14 @@ _CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...], bool], ...] = (
     ("Loss", "per token", (("loss", "trainer/loss"),), False),
     ("Entropy", "nats per token", (("entropy", "trainer/entropy"),), False),
     ("Gradient norm", "", (("before clipping", "trainer/grad_norm"),), False),
-    ("Rollout length", "tokens", (("sampled", "rollouts/sampled_mean"), ("whole", "rollouts/length_mean")), False),
+    ("Rollout length", "tokens", (("sampled", "rollouts/sampled_mean"), ("total", "rollouts/length_mean")), False),
 )
 _ROLES = ("engine", "prefill", "decode")
 _ENGINE_CHARTS = (
     ("KV cache in use", "share", "kv_usage_mean"),
     ("Waiting requests", "requests", "waiting_mean"),
     ("Running requests", "requests", "running_mean"),
-    ("Prefix cache", "share of prompt tokens found", "prefix_hit_rate"),
+    ("Prefix cache", "share of prompt tokens from the cache", "prefix_hit_rate"),
 )
 
 
@@ -151,9 +153,10 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     plan = run.latest().plan()
     told = [(attempt, notable(attempt_events(attempt))) for attempt in run.attempts()]
     templates = environment(autoescape=True)
-    templates.filters["clock"] = _clock
+    templates.filters |= {"clock": _clock, "duration": duration}
     return templates.get_template("report.html.j2").render(
         status=status,
+        outcome=outcome_text(status.phase, status.reason),
         numbers=_numbers(status, summary, plan),
         invalid=problems(steps, dropped_of(run.latest()), run.recipe().batch_size),
         charts=all_charts(steps) + evaluation_charts(summary.evaluations),
@@ -199,13 +202,13 @@ def _numbers(status: RunStatus, summary: Summary, plan: Plan) -> list[tuple[str,
         ("reward, first → last steps", reward),
         ("loss, first → last steps", loss),
         ("largest staleness", f"{summary.staleness_max:.0f} versions"),
-        ("dropped as too old", f"{summary.dropped_stale} rollouts"),
+        ("dropped as too old", f"{number(summary.dropped_stale)} rollouts"),
         ("largest KL, same policy", kl),
-        ("sampled", f"{summary.tokens_per_s:.0f} tokens/s"),
-        ("trained", f"{summary.trained_tokens_per_s:.0f} tokens/s"),
+        ("sampled", f"{number(summary.tokens_per_s)} tokens/s"),
+        ("trained", f"{number(summary.trained_tokens_per_s)} tokens/s"),
         ("attempts", str(summary.attempts)),
         ("restarts in place", str(summary.engine_restarts)),
-        ("time", _hours(summary.seconds)),
+        ("time", duration(summary.seconds)),
         ("nodes", f"{plan.totals.nodes} ({plan.totals.inference_nodes} inference)"),
         ("GPUs", f"{plan.totals.gpus} ({plan.totals.trainer_gpus} trainer)"),
     ]
@@ -234,7 +237,7 @@ def _timeline(told: Sequence[tuple[Attempt, list[EventText]]], now: float) -> Ti
     for i, (attempt, start, stop, events) in enumerate(spans):
         record = attempt.end()
         outcome = record.outcome if record else "running"
-        title = f"attempt {attempt.number}: {outcome}" + (f", {record.reason}" if record and record.reason else "")
+        title = f"attempt {attempt.number}: {outcome_text(outcome, record.reason if record else '')}"
         marks = [Mark(x(event.time), f"{event.who} {event.text}", event.level) for event in events[-MAX_EVENTS:]]
         label, width = f"attempt {attempt.number}", max(2.0, x(stop) - x(start))
         bars.append(Bar(label, x(start), width, 8.0 + i * BAR_HEIGHT, outcome, title, marks))
@@ -283,12 +286,6 @@ def _lock(lock: LockRecord) -> list[tuple[str, str]]:
         "plan_hash": lock.plan_hash,
     }
     return [(name, text) for name, text in {**named, **lock.packages}.items() if text]
-
-
-def _hours(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
 
 
 def _clock(seconds: float) -> str:

@@ -85,7 +85,8 @@ class Cluster:
         state = directory / _STATE
         if not state.is_file():
             why = "holds no embedded cluster"
-            raise UsageError([Violation("directory", str(directory), why, "primeslurm cluster up starts one")])
+            fix = "`primeslurm cluster up` starts one; name the --directory of one that was started with it"
+            raise UsageError([Violation("directory", str(directory), why, fix)])
         try:
             record = msgspec.convert(read_json(state), ClusterRecord, dec_hook=lambda kind, value: kind(value))
         except msgspec.ValidationError as error:

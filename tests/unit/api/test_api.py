@@ -138,7 +138,7 @@ def test_commands_that_only_look_end_well_without_slurm_and_model(place: Path) -
     assert shown.code == 0, shown.err
     assert "blocked: model.path: org/none: no such directory" in shown.err
     assert f"note: {NO_SLURM}" in shown.err
-    assert "totals: 3 nodes" in shown.out and "#SBATCH hetjob" in shown.out
+    assert "2 GPU nodes" in shown.out and "#SBATCH hetjob" in shown.out
     assert command("render", "r.yaml", cwd=place, path=place).code == 0
     planned = command("plan", "r.yaml", cwd=place, path=place)
     assert planned.code == 0 and "blocked: model.path: org/none" in planned.err

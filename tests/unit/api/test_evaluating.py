@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.evaluating import load_evaluation
-from primeslurm.errors import UsageError
+from primeslurm.errors import RunError, UsageError
 from primeslurm.files import write_json
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.wire.weight_transfer import filesystem
@@ -74,8 +74,10 @@ def test_a_policy_that_is_not_there_is_refused_with_the_way_to_get_it(run: Path)
 def test_what_is_wrong_is_said(tmp_path: Path, recipe: Path) -> None:
     with pytest.raises(UsageError, match="--step = 3: is of runs"):
         load_evaluation(str(recipe), step=3, local=True)
-    with pytest.raises(UsageError, match="no such run"):
+    with pytest.raises(RunError, match="there is no run"):
         load_evaluation(str(tmp_path / "nothing"), local=True)
+    with pytest.raises(UsageError, match=r"nothing\.yaml: cannot be read"):
+        load_evaluation(str(tmp_path / "nothing.yaml"), local=True)
     with pytest.raises(UsageError, match="evaluation: task eval needs this section"):
         load_evaluation(str(recipe), overrides=["evaluation=null"], local=True)
 

@@ -83,7 +83,7 @@ def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(pla
 
 def test_plan_prints_memory_and_amounts_and_keeps_them_in_the_plan(place: Path) -> None:
     write(place, FITS)
-    shown = primeslurm("plan", "r.yaml", cwd=place)
+    shown = primeslurm("plan", "r.yaml", "--verbose", cwd=place)
     for text in ("memory of one GPU", "KV tokens", "GPU-hours", "parameters: 743.91 billion", "model: catalog: "):
         assert text in shown.out
     estimate = Plan.model_validate_json(primeslurm("plan", "r.yaml", "--json", cwd=place).out).estimate

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 
 from primeslurm.api.logs import Tail
 from primeslurm.api.runs import Run
 from primeslurm.api.submission import Submitted
+from primeslurm.cli.options import confirm
 from primeslurm.cli.verbs import watch
 from primeslurm.cli.verbs.submit import _announce
 from primeslurm.cli.verbs.watch import watch_until_done
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import outcome_text
 from primeslurm.run.directory import RunDirectory
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
@@ -60,7 +64,7 @@ def test_status_as_json_is_the_whole_status(place: Path) -> None:
 def test_watching_a_run_that_has_ended_ends_at_once(place: Path) -> None:
     result = primeslurm("status", "older", "--watch", cwd=place)
     assert result.code == 0
-    assert "older: completed (all steps done)" in result.err
+    assert result.err.splitlines()[-1] == "older: completed: all steps done"
 
 
 def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_resumable(
@@ -185,7 +189,7 @@ def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
 
 def test_a_name_that_no_file_can_have_is_no_run(place: Path) -> None:
     result = primeslurm("summary", "x" * 300, cwd=place)
-    assert result.code == 2 and "no such run in" in result.err
+    assert result.code == 4 and "there is no run xxx" in result.err
 
 
 def test_json_has_null_for_what_is_no_number(place: Path) -> None:
@@ -196,7 +200,7 @@ def test_json_has_null_for_what_is_no_number(place: Path) -> None:
 
 def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
     result = primeslurm("status", cwd=tmp_path)
-    assert (result.code, result.err) == (4, "error: no runs in runs\n")
+    assert (result.code, result.err) == (4, "error: there is no run in runs (primeslurm submit starts one)\n")
 
 
 @pytest.mark.parametrize("continues", [True, False])
@@ -212,3 +216,39 @@ def test_who_interrupts_the_wait_is_told_how_to_end_the_run(
         _announce(Submitted(plan, 1, "5"), wait=True, as_json=False, continues=continues)
     said = f"newer continues; to end it with a last checkpoint: primeslurm cancel {plan.run_dir}"
     assert (said in capsys.readouterr().err.replace("\n", " ")) is continues
+
+
+def test_verbs_that_act_print_json_for_scripts(place: Path) -> None:
+    cancelled = primeslurm("cancel", "older", "--yes", "--json", cwd=place)
+    assert json.loads(cancelled.out) == {"run": "older", "cancelled": False, "phase": "completed"}
+    logs = primeslurm("logs", "older", "trainer", "-n", "1", "--json", cwd=place)
+    assert json.loads(logs.out) == {"process": "trainer-rank-0", "line": "third"}
+    report = primeslurm("report", "older", "-o", "page.html", "--json", cwd=place)
+    assert json.loads(report.out) == {"file": "page.html"} and (place / "page.html").exists()
+    nodes = primeslurm("nodes", "--forget", "--all", "--yes", "--json", cwd=place)
+    assert json.loads(nodes.out) == []
+
+
+@pytest.mark.parametrize(
+    ("terminal", "yes", "asked"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_only_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, terminal: bool, yes: bool, asked: bool) -> None:
+    questions: list[str] = []
+    monkeypatch.setattr(typer, "confirm", lambda question, **_: questions.append(question))
+    for stream in ("stdin", "stderr"):
+        monkeypatch.setattr(sys, stream, SimpleNamespace(isatty=lambda: terminal))
+    confirm("Stop it?", yes)
+    assert questions == (["Stop it?"] if asked else [])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "text"),
+    [
+        ("preempted", "preempted: Slurm cancels the job", "preempted: Slurm cancels the job"),
+        ("preempted", "Slurm requeued the job", "preempted: Slurm requeued the job"),
+        ("cancelled", "cancelled by the user", "cancelled by the user"),
+        ("running", "", "running"),
+    ],
+)
+def test_an_outcome_is_named_once(outcome: str, reason: str, text: str) -> None:
+    assert outcome_text(outcome, reason) == text

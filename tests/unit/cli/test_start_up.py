@@ -90,11 +90,11 @@ def test_what_is_said_of_plugins_of_pydantic_is_the_users_again(
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_is_shown_with_the_first_paragraph_of_its_own_help(verb: str) -> None:
-    module, _, name = VERBS[verb][0].partition(":")
+def test_a_verb_is_shown_with_the_first_line_of_its_own_help(verb: str) -> None:
+    module, _, name = VERBS[verb].place.partition(":")
     found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), name)
     text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
-    assert text.split("\n\n")[0].replace("\n", " ") == VERBS[verb][1]
+    assert text.split("\n\n")[0] == VERBS[verb].help
     assert load_verb(verb).get_short_help_str(1000)
 
 

@@ -482,8 +482,8 @@ def test_a_step_is_printed_with_its_parts_and_its_error(path: str, recurrences: 
     train = {"deployment": {"train": {"nodes": 2}}, "seq_len": 131072, "orchestrator": {"batch_size": 256}}
     (step,) = (one for one in explained(model={"path": path}, **train) if one.name.endswith("sequences of seq_len"))
     assert re.fullmatch(
-        rf"products [\d.]+(, [a-z ]+ [\d.]+)*{recurrences}(, [a-z ]+ [\d.]+)*: \+-8 %; "
-        r"between nodes [\d.]+, not measured: \d+ s if .*",
+        rf"products [\d.]+(, [a-z ]+ [\d.]+)*{recurrences}(, [a-z ]+ [\d.]+)* s, within 8%; "
+        r"network [\d.]+ s, not measured: .* if it is not overlapped",
         step.how,
     )
 

@@ -15,7 +15,6 @@ PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
 MOST = 15
 LARGER = {
     "api": "one module for each thing that a command does",
-    "api": "one module for each thing that a command does",
     "families": "one module for each family",
     "trainer/models": "one module for each family",
     "recipe/sections": "one module for each section",

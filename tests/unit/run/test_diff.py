@@ -9,14 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
+from primeslurm.api.loading import load
+from primeslurm.api.planning import plan_of
 from primeslurm.files import write_json
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
-from primeslurm.run.diff import NOT_COMPARED, Difference, diff, options
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.diff import NOT_COMPARED, Difference, diff, options, recipe_diff
+from primeslurm.run.directory import RunDirectory, create
 from tests.support.cli import primeslurm
+from tests.support.golden import assert_golden
 from tests.support.recipes import recipe_data, site
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def plan_with(name: str = "r", **changes: Any) -> Plan:
@@ -97,7 +102,10 @@ def test_recipes_and_runs_can_be_mixed(place: Path) -> None:
     assert (primeslurm("diff", "a.yaml", "a.yaml", cwd=place).code) == 0
     result = primeslurm("diff", "a.yaml", "b.yaml", "--json", cwd=place)
     assert result.code == 1, result.err
-    assert [(each["where"], each["field"], each["b"]) for each in json.loads(result.out)] == [("job", "qos", "high")]
+    assert [(each["where"], each["field"], each["b"]) for each in json.loads(result.out)] == [
+        ("recipe", "slurm.qos", "high"),
+        ("job", "qos", "high"),
+    ]
     plan = Plan.model_validate_json(primeslurm("plan", "b.yaml", "--json", cwd=place).out)
     run = RunDirectory(place / "runs" / "started")
     run.attempt(1).prepare(plan)
@@ -109,4 +117,48 @@ def test_recipes_and_runs_can_be_mixed(place: Path) -> None:
 
 def test_something_else_is_bad_input(place: Path) -> None:
     result = primeslurm("diff", "a.yaml", "nothing", cwd=place)
-    assert result.code == 2 and "RUN = nothing: no such run" in result.err
+    assert result.code == 4 and "there is no run nothing in" in result.err
+
+
+def test_fields_of_recipes_are_compared_by_path() -> None:
+    one = {
+        "name": "a",
+        "seq_len": 8,
+        "deployment": {"inference": {"type": "multi_node", "nodes": 2, "spares": None}},
+        "environments": [{"id": "x", "workers": 1}],
+        "trainer": {"loss": {"type": "dppo", "clip": 0.2}},
+    }
+    other = {
+        "name": "b",
+        "seq_len": 16,
+        "deployment": {"inference": {"type": "single_node", "gpus": 4, "spares": None}},
+        "environments": [{"id": "x", "workers": 2}],
+        "trainer": {"loss": {"type": "dppo", "clip": 0.3}},
+    }
+    assert [(each.where, each.field, each.a, each.b) for each in recipe_diff(one, other)] == [
+        ("recipe", "seq_len", "8", "16"),
+        ("recipe", "deployment.inference", "{type: multi_node, nodes: 2}", "{type: single_node, gpus: 4}"),
+        ("recipe", "environments.0.workers", "1", "2"),
+        ("recipe", "trainer.loss.clip", "0.2", "0.3"),
+    ]
+    assert recipe_diff(one, one) == []
+
+
+def test_a_run_is_compared_with_the_recipe_that_it_was_made_of(place: Path) -> None:
+    loaded = load(place / "a.yaml", site=place / "site.yaml")
+    planned = plan_of(loaded.recipe, loaded.site, loaded.files, local=False)  # type: ignore[arg-type]
+    create(planned.recipe, planned.plan.model_copy(update={"run_dir": str(place / "runs" / "a")}), place / "a.yaml")
+    (place / "c.yaml").write_text("extends: a.yaml\nmax_steps: 9\n")
+    result = primeslurm("diff", str(place / "runs" / "a"), "c.yaml", cwd=place)
+    assert result.code == 1 and result.out.splitlines()[1].split() == ["max_steps", "4", "9"]
+
+
+@pytest.mark.parametrize("words", [(), ("--all",)], ids=["short", "all"])
+def test_diff_of_ready_recipes_begins_with_the_recipes(words: tuple[str, ...]) -> None:
+    sides = ("recipes/glm5_pd.yaml", "recipes/glm5_r3.yaml")
+    shown = primeslurm("diff", *sides, "--site", "sites/h200.yaml", *words, cwd=ROOT, columns=80)
+    assert shown.code == 1
+    if words:
+        assert "differences: run" in shown.out and "prefill-r0-" in shown.out and shown.err == ""
+    else:
+        assert_golden("cli/diff.txt", shown.out + shown.err)

@@ -74,7 +74,7 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     runs.mkdir()
     nothing = primeslurm("nodes", "--runs", runs, cwd=tmp_path)
-    assert (nothing.code, nothing.out) == (0, "") and "no node failed lately" in nothing.err
+    assert (nothing.code, nothing.out) == (0, "") and "new jobs avoid no nodes" in nothing.err
     now = time.time()
     for node in ("gpu-01", "gpu-02"):
         Ledger(runs).record(node, "silent", "demo", 2, now=now, hours=24)

@@ -1,0 +1,210 @@
+"""The beginning of `primeslurm plan`: does the run fit, what does it use, how long do its parts take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from primeslurm.cli.output import count
+from primeslurm.cli.views.tables import light_table, out
+from primeslurm.plan.memory.estimate import TYPICAL
+from primeslurm.plan.memory.forecast import Amount, RoleMemory
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.units import duration, gib, number, size, tokens
+
+TIGHT = 0.9
+"""Share of its limit from which on a role may run out of memory, by the accuracy of the estimate."""
+LABELS = 10
+"""Width of the labels before lines, and of the names of roles."""
+ROLES = {"trainer": "train", "engine": "inference", "prefill": "prefill", "decode": "decode", "teacher": "teacher"}
+"""Roles of processes that compute, and the names of their rows."""
+
+
+@dataclass(frozen=True)
+class RoleRow:
+    """What one role uses."""
+
+    role: str
+    nodes: int
+    processes: int
+    gpus: int
+    memory: RoleMemory | None
+    """None if it is not estimated."""
+
+    @property
+    def free_gib(self) -> float:
+        """Memory of a GPU that is neither needed nor, for engines, the KV cache."""
+        return self.memory.free_gib if self.memory else 0.0
+
+    @property
+    def meaning(self) -> str:
+        """What the free memory means."""
+        if self.memory is None:
+            return "memory not estimated"
+        if self.free_gib <= 0:
+            return "does not fit"
+        if self.memory.kv_tokens:
+            return f"{tokens(self.memory.kv_tokens)} KV tokens per GPU"
+        return "may not fit" if self.memory.needed_gib > TIGHT * self.memory.limit_gib else "fits"
+
+
+def show_verdict(plan: Plan, recipe: Recipe) -> None:
+    """Print the verdict, what the run uses, a row for each role, and how long parts take, on stdout.
+
+    Args:
+        plan: the plan.
+        recipe: the recipe that the plan is of.
+    """
+    rows = role_rows(plan)
+    out.print(Text.assemble((f"{plan.run}: {verdict(plan, rows)}", "bold")))
+    out.print(_lines(resources(plan, rows)))
+    if rows:
+        out.print(_table(rows, on_gpus=plan.device == "cuda"))
+    out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_start(plan), **_saving(plan, recipe)}))
+
+
+def verdict(plan: Plan, rows: list[RoleRow]) -> str:
+    """Say in one line whether the run fits, and whether it can be submitted from here."""
+    errors = sum(finding.level == "error" for finding in plan.findings)
+    blocked = sum(finding.level == "blocked" for finding in plan.findings)
+    meanings = [row.meaning for row in rows]
+    if "does not fit" in meanings:
+        text = "does not fit"
+    elif errors:
+        text = "cannot run"
+    elif "may not fit" in meanings:
+        text = "may not fit"
+    elif plan.device != "cuda":
+        text = "can run on CPUs (memory is not estimated)"
+    else:
+        text = "can run (memory is not estimated)" if "memory not estimated" in meanings else "fits"
+    if errors:
+        return f"{text} ({count(errors, 'error')})"
+    return f"{text}, but {count(blocked, 'blocker')} must be removed before you submit it" if blocked else text
+
+
+def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
+    """Write which nodes and GPUs the run uses, and for how long at most."""
+    gpus = len({place for row_gpus in _gpus_by_role(plan).values() for place in row_gpus})
+    if plan.executor == "local":
+        on_gpus = f", {count(gpus, 'GPU')}" if plan.device == "cuda" else ""
+        return {"nodes": f"this machine, as {count(plan.totals.nodes, 'node')}{on_gpus}"}
+    if plan.device == "cuda":
+        kinds = sorted({row.memory.gpu.upper() for row in rows if row.memory})
+        with_gpus = sum(group.nodes for group in plan.groups if group.asked_gres)
+        nodes = [(with_gpus, f"{count(with_gpus, 'GPU node')} ({gpus} {'/'.join(kinds) or 'GPUs'})")]
+        nodes += [(plan.allocated - with_gpus, count(plan.allocated - with_gpus, "CPU node"))]
+        parts = [text for number_of_nodes, text in nodes if number_of_nodes]
+    else:
+        parts = [count(plan.allocated, "node")]
+    if plan.totals.spares:
+        parts.append(f"including {count(plan.totals.spares, 'spare')}")
+    limit = minutes(plan.job.time)
+    hours = f"at most {number(gpus * limit / 60)} GPU-hours, " if plan.device == "cuda" else ""
+    return {"nodes": ", ".join(parts), "time": f"{hours}time limit {duration(limit * 60)}"}
+
+
+def role_rows(plan: Plan) -> list[RoleRow]:
+    """List the roles that compute, in the order of `ROLES`."""
+    memory = {role.role: role for role in plan.estimate.roles} if plan.estimate else {}
+    gpus = _gpus_by_role(plan)
+    rows = []
+    for role, name in ROLES.items():
+        processes = [process for process in plan.processes() if process.role == role]
+        if processes:
+            nodes = {process.node for process in processes}
+            rows.append(RoleRow(name, len(nodes), len(processes), len(gpus[role]), memory.get(name)))
+    return rows
+
+
+def _gpus_by_role(plan: Plan) -> dict[str, set[tuple[int, int]]]:
+    """Node and index of each GPU that processes of a role use."""
+    return {
+        role: {(process.node, gpu) for process in plan.processes() if process.role == role for gpu in process.gpus}
+        for role in ROLES
+    }
+
+
+def _table(rows: list[RoleRow], *, on_gpus: bool) -> Table:
+    estimated = any(row.memory for row in rows)
+    memory = ["memory per GPU", "headroom", ""] if estimated else []
+    table = light_table("role", "nodes", "GPUs" if on_gpus else "processes", *memory, indent=2)
+    table.columns[0].width = LABELS
+    for column in table.columns[1:3]:
+        column.justify = "right"
+    for row in rows:
+        cells = [row.role, str(row.nodes), str(row.gpus if on_gpus else row.processes)]
+        if row.memory:
+            used = f"{row.memory.needed_gib:.0f} of {gib(row.memory.limit_gib)}"
+            cells += [used, gib(row.free_gib), row.meaning]
+        elif estimated:
+            cells += ["-", "-", row.meaning]
+        table.add_row(*cells)
+    return table
+
+
+def _in_flight(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """How many sequences the KV caches hold at once: those of decode engines, or of engines that also prefill."""
+    holders = [role for role in plan.estimate.roles if role.longest] if plan.estimate else []
+    role = next((role for role in holders if role.role in ("decode", "inference")), None)
+    if role is None:
+        return {}
+    longest, typical = tokens(recipe.max_len), tokens(recipe.max_len / TYPICAL)
+    many = f"{number(role.longest)} sequences of {longest} tokens, or {number(role.typical)} of {typical}"
+    return {"in flight": f"KV cache for {many}"}
+
+
+def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """The duration of a training step for sequences from a quarter of `seq_len` to `seq_len`."""
+    if plan.task == "rl":
+        what = count(recipe.orchestrator.batch_size, "rollout")
+    elif plan.task == "sft" and recipe.sft is not None:
+        what = count(recipe.sft.batch_size, "sequence")
+    else:
+        return {}
+    amounts = plan.estimate.amounts if plan.estimate else ()
+    steps = [amount for amount in amounts if amount.name.startswith("trainer step")]
+    if not steps:
+        return {"step": f"{what} of at most {tokens(recipe.seq_len)} tokens"}
+    times = " to ".join(dict.fromkeys(duration(value) for value in sorted(amount.value for amount in steps)))
+    text = f"{times} for {what} of {tokens(recipe.seq_len / TYPICAL)} to {tokens(recipe.seq_len)} tokens"
+    most = max((amount.most for amount in steps if amount.most), default=None)
+    return {"step": f"{text}; {duration(most)} if the network is not overlapped" if most else text}
+
+
+def _start(plan: Plan) -> dict[str, str]:
+    """The longest start-up that the time limits allow."""
+    names = {"engine start": "engines", "trainer loading": "trainer"}
+    limits = {words: _amount(plan, name) for name, words in names.items()}
+    parts = [f"{words} at most {duration(limit.value)}" for words, limit in limits.items() if limit]
+    return {"start-up": ", ".join(parts)} if parts else {}
+
+
+def _saving(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """Size and interval of checkpoints, and the duration of a weight update."""
+    if plan.task not in ("rl", "sft"):
+        return {}
+    saved, update = _amount(plan, "checkpoint"), _amount(plan, "weight update")
+    each = f"{size(saved.value * 1e9)} " if saved and saved.value else ""
+    interval = count(min(recipe.checkpoint.interval, recipe.max_steps), "step")
+    lines = {"checkpoint": f"{each}every {interval}, the newest {recipe.checkpoint.keep} are kept"}
+    return {**lines, "weights": f"an update of the engines takes {duration(update.value)}"} if update else lines
+
+
+def _amount(plan: Plan, name: str) -> Amount | None:
+    amounts = plan.estimate.amounts if plan.estimate else ()
+    return next((amount for amount in amounts if amount.name == name), None)
+
+
+def _lines(lines: dict[str, str]) -> Table:
+    """Put a label before each line, and indent what does not fit the terminal."""
+    table = light_table("", "", indent=2)
+    table.show_header = False
+    table.columns[0].width = LABELS
+    for label, text in lines.items():
+        table.add_row(label, text)
+    return table

@@ -1,0 +1,77 @@
+"""What `plan` says first, as a person sees it on a terminal of 80 columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.cli.views.plan_verdict import RoleRow, resources, role_rows, verdict
+from primeslurm.plan.memory.forecast import RoleMemory
+from primeslurm.plan.model import Finding
+from primeslurm.plan.planner import derive
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from tests.support.cli import primeslurm
+from tests.support.golden import assert_golden
+from tests.support.recipes import model_dir, recipe_data, site, write_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+READY = ["glm5_pd", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_sft", "glm5_serve"]
+
+
+@pytest.fixture(autouse=True)
+def no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Hugging Face cache that is empty."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_recipe_has_the_verdict_of_the_golden_file(name: str) -> None:
+    shown = primeslurm("plan", f"recipes/{name}.yaml", "--site", "sites/h200.yaml", cwd=ROOT, columns=80)
+    assert shown.code == 0
+    assert_golden(f"cli/plan-{name}.txt", shown.out)
+
+
+def test_a_recipe_that_does_not_fit_says_so_first() -> None:
+    words = ("--set", "deployment.train.nodes=3")
+    shown = primeslurm("plan", "recipes/glm5_pd.yaml", "--site", "sites/h200.yaml", *words, cwd=ROOT, columns=80)
+    assert shown.out.startswith("glm5-pd: does not fit (1 error)\n")
+
+
+def test_a_run_on_cpus_has_a_verdict_without_memory(tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text(
+        yaml.safe_dump(site(device="cpu", runs="runs").model_dump(mode="json", by_alias=True))
+    )
+    write_recipe(tmp_path / "r.yaml", model={"path": str(model_dir(tmp_path))})
+    shown = primeslurm("plan", "r.yaml", cwd=tmp_path, columns=80)
+    assert shown.code == 0, shown.err
+    assert_golden("cli/plan-cpu.txt", shown.out)
+
+
+def test_local_runs_use_this_machine(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml"))
+    plan = derive(recipe, site(device="cpu", nodes={"default": {"gpus": 32}}), tmp_path / "run", local=True)
+    assert resources(plan, role_rows(plan)) == {"nodes": "this machine, as 3 nodes"}
+
+
+MEMORY: dict[str, Any] = {"role": "train", "gpu": "h200", "gpu_gib": 140.0, "limit_gib": 140.0, "parts": {}}
+
+
+@pytest.mark.parametrize(
+    ("needed", "levels", "text"),
+    [
+        (100.0, [], "fits"),
+        (100.0, ["warning", "note"], "fits"),
+        (100.0, ["blocked", "blocked"], "fits, but 2 blockers must be removed before you submit it"),
+        (130.0, ["warning"], "may not fit"),
+        (150.0, ["error"], "does not fit (1 error)"),
+        (100.0, ["error", "blocked"], "cannot run (1 error)"),
+    ],
+)
+def test_the_verdict_names_what_prevents_the_run(needed: float, levels: list[Any], text: str, tmp_path: Path) -> None:
+    plan = derive(load_recipe(write_recipe(tmp_path / "r.yaml", **recipe_data())), site(), tmp_path / "run")
+    findings = tuple(Finding(level=level, field="x", text="y") for level in levels)
+    row = RoleRow("train", 1, 8, 8, RoleMemory(needed_gib=needed, **MEMORY))
+    assert verdict(plan.model_copy(update={"findings": findings}), [row]) == text
