@@ -42,9 +42,10 @@ asks for more and mark it as blocked. `submit` refuses it, and `submit --emulate
 
 {_families()}
 
-With `model.impl: auto` or `hf`, the trainer uses the implementation of transformers for any other causal language model.
-It excludes models with Mamba or linear attention layers, because their state would leak between packed documents. To
-train such a model on images, the model must [read images as Qwen2-VL does](../how-to/data.md#images).
+With `model.impl: auto` or `hf`, the trainer uses the implementation of transformers for any other causal language
+model. It excludes models with Mamba or linear attention layers, because their state would leak between packed
+documents. To train such a model on images, the model must [read images as Qwen2-VL
+does](../how-to/data.md#images).
 """
     texts = {"recipe.md": recipe, "site.md": site, "compatibility.md": compatibility}
     return {REFERENCE / name: text.rstrip() + "\n" for name, text in texts.items()}
