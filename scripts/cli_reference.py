@@ -10,7 +10,9 @@ import typer
 from primeslurm.cli.lazy_verbs import EXAMPLES, GROUPS, load_verb
 from primeslurm.errors import EXIT_CODES
 
-INTRODUCTION = """Results are printed on stdout, and prose on stderr. With `--json`, stdout is one JSON document. `logs`
+INTRODUCTION = """This page lists every command, its options and its exit codes.
+
+Results are printed on stdout, and prose on stderr. With `--json`, stdout is one JSON document. `logs`
 prints one per line. An error is JSON, too:
 `{"error": ..., "exit_code": ..., "violations": [{"field", "value", "why", "fix"}]}`.
 
@@ -21,13 +23,9 @@ Colours are used on a terminal only, and not if `NO_COLOR` is set. Output that g
 and options in your shell."""
 
 
-def cli_reference(written: str) -> str:
-    """Return the page.
-
-    Args:
-        written: sentence that says how the page is made.
-    """
-    lines = ["# Command-line reference", "", written, "", INTRODUCTION, ""]
+def cli_reference() -> str:
+    """Return the page."""
+    lines = ["# Command line", "", INTRODUCTION, ""]
     for group, verbs in GROUPS.items():
         lines += [f"| {group} | |", "|---|---|"]
         lines += [f"| [`{name}`](#{name}) | {verb.help} |" for name, verb in verbs.items()] + [""]

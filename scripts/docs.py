@@ -48,7 +48,7 @@ model. It excludes models with Mamba or linear attention layers, because their s
 documents. To train such a model on images, the model must [read images as Qwen2-VL
 does](../how-to/data.md#images).
 """
-    texts = {"recipe.md": recipe, "site.md": site, "compatibility.md": compatibility, "cli.md": cli_reference(WRITTEN)}
+    texts = {"recipe.md": recipe, "site.md": site, "compatibility.md": compatibility, "cli.md": cli_reference()}
     return {REFERENCE / name: text.rstrip() + "\n" for name, text in texts.items()}
 
 
