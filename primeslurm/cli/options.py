@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
-RecipeArg = Annotated[Path, typer.Argument(help="Recipe file, or the name of a ready recipe.", metavar="RECIPE", show_default=False)]
+RecipeArg = Annotated[
+    Path, typer.Argument(help="Recipe file, or the name of a ready recipe.", metavar="RECIPE", show_default=False)
+]
 SetOpt = Annotated[
     list[str] | None,
     typer.Option(
