@@ -9,6 +9,9 @@ from typing import Annotated
 import typer
 
 RecipeArg = Annotated[
+    Path,
+    typer.Argument(help="Recipe file, or the name of a ready recipe.", metavar="RECIPE", show_default=False),
+]
     Path, typer.Argument(help="Recipe file, or the name of a ready recipe.", metavar="RECIPE", show_default=False)
 ]
 SetOpt = Annotated[
