@@ -12,8 +12,6 @@ RecipeArg = Annotated[
     Path,
     typer.Argument(help="Recipe file, or the name of a ready recipe.", metavar="RECIPE", show_default=False),
 ]
-    Path, typer.Argument(help="Recipe file, or the name of a ready recipe.", metavar="RECIPE", show_default=False)
-]
 SetOpt = Annotated[
     list[str] | None,
     typer.Option(
