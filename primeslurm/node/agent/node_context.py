@@ -78,7 +78,7 @@ class NodeContext:
             OSError: one cannot be written.
         """
         for name, text in files.items():
-            (Path(self._values["tmp"]) / name).write_text(text)
+            (Path(self._values["tmp"]) / name).write_bytes(text.encode(errors="surrogateescape"))
 
     def _resolved(self, text: str, key: str) -> str:
         return resolve(text, "", Addresses(hosts={}, ports={}), {**self._values, "key": key})

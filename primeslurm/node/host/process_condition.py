@@ -33,7 +33,7 @@ def condition_of(pid: int, proc: Path = Path("/proc")) -> Condition:
 
 def _condition(directory: Path) -> Condition:
     try:
-        lines = (directory / "status").read_text().splitlines()
+        lines = (directory / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         state, tracer = fields["State"].split()[0], int(fields["TracerPid"])
     except (OSError, ValueError, KeyError, IndexError):

@@ -91,8 +91,9 @@ def _maps(pid: int) -> set[Inode]:
     """
     try:
         device = DIRECTORY.stat().st_dev
-        wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
-        fields = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
+        # Bytes: names of files need be no text.
+        fields = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_bytes().split(b"\n") if line)
         return {int(field[4]) for field in fields if field[3] == wanted}
     except OSError:
         return set()

@@ -159,7 +159,7 @@ def parse(directory: Path, index: int, config: HarborLocalConfig, runtime: str) 
     return HarborLocalData(
         idx=index,
         name=about.get("task", {}).get("name", directory.name),
-        prompt=(directory / "instruction.md").read_text().strip(),
+        prompt=(directory / "instruction.md").read_text(encoding="utf-8").strip(),
         image=image.image,
         workdir=environment.get("workdir") or image.workdir,
         timeout=TaskTimeout() if config.ignore_timeouts else TaskTimeout(**timeouts),

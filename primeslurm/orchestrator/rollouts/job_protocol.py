@@ -217,6 +217,15 @@ def shortened(error: str) -> str:
     return error if len(error) <= LONGEST_ERROR else f"{error[:half]} [...] {error[-half:]}"
 
 
+def in_words(error: BaseException) -> str:
+    """Write an error as its type and message, shortened. Half of a surrogate pair, as models write it, is escaped."""
+    try:
+        message = str(error)
+    except Exception:  # of an environment's own class
+        message = "it cannot be shown"
+    return shortened(f"{type(error).__name__}: {message}").encode(errors="backslashreplace").decode()
+
+
 def encode_result(job: str, sequences: Sequence[Rollout]) -> list[Frame]:
     """Encode a finished job as wire frames.
 
@@ -245,13 +254,13 @@ def decode_sequences(result: Result, frames: Sequence[Any]) -> tuple[Rollout, ..
     return tuple(Rollout.decode(frames[end - count : end]) for end, count in zip(ends, result.frames, strict=True))
 
 
-def give_notice(environment: str, number: int, address: str, error: str) -> None:
+def give_notice(environment: str, number: int, address: str, error: BaseException) -> None:
     """Tell the orchestrator that this worker cannot begin to serve its environment, and why."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         secret.present(socket)
         socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
         socket.connect(address)
-        socket.send_multipart(cut([msgspec.msgpack.encode(Unusable(environment, number, shortened(error)))]))
+        socket.send_multipart(cut([msgspec.msgpack.encode(Unusable(environment, number, in_words(error)))]))
 
 
 class JobRunner:
@@ -413,8 +422,7 @@ class JobRunner:
                 raise
             if not isinstance(error, RolloutError):
                 log.exception("job %s", job.id)
-            text = shortened(f"{type(error).__name__}: {error}")
-            failed = Result(job.id, error=text, cause=_cause(error))
+            failed = Result(job.id, error=in_words(error), cause=_cause(error))
             return [msgspec.msgpack.encode(failed)], False
 
 

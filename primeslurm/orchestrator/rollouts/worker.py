@@ -238,8 +238,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     except (Exception, SystemExit) as error:
         if worker is None or not worker.serves:
-            words = f"{type(error).__name__}: {error}"
-            job_protocol.give_notice(environment.label, options.worker, options.orchestrator, words)
+            job_protocol.give_notice(environment.label, options.worker, options.orchestrator, error)
         raise
 
 

@@ -398,7 +398,9 @@ class OrchestratorLink:
                 parts = chunk(result, request.offset if isinstance(request, GetBatch) else 0)
                 answer, rest = Answer("batch"), await self._loaded(parts)
         except Exception as error:
-            answer = Answer("error", f"{type(error).__name__}: {error}")
+            # Names of files in it need be no text, and msgpack takes nothing else.
+            words = f"{type(error).__name__}: {error}".encode(errors="backslashreplace").decode()
+            answer = Answer("error", words)
         self.sent_bytes += sum(len(frame) for frame in rest)
         identity = self._asking.pop(raw)
         await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer), *rest], copy=False)

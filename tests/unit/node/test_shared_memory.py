@@ -53,6 +53,19 @@ def killed(process: subprocess.Popen[str]) -> SharedMemory:
     return memory
 
 
+def test_a_process_that_maps_a_file_whose_name_is_no_text_is_looked_at(name: Path, tmp_path: Path) -> None:
+    """Any process of the user may have such a file, and all are looked at before anything is removed."""
+    other = start(MAP, os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
+    process = start(MAP, str(name))
+    try:
+        assert mapped_by([other.pid]) == {other.pid: set()}
+        memory = killed(process)
+        assert memory.unlink() and not name.exists()
+    finally:
+        os.killpg(other.pid, signal.SIGKILL)
+        other.wait()
+
+
 def test_a_killed_process_leaves_nothing(name: Path) -> None:
     process = start(MAP, str(name))
     memory = killed(process)

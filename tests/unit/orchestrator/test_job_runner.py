@@ -60,6 +60,13 @@ class Panic(BaseException):
     """As a panic of a Rust library arrives in Python."""
 
 
+class Unspeakable(Exception):
+    """Its message cannot be made."""
+
+    def __str__(self) -> str:
+        return str(Unspeakable())
+
+
 def cancel_this_task() -> None:
     task = asyncio.current_task()
     assert task is not None
@@ -75,8 +82,11 @@ def cancel_this_task() -> None:
         (Panic("called `Option::unwrap()` on a `None` value"), "Panic: called"),
         (BaseExceptionGroup("several", [Panic("a"), ValueError("b")]), "BaseExceptionGroup: several"),
         (cancel_this_task, "CancelledError: "),
+        (ValueError("the model said \ud83d"), "ValueError: the model said \\ud83d"),
+        (RolloutError("\udcff" * 20_000), "RolloutError: \\udcff"),
+        (Unspeakable(), "Unspeakable: it cannot be shown"),
     ],
-    ids=["cancelled", "exit", "interrupt", "panic", "group", "cancels its task"],
+    ids=["cancelled", "exit", "interrupt", "panic", "group", "cancels its task", "half a pair", "bytes", "unspeakable"],
 )
 async def test_whatever_a_rollout_raises_makes_it_a_failed_one(error: Any, words: str, address: str) -> None:
     """A job that ended without a result would be dispatched again without limit."""

@@ -231,11 +231,11 @@ def job(name: str) -> Job:
 
 async def test_a_worker_that_cannot_begin_says_why(peers: Peers) -> None:
     serving = asyncio.create_task(peers.workers.serve())
-    await asyncio.to_thread(give_notice, "e", 3, peers.address, "ToolsetError: no index")
+    await asyncio.to_thread(give_notice, "e", 3, peers.address, ImportError("no index \ud83d"))
     while not peers.unusable:
         await asyncio.sleep(0.01)
     serving.cancel()
-    assert peers.unusable == [("e", 3, "ToolsetError: no index")] and not peers.workers.environments
+    assert peers.unusable == [("e", 3, "ImportError: no index \\ud83d")] and not peers.workers.environments
 
 
 async def test_jobs_go_to_the_least_loaded_worker(peers: Peers) -> None:

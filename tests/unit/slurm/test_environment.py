@@ -33,6 +33,9 @@ FOREIGN = {
     "OMPI_COMM_WORLD_SIZE": "8",
     "PMI_RANK": "1",
     "PRIMESLURM_NODES": "n1,n2",
+    "_SLURM_SPANK_OPTION_pyxis_container_image": "ubuntu",
+    "MV2_COMM_WORLD_RANK": "3",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
 OWN = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "token", "WANDB_API_KEY": "k", "MY_SLURM_ID": "1"}
 

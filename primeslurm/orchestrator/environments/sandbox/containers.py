@@ -131,11 +131,12 @@ class _MarkedApptainer(_Scripted, OwnDisk):
     def _file_of(self, hidden: Mapping[str, str]) -> Path:
         """Write variables where a shell reads them, once, for as long as the instance is there."""
         assert self._dir is not None
-        text = "".join(f"{name}={shlex.quote(value)}\n" for name, value in hidden.items())
-        path = self._dir / f"{hashlib.sha256(text.encode()).hexdigest()}.env"
+        # os.fsencode: values may have bytes that are no text.
+        content = os.fsencode("".join(f"{name}={shlex.quote(value)}\n" for name, value in hidden.items()))
+        path = self._dir / f"{hashlib.sha256(content).hexdigest()}.env"
         if not path.exists():
             path.touch(0o600)
-            path.write_text(text)
+            path.write_bytes(content)
         return path
 
 

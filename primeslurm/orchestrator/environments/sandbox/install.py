@@ -67,5 +67,5 @@ class TrustedRuntime(unprotected.SubprocessRuntime):  # type: ignore[misc]
         assert self.workdir is not None
         path = self.workdir.resolve() / ".program.py"
         if not path.exists():
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
         return [python, str(path)]

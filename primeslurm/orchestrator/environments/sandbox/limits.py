@@ -139,18 +139,23 @@ def _parents() -> dict[str, Path]:
     return found
 
 
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file of the kernel. Names of directories in it may be in any encoding."""
+    return os.fsdecode(Path(path).read_bytes()).split("\n")[:-1]
+
+
 def _own() -> Iterator[tuple[tuple[str, ...], Path]]:
     """This process's groups: controllers that may matter, and the directory."""
     mounts: dict[str, Path] = {}
     with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
+        for line in _lines("/proc/self/mounts"):
             _, place, kind, options, *_ = line.split()
             for controller in ("memory", "pids", "cpu"):
                 if kind == "cgroup" and controller in options.split(","):
                     mounts.setdefault(controller, Path(place))
             if kind == "cgroup2":
                 mounts.setdefault("", Path(place))
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
+        for line in _lines("/proc/self/cgroup"):
             _, names, path = line.split(":", 2)
             for name in names.split(","):
                 if name in mounts and path.startswith("/") and ".." not in path:

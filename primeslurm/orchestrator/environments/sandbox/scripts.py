@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import os
 import re
 import sys
 import tomllib
@@ -130,7 +131,9 @@ def _installed(place: Path) -> tuple[dict[str, str], str]:
     directories = [str(path) for path in place.glob("lib/python3*/site-packages")]
     if place != Path(sys.prefix):
         settings = dict(
-            line.split(" = ", 1) for line in (place / "pyvenv.cfg").read_text().splitlines() if " = " in line
+            line.split(" = ", 1)
+            for line in os.fsdecode((place / "pyvenv.cfg").read_bytes()).splitlines()
+            if " = " in line
         )
         version = settings.get("version_info", settings.get("version", version))
     elif not (place / "pyvenv.cfg").is_file():

@@ -37,7 +37,8 @@ def uses(first: Collection[int]) -> dict[int, Use]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+                # Bytes: a program may have a name that is no text, and would be skipped with all that it has started.
+                fields = (entry / "stat").read_bytes().rsplit(b")", 1)[1].split()
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
                 sizes[int(entry.name)] = int(fields[17]), int(fields[21]) * _PAGE
     return {pid: _sum(pid, children, sizes) for pid in first}
@@ -58,8 +59,8 @@ def proportional(use: Use) -> int:
     total = 0
     for pid in use.pids:
         with contextlib.suppress(OSError, StopIteration, ValueError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+            total += int(next(line for line in lines if line.startswith(b"Pss:")).split()[1]) * 1024
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
