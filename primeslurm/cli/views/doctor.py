@@ -103,3 +103,5 @@ def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]
     for each in wrong:
         locked = f", locked {each.wanted}" if each.wanted else ""
         note(f"{each.node}: {each.part} is {each.found or 'missing'}{locked}")
+    if any(each.found is None and each.part == "torch" for each in wrong):
+        note("`primeslurm install --gpu --to DIR` (or --cpu) installs what nodes need; --help says more")
