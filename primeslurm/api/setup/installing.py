@@ -186,9 +186,8 @@ def model(name: str, directory: Path | None = None) -> Installation:
         raise UsageError([Violation("--to", str(target), "is neither empty nor a model", "choose a new directory")])
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("transformers") is None:
         why = "is converted with torch and transformers, which this environment lacks"
-        raise UsageError(
-            [Violation("--model", name, why, "run DIR/bin/primeslurm of `primeslurm install --cpu --to DIR`")]
-        )
+        fix = f"`primeslurm install --cpu --to DIR` (or --gpu), then DIR/bin/primeslurm install --model {name}"
+        raise UsageError([Violation("--model", name, why, fix)])
     packages, part = target.with_name("packages"), target.with_name(f"{target.name}.part")
     script = shipped("scripts") / "models" / f"{name}.py"
     steps = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -91,3 +92,11 @@ def test_it_holds_what_a_checkout_ships(installed: Path) -> None:
         assert there and not [path for path in there if "__pycache__" in path.parts]
     # What only a checkout can use is not in it.
     assert not (installed / "tests").exists() and not (installed / "benchmarks").exists()
+
+
+def test_links_of_its_description_are_absolute(installed: Path) -> None:
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    text = metadata.read_text()
+    links = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"""(?:src|href)="([^"]+)""", text)
+    assert len(links) > 5 and [link for link in links if not link.startswith(("https://", "http://", "#"))] == []
+    assert "Project-URL: Repository, https://github.com/primeslurm/primeslurm" in text
