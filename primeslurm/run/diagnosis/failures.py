@@ -123,7 +123,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
         case EnvironmentFails(environment=environment, error=error):
             return Failure(at, f"environment {environment}", "", f"fails every time: {error}")
         case Stalled(suspect=suspect, error=error):
-            why = error or f"no finished rollout and no new policy for {duration(event.seconds)}"
+            why = error or f"no finished rollout and no new policy for {duration(event.seconds or 0)}"
             return Failure(at, suspect, "", f"no progress: {why}")
         case _:
             return None
