@@ -246,30 +246,6 @@ def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
     )
 
 
-OF_RUNS: dict[str, tuple[str, ...]] = {
-    "status": (),
-    "logs": (),
-    "summary": (),
-    "doctor": (),
-    "cancel": (),
-    "resume": (),
-    "report": (),
-    "eval": (),
-    "diff": ("other",),
-    "attach": ("trainer",),
-    "export": ("model",),
-}
-"""Verbs that take a run, and what they need besides."""
-
-
-@pytest.mark.parametrize("verb", OF_RUNS)
-def test_verbs_over_a_run_that_does_not_exist_name_the_nearest(place: Path, verb: str) -> None:
-    (place / "runs" / "other").mkdir(parents=True)
-    (place / "runs" / "other" / "lock.json").write_text("{}")
-    result = primeslurm(verb, "othr", *OF_RUNS[verb], cwd=place)
-    assert (result.code, result.err) == (4, f"error: there is no run othr in {place}/runs (did you mean other?)\n")
-
-
 @pytest.mark.parametrize(
     "words", [["plan", "--json"], ["check", "r.yaml", "--jsno", "--json"], ["plna", "r.yaml", "--json"]]
 )
