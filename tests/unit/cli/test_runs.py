@@ -98,6 +98,12 @@ def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_r
 def test_runs_lists_all(place: Path) -> None:
     rows = json.loads(primeslurm("runs", "--json", cwd=place).out)
     assert [(row["run"], row["phase"]) for row in rows] == [("older", "completed"), ("newer", "completed")]
+    lines = primeslurm("runs", cwd=place, columns=80).out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["run", "phase", "attempt", "job", "step", "committed"],
+        ["older", "completed", "1", "999999", "4/4", "-"],
+        ["newer", "completed", "1", "999999", "4/4", "-"],
+    ]
     assert "newer" in primeslurm("runs", cwd=place).out
 
 
