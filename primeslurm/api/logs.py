@@ -35,7 +35,7 @@ def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
     if not logs:
         raise RunError(f"no process of attempt {attempt.number} of {run} has a log")
     valid = sorted({log.parent.name for log in logs} | {log.stem for log in logs})
-    raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
+    raise UsageError([Violation("PROCESS", str(role), "no such log", suggestion(str(role), valid))])
 
 
 def logs_of(attempt: Attempt, role: str | None) -> list[Path]:

@@ -259,7 +259,7 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
             why = f"; {UNFINISHED}: remove it" if was_never_submitted(directory.path) else ""
             raise RunError(f"{directory.path} is damaged: it has no lock.json{why}")
     nearest = suggestion(str(name), [run.name for run in all_runs(root)])
-    raise RunError(f"there is no run {name} in {root}" + (f" ({nearest})" if nearest else ""))
+    raise RunError(f"there is no run {name} in {root.absolute()}" + (f" ({nearest})" if nearest else ""))
 
 
 def all_runs(runs: str | Path | None = None) -> list[Run]:

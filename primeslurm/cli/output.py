@@ -1,4 +1,4 @@
-"""Results go to stdout, prose to stderr; errors become one message and an exit code."""
+"""Results go to stdout and prose to stderr. Errors become one message and an exit code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u20
 
 
 def plain(text: str) -> str:
-    """Return a text without what would control a terminal: rollouts, engines and nodes may have written it."""
+    """Return a text without characters that control a terminal: rollouts, engines or nodes may have written it."""
     return _CONTROL.sub("", text)
 
 
 def print_json(value: Any) -> None:
-    """Print one JSON document on stdout. JSON has no word for numbers that are not finite: they become null."""
+    """Print one JSON document on stdout. Numbers that are not finite become null."""
     sys.stdout.write(json.dumps(_finite(value), indent=2) + "\n")
 
 
@@ -44,7 +44,7 @@ def note(text: str) -> None:
 
 
 def warn(error: PrimeslurmError) -> None:
-    """Say what went wrong and is got over."""
+    """Print an error that does not end the command as a warning."""
     note(f"warning: {error}")
 
 
@@ -55,7 +55,7 @@ def report_json(error: PrimeslurmError) -> None:
 
 
 def report(error: PrimeslurmError) -> None:
-    """Print an error as one message on stderr, all its violations below one another."""
+    """Print an error as one message on stderr, with a line for each violation."""
     lines = [str(v) for v in error.violations] if isinstance(error, UsageError) else str(error).splitlines()
     if len(lines) == 1:
         note(f"error: {lines[0]}")

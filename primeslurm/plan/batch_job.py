@@ -21,6 +21,7 @@ from primeslurm.recipe.sections.slurm import (
     Pyxis,
     Submission,
 )
+from primeslurm.units import duration
 from primeslurm.wire.transport import secret
 
 _MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")
@@ -259,4 +260,4 @@ def _time_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
     shortest = 60 * minutes(asked.time_min or limit)
     if lead >= shortest:
         fix = f"nearest: {max(shortest // 2, 0)}"
-        yield Violation("slurm.checkpoint_signal_s", str(lead), f"the job only runs for {shortest} s", fix)
+        yield Violation("slurm.checkpoint_signal_s", str(lead), f"the job only runs for {duration(shortest)}", fix)

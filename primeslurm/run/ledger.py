@@ -17,6 +17,7 @@ from primeslurm import files
 from primeslurm.files import write_json
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.records.reading import find_record
+from primeslurm.units import duration
 
 DIRECTORY = ".bad-nodes"
 FIELD = "bad nodes"
@@ -36,9 +37,9 @@ class BadNode(msgspec.Struct, frozen=True):
     """From then on the node is used again."""
 
 
-def hours_ago(entry: BadNode, now: float) -> float:
-    """Return how many hours ago a node failed; 0 if the clock of this machine says that it will."""
-    return max(0.0, now - entry.time) / HOUR_S
+def seconds_ago(entry: BadNode, now: float) -> float:
+    """Return how many seconds ago a node failed; 0 if the clocks of two machines differ."""
+    return max(0.0, now - entry.time)
 
 
 class Ledger:
@@ -118,7 +119,7 @@ def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence
         Finding(
             level="note",
             field=FIELD,
-            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {hours_ago(entry, now):.1f} h ago)",
+            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {duration(seconds_ago(entry, now))} ago)",
             fix=f"primeslurm nodes --forget {entry.node}",
         )
         for entry in bad

@@ -38,7 +38,7 @@ def test_up_status_down(cluster: Cluster, tmp_path: Path) -> None:
     end([daemon for daemon in broken.daemons if daemon.name == "typed-n001"], grace_s=5)
     text = run.invoke(app, ["status", *where], catch_exceptions=False)
     assert text.exit_code == 1
-    assert "not up; ended: typed-n001" in text.stdout
+    assert "not up; not running: typed-n001" in text.stdout
     with pytest.raises(UsageError, match="not fully up"):
         run.invoke(app, ["up", *options], catch_exceptions=False)
 

@@ -19,7 +19,7 @@ def attach(
     run: RunArg,
     target: Annotated[
         str,
-        typer.Argument(help="Role, process or node, for example decode-r0-3.", metavar="PROCESS", show_default=False),
+        typer.Argument(help="Role, process or node, for example decode-r0-3.", metavar="TARGET", show_default=False),
     ],
     command: Annotated[
         list[str] | None,

@@ -22,9 +22,7 @@ def plan(
     name: NameOpt = None,
     local: LocalOpt = False,
     placement: Annotated[bool, typer.Option("--placement", help="Show which process runs where, too.")] = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="Show the placement with a row for each process, not for similar ones.")
-    ] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show the placement with one row per process.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show every number of the plan, too.")] = False,
     as_json: JsonOpt = False,
 ) -> None:

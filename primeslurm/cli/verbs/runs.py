@@ -32,13 +32,14 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
         return
     table = light_table("run", "phase", "attempt", "job", "step", "committed")
     for row in rows:
-        step = f"{row.step if row.step is not None else '-'}/{row.max_steps}"
-        table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", step, str(row.committed_step or "-"))
+        steps = f"{row.metrics.get('step', row.step or 0)}/{row.max_steps}"
+        committed = "-" if row.committed_step is None else str(row.committed_step)
+        table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", steps, committed)
     out.print(table)
 
 
 def _row(run: Run) -> RunStatus | None:
-    """The status of one of many: what is wrong with it does not hide the others."""
+    """The status of a run; None if the run is damaged, which a warning says. The other runs are listed."""
     try:
         return run.status(if_silent=warn)
     except RunError as error:

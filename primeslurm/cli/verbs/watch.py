@@ -49,7 +49,7 @@ def status(
     if run is None:
         known = all_runs(runs)
         if not known:
-            raise RunError(f"there is no run in {runs_directory(runs)} (primeslurm submit starts one)")
+            raise RunError(f"there is no run in {runs_directory(runs).absolute()} (primeslurm submit starts one)")
         found = known[-1]
     else:
         found = find_run(run, runs)

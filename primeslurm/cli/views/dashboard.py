@@ -28,7 +28,7 @@ _SHOWN_OF_SFT = (
     ("loss", "trainer/loss", ".4f"),
     ("gradient norm", "trainer/grad_norm", ".3f"),
     ("lr", "trainer/lr", ".1e"),
-    ("tokens/s", "trainer/tokens_per_s", ".0f"),
+    ("tokens/s", "trainer/tokens_per_s", ",.0f"),
     ("s/step", "throughput/step_seconds", ".1f"),
 )
 _SHOWN = (
@@ -38,7 +38,7 @@ _SHOWN = (
     ("mixed", "rollouts/mixed_version", ".0f"),
     ("KL", "trainer/mismatch_kl", ".1e"),
     ("entropy", "trainer/entropy", ".3f"),
-    ("tokens/s", "throughput/tokens_per_s", ".0f"),
+    ("tokens/s", "throughput/tokens_per_s", ",.0f"),
     ("s/step", "throughput/step_seconds", ".1f"),
 )
 
@@ -240,7 +240,7 @@ def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
         "/".join(f"{sum(load.running for load in role):.0f}" for role in roles),
         "/".join(f"{max(load.kv_usage for load in role):.0%}" for role in roles),
         "/".join(_hits(role) for role in roles),
-        f"{sum(load.generated_per_s for load in roles[-1]):.0f}",
+        f"{sum(load.generated_per_s for load in roles[-1]):,.0f}",
     ]
 
 

@@ -103,5 +103,3 @@ def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]
     for each in wrong:
         locked = f", locked {each.wanted}" if each.wanted else ""
         note(f"{each.node}: {each.part} is {each.found or 'missing'}{locked}")
-    if wrong:
-        note("install the locked versions with: primeslurm install --gpu --to DIR (without GPUs: --cpu)")

@@ -49,19 +49,25 @@ def show_plan(
             _show_estimate(plan.estimate)
         out.print(f"run directory: {plan.run_dir}", soft_wrap=True)
     if placement or every or verbose:
-        show_placement(plan, every=every)
+        show_placement(plan, every=every, ports=every or verbose)
     show_findings(plan)
     if not (placement or every or verbose):
         note("--placement shows which process runs where, --verbose shows every number")
 
 
-def show_placement(plan: Plan, *, every: bool = False) -> None:
-    """Print which process runs where."""
-    table = light_table("node", "role", "process", "ports", "GPUs", "on death", title="placement")
-    for column in (table.columns[1], table.columns[4]):
-        column.no_wrap = True
+def show_placement(plan: Plan, *, every: bool = False, ports: bool = False) -> None:
+    """Print which process runs where.
+
+    Args:
+        plan: the plan.
+        every: give each process a row of its own.
+        ports: print the ports of each process, which need more than 80 columns on a large plan.
+    """
+    table = light_table("node", "role", "process", "GPUs", "on death", *["ports"] * ports, title="placement")
+    table.columns[0].max_width = 10  # ranges wrap between two numbers, names of processes do not
+    table.columns[3].no_wrap = True
     for row in every_row(plan.nodes) if every else folded_rows(plan.nodes):
-        table.add_row(row.nodes, row.role, row.process, row.ports, row.gpus, row.on_death)
+        table.add_row(row.nodes, row.role, row.process, row.gpus, row.on_death, *[row.ports] * ports)
     out.print(table)
 
 

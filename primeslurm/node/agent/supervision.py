@@ -9,6 +9,7 @@ from typing import Literal
 from primeslurm.errors import signature
 from primeslurm.plan.model import Process
 from primeslurm.records.fleet import RestartOrder
+from primeslurm.units import duration
 from primeslurm.wire import exits
 
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
@@ -171,7 +172,7 @@ class Supervision:
                 self.failed_starts, self.start_error = 0, ""
                 self._become(ProcessState.READY, now)
             elif health and now - self.started_at > health.start_timeout_s:
-                self.reason = f"not ready within {health.start_timeout_s} s"
+                self.reason = f"not ready within {duration(health.start_timeout_s)}"
                 return "kill"
             return "nothing"
         if hangs:

@@ -42,6 +42,7 @@ from primeslurm.records.fleet import (
 )
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
+from primeslurm.units import duration
 from primeslurm.wire import exits
 
 AGENT_ENDED = "its agent ended"
@@ -230,8 +231,8 @@ class Fleet:
             return None
         if not self.assignment.fill(self._fit()):
             names = [self._name(rank) for rank in undecided]
-            seconds = f"{self.plan.node_start_s} s"
-            reason = _folded([f"node {name}: its preflight has not ended within {seconds}" for name in names])
+            limit = duration(self.plan.node_start_s)
+            reason = _folded([f"node {name}: its preflight has not ended within {limit}" for name in names])
             return Ending(Outcome.FAILED, reason, names[0])
         if ending := self._same_address():
             return ending
@@ -317,7 +318,7 @@ class Fleet:
                     self._lose(rank, f"its agent was killed: {how}", now)
         if self._late(now):
             for rank in self.unheard:
-                why = f"no sign of its agent within {self.plan.node_start_s} s"
+                why = f"no sign of its agent within {duration(self.plan.node_start_s)}"
                 self._lose(rank, why, now, blame=self._works(self._peers(rank)))
 
     def _peers(self, rank: int) -> set[int]:
@@ -499,7 +500,7 @@ class Fleet:
     def _stalled(self, now: float) -> Ending | None:
         limit = self.plan.stall_timeout_s * 1.5  # the orchestrator looks first, and knows more
         if self.progress_at and now - self.progress_at > limit:
-            return Ending(Outcome.FAILED, f"no progress for {now - self.progress_at:.0f} s", "orchestrator")
+            return Ending(Outcome.FAILED, f"no progress for {duration(now - self.progress_at)}", "orchestrator")
         return None
 
 

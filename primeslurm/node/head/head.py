@@ -50,6 +50,7 @@ from primeslurm.slurm.launch_failures import (
     node_names,
     restarts,
 )
+from primeslurm.units import duration
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 
@@ -238,7 +239,7 @@ class Head(threading.Thread):
         stop_s = seconds_to_stop(trainer)
         if self._asked is None and ends_too_late(boot_clock(), self._ends_at, self.plan.job.signal_s, stop_s):
             self._grace_s = stop_s - MARGIN_S
-            reason = f"time limit: a last checkpoint may take {stop_s:.0f} s, more than Slurm's warning leaves"
+            reason = f"time limit: a last checkpoint may take {duration(stop_s)}, more than Slurm's warning leaves"
             return Ending(Outcome.PREEMPTED, reason)
         return self._asked
 

@@ -19,6 +19,7 @@ from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 from primeslurm.records.reserve import LEAST_FREE, may_pass
+from primeslurm.units import duration, gib
 
 COMMAND_TIMEOUT_S = 20.0
 USED_MIB = 2048
@@ -158,11 +159,13 @@ def port_check(address: str, ports: Iterable[int]) -> PreflightCheck:
 def clock_check(ahead_s: float) -> PreflightCheck:
     """`ahead_s`: this node's clock minus the time in a file that the head has just written, at first sight of it."""
     if -SKEW_S <= ahead_s <= SKEW_S:
-        return PreflightCheck("clock", "ok", f"within {abs(ahead_s):.1f} s of the head's")
+        return PreflightCheck("clock", "ok", f"within {duration(abs(ahead_s))} of the head's")
     if ahead_s < 0 or ahead_s > SKEW_S + CACHED_S:
-        text = f"differs from the head's by {abs(ahead_s):.0f} s"
+        text = f"differs from the head's by {duration(abs(ahead_s))}"
         return PreflightCheck("clock", "failed", text, "start chrony or ntpd on the node")
-    return PreflightCheck("clock", "warning", f"{ahead_s:.0f} s ahead of the head's, or the file system is that slow")
+    return PreflightCheck(
+        "clock", "warning", f"{duration(ahead_s)} ahead of the head's, or the file system is that slow"
+    )
 
 
 # files
@@ -194,7 +197,7 @@ def space_checks(run_dir: Path, tmp: Path) -> list[PreflightCheck]:
         level: CheckLevel = "ok" if free >= ENOUGH_FREE else "warning"
         if free < LEAST_FREE:
             level = "failed"
-        text = f"{free / GIB:.2f} GiB free in the {name} {path}"
+        text = f"{gib(free / GIB)} free in the {name} {path}"
         found.append((SharedCheck if path == run_dir else PreflightCheck)("space", level, text))
     return found
 
@@ -212,7 +215,7 @@ def memory_limit_checks(hcas: Sequence[str]) -> list[PreflightCheck]:
     """Shared memory for vLLM and NCCL, and locked memory for RDMA."""
     shm = shutil.disk_usage("/dev/shm").total
     level: CheckLevel = "ok" if shm >= ENOUGH_SHM else "warning"
-    found = [PreflightCheck("/dev/shm", level, f"{shm / GIB:.1f} GiB")]
+    found = [PreflightCheck("/dev/shm", level, gib(shm / GIB))]
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if hcas and limit != resource.RLIM_INFINITY:
         fix = "unlimited for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
@@ -237,7 +240,7 @@ def model_check(directory: Path) -> PreflightCheck:
     if missing:
         text = f"{directory} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}"
         return PreflightCheck("model", "failed", text, "download the model again")
-    return PreflightCheck("model", "ok", f"{len(sizes)} weight files, {sum(sizes.values()) / GIB:.1f} GiB")
+    return PreflightCheck("model", "ok", f"{len(sizes)} weight files, {gib(sum(sizes.values()) / GIB)}")
 
 
 def version_checks(

@@ -26,6 +26,7 @@ from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
+from primeslurm.units import duration
 
 T = TypeVar("T")
 _POLL_S = 0.05
@@ -90,7 +91,7 @@ class Preflight:
         if time.monotonic() > self._deadline:
             return (
                 Fitness.UNFIT,
-                f"preflight takes longer than {self._timings.limit_s:.0f} s; it looks at {self._doing}",
+                f"preflight takes longer than {duration(self._timings.limit_s)}; it checks {self._doing}",
             )
         return Fitness.CHECKING, ""
 
@@ -263,7 +264,7 @@ class Preflight:
         reference = self._wait_for(file, PreflightReference, self._plan.node_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
         if reference is None:
-            text = f"what the head wrote is not seen after {self._plan.node_start_s} s"
+            text = f"the files of the head are not visible after {duration(self._plan.node_start_s)}"
             return [
                 PreflightCheck(
                     "shared file system", "failed", text, "mount the run directory's file system on the node"

@@ -11,6 +11,7 @@ from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
+from primeslurm.units import number
 
 MARGIN = 0.1
 """Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""
@@ -33,7 +34,7 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     fix = _REMEDIES[largest]
     if largest == "gradients" and recipe.trainer.parallelism.reduce_gradients == "step":
         fix = "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
-    text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB a GPU: {sizes}"
+    text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB per GPU: {sizes}"
     if recipe.colocated:
         fix = f"lower inference.gpu_memory_utilization, or {fix}"
     if role.needed_gib > role.limit_gib * (1 + MARGIN):
@@ -65,10 +66,11 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     if role.free_gib <= 0:
         level = "error" if role.needed_gib > role.limit_gib * (1 + MARGIN) else "warning"
         text = f"does not fit: weights {role.parts['weights']:g} and reserve {role.parts['reserve']:g} GiB"
-        return [_finding(level, field, f"{text} leave no KV cache of {role.limit_gib:g} GiB a GPU", fix)]
+        return [_finding(level, field, f"{text} leave no KV cache in {role.limit_gib:g} GiB per GPU", fix)]
     if role.kv_tokens < recipe.max_len:
         level = "error" if role.kv_tokens < recipe.max_len * (1 - 3 * MARGIN) else "warning"
-        text = f"does not fit: a GPU holds {role.kv_tokens} tokens of KV, one sequence may have {recipe.max_len}"
+        text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens; "
+        text += f"one sequence may have {number(recipe.max_len)}"
         return [_finding(level, field, text, fix)]
     if recipe.colocated and sum(role.parts.values()) > role.limit_gib * (1 + MARGIN):
         text = f"does not fit: weights {role.parts['weights']:g}, reserve {role.parts['reserve']:g} and KV cache "
@@ -134,8 +136,9 @@ def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
     if recipe.task != "rl" or not holders or recipe.max_inflight <= holders[0].typical:
         return []
     role = holders[0]
-    text = f"{recipe.max_inflight} rollouts, but KV for {role.typical:.0f} of a quarter of the longest length"
+    text = f"{recipe.max_inflight} rollouts, but the KV cache holds {number(role.typical)} "
+    text += "of a quarter of the longest length"
     if recipe.orchestrator.concurrency == "adaptive":
-        text += ": it is a bound, and so many run as engines have room for (orchestrator.concurrency: adaptive)"
+        text += "; with orchestrator.concurrency: adaptive, only as many run as fit"
     fix = "lower it, add nodes, or add inference.kv_offload: waiting turns then need no GPU memory"
     return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]

@@ -21,6 +21,7 @@ from primeslurm.families.renderers import AUTO
 from primeslurm.plan.checks.tool_rendering import unrenderable
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.trainer import Model
+from primeslurm.units import duration
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.environment_probe import (
     EnvironmentAnswer,
@@ -200,7 +201,10 @@ def _no_answer(code: int, err: str, environment: AnyEnvironment) -> tuple[str, s
         own = [frame for frame in frames if f"/{module}/" in frame["file"] or f"/{module}.py" in frame["file"]]
         at = next(iter(own or frames), None)
         place = f"; it is at {at['file']}, line {at['line']}, in {at['function']}" if at else ""
-        return f"has not loaded after {environment.load_timeout_s} s{place}", "load less, or allow more: load_timeout_s"
+        return (
+            f"has not loaded after {duration(environment.load_timeout_s)}{place}",
+            "load less, or allow more: load_timeout_s",
+        )
     last = (err.strip().splitlines() or ["without a word"])[-1][:300]
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
     return f"loading it ended the interpreter ({how}): {last}", ""

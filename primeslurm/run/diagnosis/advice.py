@@ -15,6 +15,7 @@ import msgspec
 
 from primeslurm.records.recipe import RunRecipe
 from primeslurm.records.state import Load, ReplicaLoad
+from primeslurm.units import duration
 
 MIN_SECONDS = 30.0
 """Shorter windows say nothing: a policy update alone takes seconds."""
@@ -92,8 +93,8 @@ def _room(load: Load, tunables: Tunables) -> Advice | None:
         return None
     wanted = tunables.max_inflight and {"orchestrator.max_inflight_rollouts": int(tunables.max_inflight * MAX_STEP)}
     return Advice(
-        text="engines have room for more rollouts than orchestrator.max_inflight_rollouts lets begin",
-        reason=f"over {load.seconds:.0f} s {load.kv_usage_mean:.0%} of their KV was in use, and few requests waited",
+        text="engines have capacity for more rollouts than orchestrator.max_inflight_rollouts allows",
+        reason=f"over {duration(load.seconds)}, {load.kv_usage_mean:.0%} of the KV cache was used; few requests waited",
         changes=wanted or {},
     )
 
@@ -122,9 +123,9 @@ def _more(now: int, factor: float) -> int:
 def _advice(saturated: str, p: int, d: int, p_now: int, d_now: int, prefill: Load, decode: Load) -> Advice:
     changes = {"prefill": (p_now, p), "decode": (d_now, d)}
     return Advice(
-        text=f"{saturated} is saturated: {p}:{d} (prefill:decode) would balance, you run {p_now}:{d_now}",
+        text=f"{saturated} is saturated: {p}:{d} (prefill:decode) would be balanced; the run has {p_now}:{d_now}",
         reason=(
-            f"over {prefill.seconds:.0f} s {_waiting(prefill):.1f} requests waited per prefill engine (busy "
+            f"over {duration(prefill.seconds)}, {_waiting(prefill):.1f} requests waited per prefill engine (busy "
             f"{prefill.busy_mean:.0%} of the time) and {_waiting(decode):.1f} per decode engine "
             f"({decode.kv_usage_mean:.0%} of its KV in use){_token_ratio(prefill, decode)}"
         ),
@@ -156,7 +157,7 @@ def _kv_pressure(role: str, load: Load, tunables: Tunables) -> Advice | None:
     return Advice(
         text=f"{role} engines run out of KV cache: fewer rollouts in flight{offload} would help",
         reason=(
-            f"over {load.seconds:.0f} s requests were preempted {per_minute:.1f} times a minute with "
+            f"over {duration(load.seconds)}, requests were preempted {per_minute:.1f} times a minute with "
             f"{load.kv_usage_mean:.0%} of the KV in use; {load.running_mean:.0f} ran and {load.waiting_mean:.0f} waited"
         ),
         changes=lower,

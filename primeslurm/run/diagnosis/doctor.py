@@ -29,6 +29,7 @@ from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
 from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, WhyWaiting
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
+from primeslurm.units import duration
 from primeslurm.wire.stored import checkpoints
 
 LAST_LINES = 20
@@ -202,7 +203,7 @@ def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[Exami
     found = []
     for agent in signs.agents:
         if agent.node not in told:
-            age = f"for {max(0.0, now - agent.since):.0f} s" if agent.since is not None else "for an unknown time"
+            age = f"for {duration(max(0.0, now - agent.since))}" if agent.since is not None else "for an unknown time"
             how = f"its agent has not written {age}"
             at = agent.since or _last_time(happened)
             found.append(ExaminedFailure(Failure(at, f"node {agent.node}", agent.node, how), causes=[_AGENT_SILENT]))
@@ -210,21 +211,21 @@ def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[Exami
 
 
 _AGENT_SILENT = Cause(
-    "the agent is gone or stopped, or its node or the file system there stands still",
-    "nothing, at first: the head does without the node once it was silent for `node_silent_s` of the site",
+    "the agent is gone or stopped, or its node or its file system is unresponsive",
+    "nothing, at first: the head gives the node up after `node_silent_s` of the site file",
 )
 _FIXES = (
-    (r"read-only|no room|is full|may not write", "mend that first: everything of the run waits for it"),
-    (r"agents write.*: the head", "nothing: the agents requeue the job after twice `node_silent_s` of the site"),
-    (r"srun says", "nothing: the agents requeue the job after twice `node_silent_s` of the site"),
-    (r"none of the", "look at the mount on the nodes, and at the nodes; `primeslurm cancel` ends the job"),
+    (r"read-only|no room|is full|may not write", "fix that first: the whole run waits for it"),
+    (r"agents write.*: the head", "nothing: the agents requeue the job after twice `node_silent_s` of the site file"),
+    (r"srun says", "nothing: the agents requeue the job after twice `node_silent_s` of the site file"),
+    (r"none of the", "check the nodes and the mount on them; `primeslurm cancel` ends the job"),
     (r"Slurm", "`sinfo -R`, `scontrol ping` and the logs of its daemons say more"),
-    (r"clocks differ", "have the nodes' clocks set (chrony, ntp)"),
+    (r"clocks differ", "synchronise the clocks of the nodes (chrony, ntp)"),
 )
 
 
 def _fix(cause: str) -> str:
-    return next((fix for pattern, fix in _FIXES if re.search(pattern, cause)), "see the nodes' consoles")
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, cause)), "check the consoles of the nodes")
 
 
 def _last_time(happened: Sequence[Event]) -> float:

@@ -196,7 +196,7 @@ _REASONS = (
         ),
     ),
     (
-        re.compile(r"silent for|last heartbeat"),
+        re.compile(r"silent for|no heartbeat for|last heartbeat"),
         Cause("a node was lost, or its agent hangs", "see `sinfo -R` and its console; exclude it (slurm.exclude)"),
     ),
     (re.compile(r"not ready within"), Cause("it took too long to load", "slow storage, or a hang: see its log's end")),

@@ -39,6 +39,7 @@ from primeslurm.run.status.event_text import (
     task_words,
     waits,
 )
+from primeslurm.units import duration
 from primeslurm.wire import exits
 
 SILENT_S = 20.0
@@ -95,7 +96,11 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at - _silence(reason), f"node {node}", node, reason)
         case ProcessContinued(name=name, seconds=seconds):
             return Failure(
-                at - seconds, name, host, f"was stopped by a signal for {seconds:.0f} s, and continued", recovered=True
+                at - seconds,
+                name,
+                host,
+                f"was stopped by a signal for {duration(seconds)}, and continued",
+                recovered=True,
             )
         case RanksWait(behind=[first, *_]):
             return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {waits(event)}")
@@ -106,11 +111,11 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
         case RouterIncomplete():
             return Failure(at, by, host, incomplete_words(event))
         case RouterRestarted(reason=reason):
-            return Failure(at, by, host, f"was started anew: {reason}", recovered=True)
+            return Failure(at, by, host, f"was restarted: {reason}", recovered=True)
         case AgentFailed(error=error) | HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
-            return Failure(at, engine, "", f"did not take a policy: {error}")
+            return Failure(at, engine, "", f"did not load the new weights: {error}")
         case EngineAnswersDamaged(engine=engine):
             return Failure(at, engine, "", damaged_words(event))
         case TaskGivenUp(environment=environment):
@@ -118,8 +123,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
         case EnvironmentFails(environment=environment, error=error):
             return Failure(at, f"environment {environment}", "", f"fails every time: {error}")
         case Stalled(suspect=suspect, error=error):
-            why = error or f"no finished rollout and no new policy for {event.seconds} s"
-            return Failure(at, suspect, "", f"nothing moves: {why}")
+            why = error or f"no finished rollout and no new policy for {duration(event.seconds or 0)}"
+            return Failure(at, suspect, "", f"no progress: {why}")
         case _:
             return None
 
@@ -132,8 +137,12 @@ def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> l
     told = {event.node for event in events if isinstance(event, NodeLost)}
     beats = [beat for beat in heartbeats if not beat.ended and beat.name not in told]
     silent = [beat for beat in beats if beat.time < over - SILENT_S]
-    words = "last heartbeat {:.0f} s before the end"
-    return [Failure(beat.time, f"node {beat.name}", beat.name, words.format(over - beat.time)) for beat in silent]
+    return [
+        Failure(
+            beat.time, f"node {beat.name}", beat.name, f"last heartbeat {duration(over - beat.time)} before the end"
+        )
+        for beat in silent
+    ]
 
 
 def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[Failure]:

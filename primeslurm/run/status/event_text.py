@@ -1,4 +1,4 @@
-"""Which events a person wants to know of, in words. Everything else in the journals is for machines."""
+"""Events in words that a person reads. All other events of the journals are for machines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from primeslurm.records.base import Event
 from primeslurm.records.events import evaluation, nodes, policy, processes, training
 from primeslurm.records.fleet import PreflightCheck
+from primeslurm.units import duration
 
 Level = Literal["info", "warning", "error"]
 DIED = ("backoff", "fallen", "failed")
@@ -19,7 +20,7 @@ DIED = ("backoff", "fallen", "failed")
 
 
 class EventText(msgspec.Struct, frozen=True):
-    """An event worth telling, in words."""
+    """A notable event, in words."""
 
     time: float
     """Unix seconds."""
@@ -30,7 +31,7 @@ class EventText(msgspec.Struct, frozen=True):
 
 
 def notable(events: Iterable[Event]) -> list[EventText]:
-    """Pick the events worth telling, in the order given; what happens several times in a row is told once."""
+    """Select the notable events, in the order given. Repetitions in a row become one event with their number."""
     told: list[EventText] = []
     times = 1
     for event in events:
@@ -47,7 +48,7 @@ def notable(events: Iterable[Event]) -> list[EventText]:
 
 
 def lately(told: Sequence[EventText], count: int) -> list[EventText]:
-    """Return the newest `count` of these, oldest first; each text only where it happened last."""
+    """Return the newest `count` events, oldest first. Of equal texts only the last one counts."""
     newest = {(each.who, _once(each)): each for each in told}
     return sorted(newest.values(), key=lambda each: each.time)[-count:]
 
@@ -58,7 +59,7 @@ def _once(told: EventText) -> str:
 
 
 def exit_words(code: int | None) -> str:
-    """Tell how a process ended: its exit code, or the name of the signal."""
+    """Describe how a process ended: its exit code, or the name of the signal."""
     if code is None:
         return "ended"
     if code >= 0:
@@ -70,31 +71,31 @@ def exit_words(code: int | None) -> str:
 
 
 def incomplete_words(event: processes.RouterIncomplete) -> str:
-    """Tell of the workers that a router serves."""
-    more = f", and {len(event.foreign)} that are not of the plan" if event.foreign else ""
-    return f"served {event.serves} of {event.planned} engines{more}: that is put right"
+    """Describe which engines a router served."""
+    more = f", and {len(event.foreign)} engines of another run" if event.foreign else ""
+    return f"served {event.serves} of {event.planned} engines{more}; it gets the right list"
 
 
 def damaged_words(event: policy.EngineAnswersDamaged) -> str:
-    """Tell of an engine whose answers cannot be used."""
-    return f"gave damaged answers, {event.damaged} of {event.answers}, and is restarted; the last: {event.error}"
+    """Describe an engine whose answers are damaged."""
+    return f"gave damaged answers, {event.damaged} of {event.answers}, and is restarted; last error: {event.error}"
 
 
 def task_words(event: training.TaskGivenUp) -> str:
-    """Tell of a task that is left out."""
+    """Describe a task that is given up."""
     chosen = f" (index {event.task})" if event.task is not None else ""
     return f"task {event.example}{chosen} is given up: {event.reason}"
 
 
 def storage_words(event: processes.StorageFault) -> str:
-    """Tell of an outage of the shared file system."""
-    end = "it answers again" if event.recovered else "the operation was given up"
+    """Describe an outage of the shared file system."""
+    end = "it works again" if event.recovered else "the operation was given up"
     where = "" if event.path in event.error else f"{event.path}: "
-    return f"shared file system: {where}{event.error} ({event.failures} failures in {event.seconds:.1f} s), {end}"
+    return f"shared file system: {where}{event.error} ({event.failures} failures in {duration(event.seconds)}), {end}"
 
 
 def _words(event: Event) -> EventText | None:
-    """What a person wants to know of an event; None if that is nothing."""
+    """The words for an event; None if it is not notable."""
     match event:
         case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
             return _of_process(event)
@@ -103,39 +104,41 @@ def _words(event: Event) -> EventText | None:
         case processes.RouterIncomplete():
             return _tell(event, event.process, incomplete_words(event), "warning")
         case processes.RouterComplete(planned=planned, seconds=seconds):
-            return _tell(event, event.process, f"serves all {planned} engines again, after {seconds:.0f} s")
+            return _tell(event, event.process, f"serves all {planned} engines again after {duration(seconds)}")
         case processes.RouterRestarted(reason=reason):
-            return _tell(event, event.process, f"is started anew: {reason}", "warning")
+            return _tell(event, event.process, f"is restarted: {reason}", "warning")
         case training.EnvironmentFails(environment=environment, error=error):
             return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
             return _of_training(event)
         case training.StepSkipped(step=step, grad_norm=norm):
-            text = f"step {step} left the weights as they were: its gradient norm is {norm}"
+            text = f"step {step} was skipped: its gradient norm is {norm}"
             return _tell(event, event.process, text, "warning")
         case training.TaskGivenUp():
             return _tell(event, f"environment {event.environment}", task_words(event), "warning")
         case training.CheckpointSetAside(step=step, reason=reason, path=path):
-            text = f"the checkpoint of step {step} is damaged, it is now {path}" + _because(reason)
+            text = f"the checkpoint of step {step} is damaged and was moved to {path}" + _because(reason)
             return _tell(event, "trainer", text, "error")
         case processes.StorageFault():
             return _tell(event, event.process, storage_words(event), "warning" if event.recovered else "error")
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
-            return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")
+            return _tell(
+                event, event.process, f"filters rejected every group of the last {rollouts} rollouts: {why}", "warning"
+            )
         case evaluation.EvaluationDone() | evaluation.EvaluationSkipped() | evaluation.EvaluationSampleFailed():
             return _of_evaluation(event)
         case policy.EngineUpdateFailed(engine=engine, error=error):
-            return _tell(event, engine, "did not take a policy" + _because(error), "warning")
+            return _tell(event, engine, "did not load the new weights" + _because(error), "warning")
         case policy.EngineStateChanged(engine=engine, state="DOWN", reason=reason) if reason not in ("", "given up"):
             return _tell(event, engine, "is down" + _because(reason), "warning")
         case policy.LoopStoodStill(seconds=seconds):
-            text = f"stood still for {seconds:.0f} s: its node has too much to do; no engine is blamed for it"
+            text = f"was blocked for {duration(seconds)}: its node is overloaded; engines are not blamed for it"
             return _tell(event, event.process, text, "warning")
         case policy.EngineAnswersDamaged(engine=engine):
             return _tell(event, engine, damaged_words(event), "error")
         case policy.EngineRestarted(engine=engine, reason=reason):
-            return _tell(event, engine, f"is restarted: {reason or 'it failed an update'}", "warning")
+            return _tell(event, engine, f"is restarted: {reason or 'it did not load the new weights'}", "warning")
         case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():
             return _of_attempt(event)
         case _:
@@ -147,11 +150,11 @@ def _of_process(
 ) -> EventText | None:
     match event:
         case processes.ProcessStarted(restarts=restarts):
-            return _tell(event, event.name, f"started again (restart {restarts})") if restarts else None
+            return _tell(event, event.name, f"restarted (restart {restarts})") if restarts else None
         case processes.ProcessStartFailed(error=error):
             return _tell(event, event.name, "cannot be started" + _because(error), "error")
         case processes.ProcessExited(state=state) if state in DIED:
-            again = {"backoff": "; it is started again", "fallen": "; its unit is started again"}.get(state, "")
+            again = {"backoff": "; it is restarted", "fallen": "; its restart group is restarted"}.get(state, "")
             text = exit_words(event.code) + _because(event.reason) + again
             return _tell(event, event.name, text, "warning" if again else "error")
         case _:
@@ -163,26 +166,26 @@ def _of_silence(
 ) -> EventText:
     match event:
         case processes.ProcessHangs(name=name, reason=reason):
-            return _tell(event, name, f"{reason}; it is ended, the stacks of its threads are in its log", "error")
+            return _tell(event, name, f"{reason}; it is killed, and its log has the stacks of its threads", "error")
         case processes.ProcessContinued(name=name, seconds=seconds):
-            return _tell(event, name, f"was stopped by a signal, silent for {seconds:.0f} s: continued", "warning")
+            return _tell(event, name, f"was stopped by a signal for {duration(seconds)}, and was continued", "warning")
         case processes.RanksWait():
             return _tell(event, rank_names(event), waits(event), "warning")
 
 
 def rank_names(event: processes.RanksWait) -> str:
-    """Name the ranks that others wait for, the first few of them."""
+    """Name the first ranks that others wait for."""
     more = f" and {len(event.behind) - 3} more" if len(event.behind) > 3 else ""
     return ", ".join(event.behind[:3]) + more
 
 
 def waits(event: processes.RanksWait) -> str:
-    """Tell for whom the ranks of the trainer wait, and where."""
-    where = f"silent for {event.seconds:.0f} s in phase {event.phase or '?'}"
+    """Describe which rank the others wait for, and in which phase."""
+    where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
     where += f" of step {event.step}" if event.step is not None else ""
     if event.waiting:
-        return f"{where}: {event.waiting} ranks wait in a collective that it has not come to"
-    return f"{where}: all ranks wait, and none is behind the others"
+        return f"{where}: {event.waiting} ranks wait for it in a collective"
+    return f"{where}: all ranks wait in the same collective"
 
 
 def _of_training(
@@ -194,9 +197,9 @@ def _of_training(
         case training.RolloutFailed(error=error):
             return _tell(event, event.process, "a rollout failed" + _because(error), "warning")
         case training.Stalled(suspect=suspect, error=error):
-            return _tell(event, suspect, "nothing moves: the suspect" + _because(error), "error")
+            return _tell(event, suspect, "no progress; this process is the suspect" + _because(error), "error")
         case training.ReplicaLost(router=router):
-            return _tell(event, router, "is given up with its replica", "warning")
+            return _tell(event, router, "is given up, with its replica", "warning")
         case _:
             return None  # every rank tells of the commit
 
@@ -208,9 +211,9 @@ def _of_evaluation(
         case evaluation.EvaluationDone(step=step, rewards=rewards, failed=failed):
             found = ", ".join(f"{label} {reward:.3f}" for label, reward in rewards.items())
             more = f"; {failed} samples failed" if failed else ""
-            return _tell(event, "evaluation", f"of step {step}: {found}{more}", "warning" if failed else "info")
+            return _tell(event, "evaluation", f"step {step}: {found}{more}", "warning" if failed else "info")
         case evaluation.EvaluationSkipped(step=step, why=why):
-            return _tell(event, "evaluation", f"of step {step} is left out{_because(why)}", "warning")
+            return _tell(event, "evaluation", f"step {step} was skipped{_because(why)}", "warning")
         case evaluation.EvaluationSampleFailed(error=error):
             return _tell(event, "evaluation", "a rollout failed" + _because(error), "warning")
 
@@ -227,9 +230,9 @@ def _of_attempt(
             return _tell(event, "head", f"attempt {outcome}, {next_}")
         case nodes.ProcessesGivenUp(processes=names, reason=reason):
             few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-            return _tell(event, "head", f"goes on without {few}{_because(reason)}", "error")
+            return _tell(event, "head", f"continues without {few}{_because(reason)}", "error")
         case nodes.ProcessesRestarted(unit=unit, reason=reason):
-            return _tell(event, unit, "is started again as one" + _because(reason), "warning")
+            return _tell(event, unit, "is restarted as a group" + _because(reason), "warning")
         case _:
             return None  # every agent repeats the ending
 
@@ -237,10 +240,10 @@ def _of_attempt(
 def _of_node(event: Event) -> EventText | None:
     match event:
         case nodes.NodesAssigned(process="head", nodes=names, spares=spares):
-            more = f", {len(spares)} more are spares" if spares else ""
+            more = f", and {len(spares)} more as spares" if spares else ""
             return _tell(event, "head", f"all {len(names)} nodes are there{more}")
         case nodes.PreflightDone(node=node, fitness="unfit", checks=checks):
-            return _tell(event, f"node {node}", "is not fit" + _because(_failed(checks)), "error")
+            return _tell(event, f"node {node}", "failed its preflight" + _because(_failed(checks)), "error")
         case nodes.GpuFailed(node=node, checks=checks):
             return _tell(event, f"node {node}", "a GPU failed" + _because(_failed(checks)), "error")
         case nodes.NodeLost(node=node, reason=reason):
@@ -255,7 +258,7 @@ def _of_node(event: Event) -> EventText | None:
         case nodes.AgentFailed(error=error):
             return _tell(event, event.process, "the agent failed" + _because(error), "error")
         case nodes.PortTaken(port=port, instead=instead):
-            return _tell(event, event.name, f"another user listens on its port {port}: it gets {instead}", "warning")
+            return _tell(event, event.name, f"port {port} is taken by another user; it uses {instead}", "warning")
         case nodes.HeadFailed(error=error):
             return _tell(event, event.process, "the head failed" + _because(error), "error")
         case nodes.HeartbeatFailed(error=error):

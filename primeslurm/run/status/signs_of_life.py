@@ -22,6 +22,7 @@ from primeslurm import files
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
+from primeslurm.units import duration
 
 SILENT_S = 10.0
 """Who writes every second and has not written for so long is silent; who writes more rarely, after as many times."""
@@ -123,12 +124,12 @@ def signs_of_life(
     if fleet is None:
         causes.append(f"{path} is {'empty' if _size(path) == 0 else 'damaged'}")
     if said is not None and said > now + SKEW_S:
-        causes.append(f"the head's last word is dated {said - now:.0f} s in the future: clocks differ")
+        causes.append(f"the last record of the head is dated {duration(said - now)} in the future: clocks differ")
     causes += _who_else(len(reports), found)
     causes += why_silent(attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in found)]) if name])
     seconds = None if since is None else max(0.0, now - since)
-    age = f"for {seconds:.0f} s" if seconds is not None else f"while it was watched for {second_look_s:.0f} s"
-    text = f"the head{f' (on {head})' if head else ''} has not written {age}; what follows is from then"
+    age = f"for {duration(seconds)}" if seconds is not None else f"in the last {duration(second_look_s)}"
+    text = f"the head{f' (on {head})' if head else ''} has not written {age}; this status is from then"
     return Signs(RunSilence(text, since, seconds, len(reports), len(found), causes), tuple(found))
 
 
@@ -198,7 +199,7 @@ def _who_else(agents: int, silent: Sequence[SilentAgent]) -> list[str]:
     if not agents:
         return []
     if not silent:
-        return [f"all {agents} agents write: the head alone stands still"]
+        return [f"all {agents} agents write: the head alone is unresponsive"]
     if [agent.rank for agent in silent] == [0]:
         return [f"all other agents write ({agents - 1}): the head's process or node is gone or stopped"]
     if len(silent) == agents:

@@ -60,14 +60,7 @@ def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) ->
     result = primeslurm("submit", "r.yaml", "--local", "--dry-run", cwd=place)
     assert result.code == 0, result.err
     assert result.err.endswith("dry run: nothing was written or submitted\n")
-    for text in (
-        "engine-r0-0..7",
-        "router-0",
-        "trainer-rank-1..7",
-        "orchestrator",
-        "wire:20000",
-        "this machine, as 3 nodes",
-    ):
+    for text in ("engine-r0-0..7", "router-0", "trainer-rank-1..7", "orchestrator", "this machine, as 3 nodes"):
         assert text in result.out
     assert files(place) == before
 
@@ -251,30 +244,6 @@ def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
         "error: --site: no site file: looked for site.yaml, ~/.primeslurm/site.yaml "
         "(`primeslurm cluster up` makes an emulated cluster with one, or use --local)\n",
     )
-
-
-OF_RUNS: dict[str, tuple[str, ...]] = {
-    "status": (),
-    "logs": (),
-    "summary": (),
-    "doctor": (),
-    "cancel": (),
-    "resume": (),
-    "report": (),
-    "eval": (),
-    "diff": ("other",),
-    "attach": ("trainer",),
-    "export": ("model",),
-}
-"""Verbs that take a run, and what they need besides."""
-
-
-@pytest.mark.parametrize("verb", OF_RUNS)
-def test_verbs_over_a_run_that_does_not_exist_name_the_nearest(place: Path, verb: str) -> None:
-    (place / "runs" / "other").mkdir(parents=True)
-    (place / "runs" / "other" / "lock.json").write_text("{}")
-    result = primeslurm(verb, "othr", *OF_RUNS[verb], cwd=place)
-    assert (result.code, result.err) == (4, f"error: there is no run othr in {place}/runs (did you mean other?)\n")
 
 
 @pytest.mark.parametrize(

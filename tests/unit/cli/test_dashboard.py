@@ -117,7 +117,7 @@ def test_an_sft_run_shows_its_loss_and_pace() -> None:
 def test_a_small_run_shows_every_replica_on_one_line() -> None:
     lines = picture(status_of(replicas=2, ill=1))
     (line,) = [line for line in lines if line.startswith("1  ")]
-    assert line.split() == ["1", "HEALTHY", "32/32", "30/0", "24/200", "40%/60%", "50%/-", "1000"]
+    assert line.split() == ["1", "HEALTHY", "32/32", "30/0", "24/200", "40%/60%", "50%/-", "1,000"]
     text = "\n".join(lines)
     assert "elapsed 1 h 2 min" in text and "ETA 1 d 1 h" in text
     assert "5 groups ready, 9 open, 300 rollouts in flight" in text

@@ -75,3 +75,14 @@ def test_the_verdict_names_what_prevents_the_run(needed: float, levels: list[Any
     findings = tuple(Finding(level=level, field="x", text="y") for level in levels)
     row = RoleRow("train", 1, 8, 8, RoleMemory(needed_gib=needed, **MEMORY))
     assert verdict(plan.model_copy(update={"findings": findings}), [row]) == text
+
+
+def test_the_placement_of_28_nodes_is_readable_on_80_columns() -> None:
+    words = ("--site", "sites/h200.yaml", "--placement")
+    shown = primeslurm("plan", "recipes/glm5_pd.yaml", *words, cwd=ROOT, columns=80)
+    table = shown.out[shown.out.index("placement") :]
+    assert max(map(len, shown.out.splitlines())) <= 80
+    assert all(
+        name in table for name in ("trainer-rank-8..95", "prefill-r0-1..7", "environments[0..3]", "orchestrator")
+    )
+    assert "ports" not in table

@@ -98,6 +98,12 @@ def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_r
 def test_runs_lists_all(place: Path) -> None:
     rows = json.loads(primeslurm("runs", "--json", cwd=place).out)
     assert [(row["run"], row["phase"]) for row in rows] == [("older", "completed"), ("newer", "completed")]
+    lines = primeslurm("runs", cwd=place, columns=80).out.splitlines()
+    assert [line.split() for line in lines] == [
+        ["run", "phase", "attempt", "job", "step", "committed"],
+        ["older", "completed", "1", "999999", "4/4", "-"],
+        ["newer", "completed", "1", "999999", "4/4", "-"],
+    ]
     assert "newer" in primeslurm("runs", cwd=place).out
 
 
@@ -155,7 +161,7 @@ def test_logs_of_something_else_name_the_nearest(place: Path) -> None:
     result = primeslurm("logs", "older", "--attempt", "7", cwd=place)
     assert (result.code, result.err) == (2, "error: --attempt = 7: the attempts are 1 (nearest: 1)\n")
     result = primeslurm("logs", "older", "trainers", cwd=place)
-    assert (result.code, result.err) == (2, "error: ROLE = trainers: no such log (did you mean trainer?)\n")
+    assert (result.code, result.err) == (2, "error: PROCESS = trainers: no such log (did you mean trainer?)\n")
 
 
 def test_summary_shows_the_gain(place: Path) -> None:
@@ -200,7 +206,10 @@ def test_json_has_null_for_what_is_no_number(place: Path) -> None:
 
 def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
     result = primeslurm("status", cwd=tmp_path)
-    assert (result.code, result.err) == (4, "error: there is no run in runs (primeslurm submit starts one)\n")
+    assert (result.code, result.err) == (
+        4,
+        f"error: there is no run in {tmp_path}/runs (primeslurm submit starts one)\n",
+    )
 
 
 @pytest.mark.parametrize("continues", [True, False])
@@ -252,3 +261,40 @@ def test_only_a_person_is_asked(monkeypatch: pytest.MonkeyPatch, terminal: bool,
 )
 def test_an_outcome_is_named_once(outcome: str, reason: str, text: str) -> None:
     assert outcome_text(outcome, reason) == text
+
+
+OF_A_RUN: dict[str, tuple[str, ...]] = {
+    "status": (),
+    "logs": (),
+    "summary": (),
+    "doctor": (),
+    "cancel": (),
+    "resume": (),
+    "report": (),
+    "eval": (),
+    "diff": ("newer",),
+    "attach": ("trainer",),
+    "export": ("model",),
+}
+"""Verbs that take a run, and the other arguments that they need."""
+
+
+@pytest.mark.parametrize("verb", OF_A_RUN)
+def test_a_run_without_its_lock_file_is_exit_code_4(place: Path, verb: str) -> None:
+    (place / "runs" / "older" / "lock.json").unlink()
+    result = primeslurm(verb, "older", *OF_A_RUN[verb], cwd=place)
+    assert (result.code, result.err) == (4, f"error: {place}/runs/older is damaged: it has no lock.json\n")
+
+
+@pytest.mark.parametrize("verb", ["status", "doctor", "cancel", "resume", "report", "diff", "attach"])
+def test_a_run_whose_plan_is_damaged_is_exit_code_4(place: Path, verb: str) -> None:
+    for plan in (place / "runs" / "older").rglob("plan.json"):
+        plan.write_text("{")
+    result = primeslurm(verb, "older", *OF_A_RUN[verb], cwd=place)
+    assert result.code == 4 and result.err.startswith("error: ") and "plan.json" in result.err
+
+
+@pytest.mark.parametrize("verb", OF_A_RUN)
+def test_a_run_that_does_not_exist_is_exit_code_4_and_names_the_nearest(place: Path, verb: str) -> None:
+    result = primeslurm(verb, "oldr", *OF_A_RUN[verb], cwd=place)
+    assert (result.code, result.err) == (4, f"error: there is no run oldr in {place}/runs (did you mean older?)\n")

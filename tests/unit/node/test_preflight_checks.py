@@ -284,7 +284,7 @@ def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monke
     monkeypatch.setattr("primeslurm.node.preflight.checks.space_checks", lambda *_: time.sleep(60))
     found = preflight(plan, 1, tmp_path, limit_s=0.2)
     found.start()
-    assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at its file systems")
+    assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0.2 s; it checks its file systems")
 
 
 def test_a_full_file_system_is_waited_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path)
 def test_a_head_that_never_starts_is_not_waited_for_for_ever(plan: Plan, tmp_path: Path) -> None:
     alone = preflight(plan.model_copy(update={"node_start_s": 1}), 1, tmp_path)
     alone.start()
-    assert verdict(alone) == (Fitness.UNFIT, "what the head wrote is not seen after 1 s")
+    assert verdict(alone) == (Fitness.UNFIT, "the files of the head are not visible after 1 s")
 
 
 def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -346,7 +346,7 @@ def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "
 
 def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     trainer, engines = found({})
-    assert trainer.startswith("error deployment.train: does not fit: needs 2375.5 of 139.8 GiB a GPU")
+    assert trainer.startswith("error deployment.train: does not fit: needs 2375.5 of 139.8 GiB per GPU")
     assert "optimizer 692.8" in trainer
     assert engines.startswith("error inference: does not fit: weights 1")
 
@@ -361,7 +361,7 @@ def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
 def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
     changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
     texts = found(changes, "Qwen/Qwen3-30B-A3B")
-    assert any("a GPU holds 10922 tokens of KV, one sequence may have 40960" in text for text in texts)
+    assert any("the KV cache of a GPU holds 10,922 tokens; one sequence may have 40,960" in text for text in texts)
 
 
 COLOCATED: dict[str, Any] = {

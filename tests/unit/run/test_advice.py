@@ -29,7 +29,7 @@ def only(prefill: Load, decode: Load, tunables: Tunables = SPLIT) -> Advice | No
 def test_saturated_prefill_gets_as_many_replicas_as_decode_can_feed_on() -> None:
     advice = only(BUSY_PREFILL, CALM_DECODE)
     assert advice is not None
-    assert advice.text == "prefill is saturated: 4:1 (prefill:decode) would balance, you run 3:1"
+    assert advice.text == "prefill is saturated: 4:1 (prefill:decode) would be balanced; the run has 3:1"
     assert "3.8 requests waited per prefill engine (busy 100% of the time)" in advice.reason
     assert "5.2 prompt tokens computed per sampled one" in advice.reason
     assert advice.changes == {"deployment.inference.prefill.num_replicas": 4}
@@ -109,6 +109,6 @@ def test_engines_with_room_that_the_bound_leaves_empty_are_named() -> None:
     calm, tunables = msgspec.structs.replace(CALM_DECODE, kv_usage_mean=0.3), Tunables(max_inflight=64)
     (advice,) = advise({"engine": calm}, tunables, [ReplicaLoad(90, 64, "bound")])
     assert advice.changes == {"orchestrator.max_inflight_rollouts": 128}
-    assert "30% of their KV" in advice.reason
+    assert "30% of the KV cache" in advice.reason
     assert advise({"engine": calm}, tunables, [ReplicaLoad(90, 64, "demand")]) == []
     assert advise({"engine": FULL_DECODE}, tunables, [ReplicaLoad(64, 64, "bound")]) == []

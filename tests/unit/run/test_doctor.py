@@ -141,7 +141,10 @@ def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirec
     end(run, T0 + 101, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
     found = diagnosis(run)
     assert found.first is not None
-    assert (found.first.failure.component, found.first.failure.how) == ("node n1", "last heartbeat 61 s before the end")
+    assert (found.first.failure.component, found.first.failure.how) == (
+        "node n1",
+        "last heartbeat 1 min 1 s before the end",
+    )
     assert "a node was lost" in found.first.causes[0].cause
     assert "trainer-rank-0" in [event.who for event in found.followed]
 
@@ -162,7 +165,7 @@ def test_a_replica_that_was_given_up_is_a_failure_of_a_run_that_goes_on(run: Run
     assert found.first is not None and found.first.failure.component == "node n1"
     assert "a node was lost" in found.first.causes[0].cause
     assert [event.text for event in found.followed if event.who == "head"] == [
-        "goes on without decode-r0-0: node n1: has been silent for 91 s"
+        "continues without decode-r0-0: node n1: has been silent for 91 s"
     ]
 
 
@@ -392,7 +395,7 @@ def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
     say(run, "router-0", T0 + 5, "router_incomplete", **lost)
     found = diagnosis(run, "RUNNING")
     assert found.first is not None and found.first.failure.component == "router-0"
-    assert found.first.failure.how == "served 0 of 2 engines: that is put right"
+    assert found.first.failure.how == "served 0 of 2 engines; it gets the right list"
     say(run, "router-0", T0 + 7, "router_complete", planned=2, seconds=2.0)
     found = diagnosis(run, "RUNNING")
     assert found.first is None and [each.component for each in found.recovered] == ["router-0"]

@@ -34,15 +34,15 @@ CHECKS = [
     [
         (
             {"kind": "port_taken", "name": "router-0", "port": 8000, "instead": 12345},
-            ("router-0", "another user listens on its port 8000: it gets 12345", "warning"),
+            ("router-0", "port 8000 is taken by another user; it uses 12345", "warning"),
         ),
         (
             {"kind": "exited", "name": "router-0", "code": -9, "state": "backoff"},
-            ("router-0", "was ended by SIGKILL; it is started again", "warning"),
+            ("router-0", "was ended by SIGKILL; it is restarted", "warning"),
         ),
         (
             {"kind": "exited", "name": "decode-r0-0", "code": 1, "state": "fallen", "reason": "hangs"},
-            ("decode-r0-0", "ended with exit code 1: hangs; its unit is started again", "warning"),
+            ("decode-r0-0", "ended with exit code 1: hangs; its restart group is restarted", "warning"),
         ),
         (
             {"kind": "exited", "name": "trainer-rank-0", "code": 1, "state": "failed"},
@@ -50,28 +50,28 @@ CHECKS = [
         ),
         (
             {"kind": "step_skipped", "process": "trainer-rank-0", "step": 7, "grad_norm": "nan"},
-            ("trainer-rank-0", "step 7 left the weights as they were: its gradient norm is nan", "warning"),
+            ("trainer-rank-0", "step 7 was skipped: its gradient norm is nan", "warning"),
         ),
-        ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "started again (restart 2)", "info")),
+        ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "restarted (restart 2)", "info")),
         (
             {"kind": "router_incomplete", "process": "router-0", "serves": 0, "planned": 2, "missing": ["http://a:1"]},
-            ("router-0", "served 0 of 2 engines: that is put right", "warning"),
+            ("router-0", "served 0 of 2 engines; it gets the right list", "warning"),
         ),
         (
             {"kind": "router_incomplete", "process": "router-0", "serves": 2, "planned": 2, "foreign": ["http://b:1"]},
-            ("router-0", "served 2 of 2 engines, and 1 that are not of the plan: that is put right", "warning"),
+            ("router-0", "served 2 of 2 engines, and 1 engines of another run; it gets the right list", "warning"),
         ),
         (
             {"kind": "router_complete", "process": "router-0", "planned": 2, "seconds": 1.6},
-            ("router-0", "serves all 2 engines again, after 2 s", "info"),
+            ("router-0", "serves all 2 engines again after 1.6 s", "info"),
         ),
         (
             {"kind": "router_restarted", "process": "router-0", "reason": "why"},
-            ("router-0", "is started anew: why", "warning"),
+            ("router-0", "is restarted: why", "warning"),
         ),
         (
             {"kind": "seated", "nodes": ["a", "b"], "spares": ["c"]},
-            ("head", "all 2 nodes are there, 1 more are spares", "info"),
+            ("head", "all 2 nodes are there, and 1 more as spares", "info"),
         ),
         ({"kind": "node_lost", "node": "n1", "reason": "ECC"}, ("node n1", "is lost: ECC", "warning")),
         (
@@ -85,11 +85,11 @@ CHECKS = [
         ({"kind": "node_replaced", "node": "n1", "by": "n2"}, ("node n1", "is replaced by n2", "info")),
         (
             {"kind": "given_up", "processes": list("abcde"), "reason": "node n1: ECC"},
-            ("head", "goes on without a, b, c and 2 more: node n1: ECC", "error"),
+            ("head", "continues without a, b, c and 2 more: node n1: ECC", "error"),
         ),
         (
             {"kind": "preflight", "node": "n1", "fitness": "unfit", "checks": CHECKS},
-            ("node n1", "is not fit: GPU 3 has 2 ECC errors", "error"),
+            ("node n1", "failed its preflight: GPU 3 has 2 ECC errors", "error"),
         ),
         (
             {"kind": "gpu_failed", "node": "n1", "checks": CHECKS},
@@ -97,9 +97,9 @@ CHECKS = [
         ),
         (
             {"kind": "unit_restart", "unit": "decode-r0", "reason": "x died"},
-            ("decode-r0", "is started again as one: x died", "warning"),
+            ("decode-r0", "is restarted as a group: x died", "warning"),
         ),
-        ({"kind": "stall", "suspect": "trainer"}, ("trainer", "nothing moves: the suspect", "error")),
+        ({"kind": "stall", "suspect": "trainer"}, ("trainer", "no progress; this process is the suspect", "error")),
         (
             {"kind": "ending", "outcome": "failed", "reason": "why"},
             ("head", "ends the attempt as failed: why", "error"),
@@ -108,15 +108,15 @@ CHECKS = [
         ({"kind": "committed", "process": "trainer-rank-0", "step": 5}, ("trainer", "committed step 5", "info")),
         (
             {"kind": "evaluation_done", "step": 5, "rewards": {"held-out": 0.5}, "failed": 0},
-            ("evaluation", "of step 5: held-out 0.500", "info"),
+            ("evaluation", "step 5: held-out 0.500", "info"),
         ),
         (
             {"kind": "evaluation_done", "step": 5, "rewards": {"a": 0.5, "b": 0.25}, "failed": 3},
-            ("evaluation", "of step 5: a 0.500, b 0.250; 3 samples failed", "warning"),
+            ("evaluation", "step 5: a 0.500, b 0.250; 3 samples failed", "warning"),
         ),
         (
             {"kind": "evaluation_skipped", "step": 5, "why": "late"},
-            ("evaluation", "of step 5 is left out: late", "warning"),
+            ("evaluation", "step 5 was skipped: late", "warning"),
         ),
         (
             {"kind": "evaluation_sample_failed", "job": "j", "error": "no tool"},
@@ -128,11 +128,11 @@ CHECKS = [
         ),
         (
             {"kind": "loop_stood_still", "process": "main", "seconds": 12.4},
-            ("main", "stood still for 12 s: its node has too much to do; no engine is blamed for it", "warning"),
+            ("main", "was blocked for 12 s: its node is overloaded; engines are not blamed for it", "warning"),
         ),
         (
             {"kind": "continued", "process": "agent-1", "name": "store-1", "seconds": 12.4},
-            ("store-1", "was stopped by a signal, silent for 12 s: continued", "warning"),
+            ("store-1", "was stopped by a signal for 12 s, and was continued", "warning"),
         ),
         (
             {"kind": "file_system_fault", "what": "it is full"},

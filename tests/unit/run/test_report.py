@@ -90,7 +90,7 @@ def test_numbers_plots_attempts_and_placement_are_there(run: RunDirectory) -> No
     assert "mean, step 30: 1" in found.texts and "30 of 30" in found.texts
     assert "0.100 → 0.933" in found.texts and "decode-r0-0" in found.texts and "0.32" in found.texts
     assert sum(text.startswith("attempt 1: failed") for text in found.texts) == 1
-    assert found.texts.count("started again (restart 1)") == 2
+    assert found.texts.count("restarted (restart 1)") == 2
 
 
 def test_evaluations_have_a_table_and_a_plot(run: RunDirectory) -> None:

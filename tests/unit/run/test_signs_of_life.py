@@ -84,7 +84,7 @@ def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirector
     found = status(run, words=("Slurm says that n1 is down",))
     assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
     assert found.silence is not None
-    assert found.silence.text == "the head (on n1) has not written for 12 s; what follows is from then"
+    assert found.silence.text == "the head (on n1) has not written for 12 s; this status is from then"
     assert (found.silence.agents, found.silence.silent_agents) == (2, 1)
     assert found.silence.causes == [
         "all other agents write (1): the head's process or node is gone or stopped",
@@ -120,7 +120,7 @@ def test_what_agents_saw_since_then_is_told(run: RunDirectory) -> None:
     found = status(run)
     assert states(found) == {TRAINER: "HEALTHY", ENGINE: "RESTARTING"}
     assert found.silence is not None
-    assert found.silence.causes == ["all 2 agents write: the head alone stands still"]
+    assert found.silence.causes == ["all 2 agents write: the head alone is unresponsive"]
 
 
 @pytest.mark.parametrize("skew", [-3600.0, -40.0, 5.0, 40.0, 3600.0])

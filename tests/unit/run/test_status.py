@@ -104,7 +104,7 @@ def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
     found = status(run, "RUNNING")
     assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
     assert found.active and found.silence is not None
-    assert found.silence.text == "the head has not written for 61 s; what follows is from then"
+    assert found.silence.text == "the head has not written for 1 min 1 s; this status is from then"
     assert found.roles == {"decode": {"UNKNOWN": 1}}
 
 

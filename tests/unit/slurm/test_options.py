@@ -101,7 +101,7 @@ def test_all_bad_options_come_at_once(tmp_path: Path) -> None:
         ({"exclude": "n[3-1]"}, {}, "slurm.exclude = 'n[3-1]': not a Slurm host list, range '3-1' runs backwards: "),
         ({}, {"nodes": {"default": {"nodelist": "a,,b"}}}, "site test-site: nodes.default.nodelist = 'a,,b': "),
         ({"time": "01:00:00", "time_min": "02:00:00"}, {}, "slurm.time_min = 02:00:00: is longer than time = 01:00:00"),
-        ({"time": "00:02:00"}, {}, "slurm.checkpoint_signal_s = 120: the job only runs for 120 s (nearest: 60)"),
+        ({"time": "00:02:00"}, {}, "slurm.checkpoint_signal_s = 120: the job only runs for 2 min (nearest: 60)"),
         ({"train": {"mem": "1G", "mem_per_gpu": "1G"}}, {}, "slurm.train.mem_per_gpu = 1G: contradicts mem"),
         ({}, {"runs": "/a/%j/b%t"}, "site test-site: runs = /a/%j/b%t: submitit would replace %j and %t in /a/%j/b%t/"),
     ],
