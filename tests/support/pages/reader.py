@@ -67,15 +67,17 @@ PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} "$@\"""",
     '[[ $2 == https://github.com/primeslurm/primeslurm ]] || {{ echo "git: no repository $2" >&2; exit 9; }}; '
     'cp -r {home}/checkout "${{3:-primeslurm}}"',
     "uv": "[[ $1 =~ ^(pip|python|tool|venv|run)$ ]]",
+    "uvx": "[[ $1 == --from ]]",
     "just": """cd {root}; {bin}/just --dry-run "$@" 2>/dev/null || {bin}/just --dry-run "$@"
 cd "$OLDPWD"
 case $1 in
-  model) where=.primeslurm/$2 ;;
-  warm-start) where=.primeslurm/${{2:-reverse-text}} ;;
-  demo) exec primeslurm submit "${{2:-recipes/reverse_text.yaml}}" --local --name demo ;;
+  model) where=$2 ;;
+  warm-start) where=${{2:-reverse-text}} ;;
+  demo) where=reverse-text ;;
   *) exit 0 ;;
 esac
-mkdir -p $where; cp -r {home}/model $where/model""",
+[[ -d .primeslurm/$where ]] || {{ mkdir -p .primeslurm/$where; cp -r {home}/model/ .primeslurm/$where/model; }}
+[[ $1 != demo ]] || primeslurm submit "${{2:-recipes/reverse_text.yaml}}" --local --name demo-1128-114820""",
 }
 """Replaced programs by name, as bash scripts."""
 
