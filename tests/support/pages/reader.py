@@ -45,7 +45,7 @@ BASE = {
     "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
 }
 """The recipe that a block with a part of a recipe is put into."""
-SITE = {"schema": 1, "name": "site", "runs": "/runs", "nodes": {"default": {"partition": "gpu", "gpus": 8}}}
+SITE = {"schema": 1, "name": "site", "runs": "/runs", "nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96}}}
 """The same for a block with a part of a site file."""
 ROWS = {
     "openai/gsm8k": (
