@@ -67,7 +67,8 @@ PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} "$@\"""",
     '[[ $2 == https://github.com/primeslurm/primeslurm ]] || {{ echo "git: no repository $2" >&2; exit 9; }}; '
     'cp -r {home}/checkout "${{3:-primeslurm}}"',
     "uv": "[[ $1 =~ ^(pip|python|tool|venv|run)$ ]]",
-    "uvx": "[[ $1 == --from ]]",
+    "uvx": """[[ "$1 $4" == "--from dataset" ]]
+[[ $5 != download ]] || {{ mkdir -p "$8"; cp -r {root}/examples/harbor "$8/${{6##*/}}"; }}""",
     "just": """cd {root}; {bin}/just --dry-run "$@" 2>/dev/null || {bin}/just --dry-run "$@"
 cd "$OLDPWD"
 case $1 in
