@@ -45,7 +45,7 @@ BASE = {
     "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
 }
 """The recipe that a block with a part of a recipe is put into."""
-SITE = {"schema": 1, "name": "site", "runs": "/runs", "nodes": {"default": {"partition": "gpu", "gpus": 8}}}
+SITE = {"schema": 1, "name": "site", "runs": "/runs", "nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96}}}
 """The same for a block with a part of a site file."""
 ROWS = {
     "openai/gsm8k": (
@@ -67,15 +67,18 @@ PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} "$@\"""",
     '[[ $2 == https://github.com/primeslurm/primeslurm ]] || {{ echo "git: no repository $2" >&2; exit 9; }}; '
     'cp -r {home}/checkout "${{3:-primeslurm}}"',
     "uv": "[[ $1 =~ ^(pip|python|tool|venv|run)$ ]]",
+    "uvx": """[[ "$1 $4" == "--from dataset" ]]
+[[ $5 != download ]] || {{ mkdir -p "$8"; cp -r {root}/examples/harbor "$8/${{6##*/}}"; }}""",
     "just": """cd {root}; {bin}/just --dry-run "$@" 2>/dev/null || {bin}/just --dry-run "$@"
 cd "$OLDPWD"
 case $1 in
-  model) where=.primeslurm/$2 ;;
-  warm-start) where=.primeslurm/${{2:-reverse-text}} ;;
-  demo) exec primeslurm submit "${{2:-recipes/reverse_text.yaml}}" --local --name demo ;;
+  model) where=$2 ;;
+  warm-start) where=${{2:-reverse-text}} ;;
+  demo) where=reverse-text ;;
   *) exit 0 ;;
 esac
-mkdir -p $where; cp -r {home}/model $where/model""",
+[[ -d .primeslurm/$where ]] || {{ mkdir -p .primeslurm/$where; cp -r {home}/model/ .primeslurm/$where/model; }}
+[[ $1 != demo ]] || primeslurm submit "${{2:-recipes/reverse_text.yaml}}" --local --name demo-1128-114820""",
 }
 """Replaced programs by name, as bash scripts."""
 

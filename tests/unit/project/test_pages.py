@@ -18,14 +18,20 @@ PAGES = [
     *sorted((DOCS / "tutorials").glob("*.md")),
     *sorted((DOCS / "how-to").glob("*.md")),
 ]
+TEMPLATE = (
+    "{% for m in messages %}<bos>{{ m['role'] }}:{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<bos>assistant:{% endif %}"
+)
 FEW = 0.12
 """Largest share of blocks that may be skipped."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model, which stands for all models that pages download."""
-    return make_model(tmp_path_factory.mktemp("pages") / "model")
+    """A small model with a chat template, which stands for all models that pages download."""
+    directory = make_model(tmp_path_factory.mktemp("pages") / "model")
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
