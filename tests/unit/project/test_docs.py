@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from typer._click.exceptions import MissingParameter
 from typer.core import TyperGroup
 
 from primeslurm.cli import app
@@ -23,9 +25,11 @@ INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every primeslurm or just command shown."""
+    """(page, command) of every primeslurm or just command shown, but for the page that is made of the commands' help."""
     found = []
     for page in PAGES:
+        if page.name == "cli.md":
+            continue
         text = page.read_text()
         lines = [line for _, body in FENCE.findall(text) for line in body.splitlines()]
         for line in [*lines, *INLINE.findall(FENCE.sub("", text))]:
@@ -47,10 +51,12 @@ def test_every_command_shown_can_be_typed(page: str, command: str) -> None:
         return
     parser = typer.main.get_command(app)
     rest = words[1:]
-    while isinstance(parser, TyperGroup):
+    while isinstance(parser, TyperGroup) and rest and not rest[0].startswith("-"):
         assert rest[0] in parser.commands, command
         _, parser, rest = parser.resolve_command(typer.Context(parser), rest)
-    parser.make_context(words[1], rest)  # raises for an unknown option or a missing argument
+    only_named = len(words) == 2  # prose names a verb without its arguments
+    with contextlib.suppress(typer.Exit, *([MissingParameter] if only_named else [])):
+        parser.make_context(words[1], rest)  # raises for an unknown option or a missing argument
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
