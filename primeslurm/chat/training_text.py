@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from primeslurm.chat import ChatMessage
@@ -97,6 +98,36 @@ class TrainingText:
         if isinstance(line, Dialogue):
             return self._of_messages(line.messages, line.tools)
         return [(line.prompt, False), *self._completion(line.completion)]
+
+    def token_ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the tokens of parts of a line, each as it follows on the part before.
+
+        A prompt is tokenized by itself, and an answer is sampled behind it: no token reaches from one into the other.
+        """
+        ids = self._encoded(texts)
+        if not self._adds_blanks:
+            return ids
+        behind = [self._following(*pair) for pair in pairwise(texts)]
+        return [ids[0], *(alone if found is None else found for found, alone in zip(behind, ids[1:], strict=True))]
+
+    @cached_property
+    def _adds_blanks(self) -> bool:
+        """Whether the tokenizer puts a blank before each text, as those made of SentencePiece do (Llama 2, Mistral)."""
+        inside, alone = self._encoded(["\nx", "x"])
+        return inside[-len(alone) :] != alone
+
+    def _following(self, before: str, text: str) -> list[int] | None:
+        """The tokens of a text behind another one; None if there is a token that reaches from one into the other."""
+        for start in (before, "\n"):
+            first, both = self._encoded([start, start + text])
+            if both[: len(first)] == first:
+                return both[len(first) :]
+        return None
+
+    def _encoded(self, texts: Sequence[str]) -> list[list[int]]:
+        options = {"add_special_tokens": False, "return_attention_mask": False}
+        found: list[list[int]] = self.template.tokenizer(list(texts), **options)["input_ids"]
+        return found
 
     def _completion(self, text: str) -> list[Part]:
         """A completion ends as an answer in a conversation does, unless it says its end itself."""

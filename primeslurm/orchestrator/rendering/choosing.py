@@ -20,6 +20,9 @@ from renderers.base import load_tokenizer
 from renderers.configs import CustomRendererConfig
 
 from primeslurm import files
+from primeslurm.chat.messages import ConversationError
+from primeslurm.chat.template import ASKED, SAID, VALUE, ChatTemplate
+from primeslurm.chat.turn_ends import TurnEnds
 from primeslurm.families import family_of, model_types
 from primeslurm.families.renderers import AUTO, DEFAULT, is_import_path, renderer_traits, renderers_of, without_tools
 from primeslurm.model_files import model_directory
@@ -27,6 +30,7 @@ from primeslurm.orchestrator.rendering import probing
 from primeslurm.orchestrator.rendering.extending import extending
 
 log = logging.getLogger(__name__)
+_NAME_ONE = "name one that fits in model.renderer"
 
 
 class RenderingError(ValueError):
@@ -52,7 +56,7 @@ def choose(model: str, asked: str = AUTO, options: Mapping[str, Any] | None = No
         images: messages may have images.
 
     Raises:
-        RenderingError: messages with images cannot be rendered for it, or the renderer has no such options.
+        RenderingError: messages cannot be rendered for it, or those with images, or the renderer has no such options.
     """
     return _choose(model, asked, json.dumps(dict(options or {})), images)
 
@@ -63,7 +67,9 @@ def _choose(model: str, asked: str, options_json: str, images: bool) -> Renderin
     if images:
         _must_see(model_type)
     elif why := without_tools(model_type, model, asked, options):
-        return Rendering(named(DEFAULT, options), why)
+        return _by_template(model, options, why)
+    if asked == DEFAULT:
+        return _by_template(model, options)
     if asked != AUTO:
         return Rendering(named(asked, options))
     return _of_family(model, renderers_of(model_type or "", model), options, images)
@@ -83,10 +89,37 @@ def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any], i
             differences.append(f"{name}: {difference}")
     why = "; ".join(dict.fromkeys(differences))
     if images:
-        raise RenderingError(f"messages cannot be rendered for {model}: {why}; name one that fits in model.renderer")
+        raise RenderingError(f"messages cannot be rendered for {model}: {why}; {_NAME_ONE}")
     log.warning("%s is rendered by its own chat template, without tools: %s", model, why)
-    why = f"tools cannot be rendered for {model}: {why}; name one that fits in model.renderer"
-    return Rendering(named(DEFAULT, options), why)
+    return _by_template(model, options, f"tools cannot be rendered for {model}: {why}; {_NAME_ONE}")
+
+
+def _by_template(model: str, options: dict[str, Any], no_tools: str = "") -> Rendering:
+    """Have a model's messages rendered by its own chat template.
+
+    Raises:
+        RenderingError: it has none that shows a question, or no token ends an answer. Every rollout would fail, or run
+            to its bound of tokens.
+    """
+    template = ChatTemplate(load_tokenizer(model))
+    questions = [{"role": "user", "content": text} for text in (ASKED, VALUE)]
+    why = ""
+    # Some templates refuse conversations without a system message.
+    for before in ([], [{"role": "system", "content": SAID}]):
+        one, other = (template.tried([*before, question], prompt=True, **options) for question in questions)
+        if one != other:
+            break
+    else:
+        why = "its chat template does not show the model a question"
+        try:
+            template.render(questions[:1], prompt=True, **options)
+        except ConversationError as error:
+            why = error.why
+    if not why and not TurnEnds(template).every:
+        why = "no token ends an answer, by its chat template, its tokenizer or generation_config.json"
+    if why:
+        raise RenderingError(f"messages cannot be rendered for {model}: {why}; correct it, or {_NAME_ONE}")
+    return Rendering(named(DEFAULT, options), no_tools)
 
 
 def _not_shown(model: str) -> str:

@@ -136,8 +136,7 @@ def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
 def _tokenize(line: bytes, text: TrainingText, directory: Path, reader: ImageReader | None) -> Example:
     record, sources = record_of(line, sees=reader is not None)
     parts = text.parts(record)
-    tokenizer = text.template.tokenizer
-    encoded = tokenizer([part for part, _ in parts], add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    encoded = text.token_ids([part for part, _ in parts])
     token_ids = np.asarray([token for ids in encoded for token in ids], np.int32)
     mask = np.repeat([trained for _, trained in parts], [len(ids) for ids in encoded])
     if reader is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from primeslurm.trainer import tiny
 from tests.support.chat_templates import BUNDLED, write_model
 from tests.support.conversations import write_tokenizer as write_tokenizer_of
 from tests.support.fake_engine import write_tokenizer
+from tests.support.turn_templates import CHATML, UNENDING
+from tests.support.turn_templates import write_model as write_with_template
 
 VISION = {
     "qwen3_5": "qwen3.5",
@@ -127,6 +130,37 @@ def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(
     chosen = choosing.choose(model)
     assert name_of(chosen) == "default"
     assert "no renderer for model type unheard_of (" in chosen.no_tools
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "why"),
+    [
+        (None, "<|im_end|>", "the model has no chat template; correct it, or name one that fits in model.renderer"),
+        ("", "<|im_end|>", "the model has no chat template"),
+        ("{{ raise_exception('no chat') }}", "<|im_end|>", "the chat template fails: TemplateError: no chat"),
+        ("{% for %}", "<|im_end|>", "the chat template fails: TemplateSyntaxError"),
+        ("{{ eos_token }}", "<|im_end|>", "its chat template does not show the model a question"),
+        (UNENDING, None, "no token ends an answer"),
+    ],
+)
+@pytest.mark.parametrize("asked", ["auto", "default"])
+def test_a_template_that_no_rollout_could_use_is_refused(
+    template: str | None, eos: str | None, why: str, asked: str, tmp_path: Path
+) -> None:
+    """A base model has none. It would be told of after the engines have started, rollout by rollout."""
+    write_with_template(tmp_path, template or "", eos)
+    if template is None:
+        (tmp_path / "chat_template.jinja").unlink()
+    model = write_config(tmp_path, "unheard_of")
+    with pytest.raises(choosing.RenderingError, match=re.escape(why)):
+        choosing.choose(model, asked)
+    assert name_of(choosing.choose(model, "qwen3")) == "qwen3", "the recipe may name another"
+
+
+def test_a_template_that_wants_a_system_message_is_taken(tmp_path: Path) -> None:
+    insists = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + CHATML
+    write_with_template(tmp_path, insists, "<|im_end|>")
+    assert name_of(choosing.choose(write_config(tmp_path, "unheard_of"))) == "default"
 
 
 def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
