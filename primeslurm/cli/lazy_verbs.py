@@ -19,11 +19,8 @@ from primeslurm.errors import UsageError, Violation
 PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 VERBS: dict[str, tuple[str, str]] = {
     "init": ("init:init", "Write a site file for this cluster, and a first recipe."),
-    "recipes": (
-        "recipes:app",
-        "List, show and copy the ready recipes. Every verb that takes a recipe also takes their bare names.",
-    ),
     "install": ("install:install", "Install what nodes need at run time, and small models."),
+    "recipes": ("recipes:app", "List, show and copy the ready recipes."),
     "submit": ("submit:submit", "Validate a recipe, place it, and submit it as one job."),
     "eval": (
         "submit:eval_",

@@ -24,8 +24,8 @@ def init(
     recipe runs on this machine. Files that exist are never overwritten.
 
     Examples:
-    primeslurm init
-    primeslurm init ~/experiments/first --json
+        primeslurm init
+        primeslurm init ~/experiments/first --json
     """
     first = write_first_files(directory)
     if as_json:

@@ -13,7 +13,7 @@ from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import note, print_json
 
 app = typer.Typer(
-    help="List, show and copy the ready recipes. Every verb that takes a recipe also takes their bare names.",
+    help="List, show and copy the ready recipes.\n\nEvery verb that takes a recipe also takes their bare names.",
     invoke_without_command=True,
     add_completion=False,
 )
@@ -23,7 +23,10 @@ NameArg = Annotated[str, typer.Argument(help="Name of a ready recipe, for exampl
 
 @app.callback()
 def list_(context: typer.Context, as_json: JsonOpt = False) -> None:
-    """List, show and copy the ready recipes. Every verb that takes a recipe also takes their bare names."""
+    """List, show and copy the ready recipes.
+
+    Every verb that takes a recipe also takes their bare names.
+    """
     if context.invoked_subcommand is not None:
         return
     recipes = list_recipes()
