@@ -77,7 +77,9 @@ def _unprepared(interpreter: Interpreter, lacks: str, site: Site, local: bool) -
     """What it means that a Python lacks a package: jobs do, too, unless they load modules first."""
     if (site.modules or site.prologue) and not local:
         return f"{interpreter.python} has no {lacks} without the site's modules and prologue"
-    fix = "install primeslurm with its environments there, or name another one in the site file"
+    install = "`primeslurm install --gpu --to DIR` (or --cpu) makes a Python that has it"
+    use = "submit with DIR/bin/primeslurm" if local else "name DIR/bin/python as `python` in the site file"
+    fix = f"{install}; {use}"
     return Violation("python", interpreter.python, f"this Python has no {lacks}, and jobs run it", fix)
 
 

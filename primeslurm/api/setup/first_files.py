@@ -98,10 +98,7 @@ def _site_text(proposal: Proposal, directory: Path) -> str:
     return template.render(
         found=proposal,
         gpu=proposal.gpu,
-        # One partition may have nodes of both kinds: a job cannot tell them apart.
-        cpu=proposal.cpu
-        if proposal.cpu and proposal.gpu and proposal.cpu.partition != proposal.gpu.partition
-        else None,
+        cpu=proposal.cpu,
         runs=runs,
         shared=shared,
         slurm_conf=os.environ.get("SLURM_CONF", ""),

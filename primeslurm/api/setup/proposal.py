@@ -55,7 +55,7 @@ class Proposal:
     gpu: PartitionOffer | None
     """The largest partition with GPUs."""
     cpu: PartitionOffer | None
-    """The largest partition without GPUs."""
+    """The largest partition without GPUs for other components of the same job."""
     offers: tuple[PartitionOffer, ...]
     """All of them, the largest first."""
     refused: tuple[str, ...]
@@ -77,14 +77,20 @@ def propose(facts: ClusterFacts) -> Proposal:
         offers += _offers(partition, facts)
     offers.sort(key=lambda offer: offer.size, reverse=True)
     associations = facts.accounting.associations
+    gpu = next((offer for offer in offers if offer.gpus), None)
     return Proposal(
-        gpu=next((offer for offer in offers if offer.gpus), None),
-        cpu=next((offer for offer in offers if not offer.gpus), None),
+        gpu=gpu,
+        cpu=next((offer for offer in offers if gpu and _goes_with(offer, gpu)), None),
         offers=tuple(offers),
         refused=tuple(sorted(set(facts.partitions) - {offer.partition for offer in offers})),
         accounts=tuple(sorted({each.account for each in associations})),
         qos_names=tuple(sorted({name for each in associations for name in each.qos_names})),
     )
+
+
+def _goes_with(cpu: PartitionOffer, gpu: PartitionOffer) -> bool:
+    """Whether one job can have both. Nodes of one partition are told apart by GPUs only, and a job has one account."""
+    return not cpu.gpus and cpu.partition != gpu.partition and (cpu.account, cpu.qos) == (gpu.account, gpu.qos)
 
 
 def _offers(partition: Partition, facts: ClusterFacts) -> Iterator[PartitionOffer]:

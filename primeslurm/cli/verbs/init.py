@@ -14,7 +14,7 @@ from primeslurm.cli.output import note, print_json
 
 
 def init(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Where the files are written.")] = Path(),
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the files are written.")] = Path(),
     as_json: JsonOpt = False,
 ) -> None:
     """Write a site file for this cluster, and a first recipe.
@@ -24,8 +24,8 @@ def init(
     recipe runs on this machine. Files that exist are never overwritten.
 
     Examples:
-    primeslurm init
-    primeslurm init ~/experiments/first --json
+        primeslurm init
+        primeslurm init ~/experiments/first --json
     """
     first = write_first_files(directory)
     if as_json:

@@ -37,8 +37,8 @@ def install(
     command, and a model into .primeslurm/NAME/model, if `--to` names no other place.
 
     Examples:
-    primeslurm install --gpu --to /shared/primeslurm
-    primeslurm install --model smollm2
+        primeslurm install --gpu --to /shared/primeslurm
+        primeslurm install --model smollm2
     """
     wanted = _wanted(gpu, cpu, harness, model, games)
     if wanted in ("--gpu", "--cpu") and to is None:

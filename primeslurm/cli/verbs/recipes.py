@@ -61,7 +61,7 @@ def copy_command(
     name: NameArg,
     destination: Annotated[
         Path | None,
-        typer.Argument(metavar="[DEST]", help="New file, or a directory. Default: ./NAME.yaml", show_default=False),
+        typer.Argument(metavar="DEST", help="New file, or a directory. Default: ./NAME.yaml", show_default=False),
     ] = None,
 ) -> None:
     """Copy a ready recipe to a new file, and print its path."""

@@ -259,8 +259,8 @@ def version_checks(
         if mine != version:
             text = f"{name} is {mine or 'missing'}, the head has {version or 'none'}"
             found.append(PreflightCheck("versions", "failed", text, "use one environment on a shared file system"))
-        elif name in lock and lock[name] != mine:
-            text = f"{name} is {mine or 'missing'}, the run was submitted with {lock[name] or 'none'}"
+        elif lock.get(name) not in (None, mine):  # a login node may have the command line alone
+            text = f"{name} is {mine or 'missing'}, the run was submitted with {lock[name]}"
             found.append(PreflightCheck("versions", "warning", text))
     return found or [PreflightCheck("versions", "ok", "the head's")]
 

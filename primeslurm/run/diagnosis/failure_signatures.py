@@ -84,7 +84,7 @@ KNOWN = (
     _known(
         r"ModuleNotFoundError|cannot open shared object file|undefined symbol|GLIBC_\S+' not found",
         "a package or library is missing on the node, or of another version",
-        "install the locked requirements on every node; compare with a node where it works",
+        "`primeslurm doctor --all` compares nodes with the lock, which `primeslurm install --gpu --to DIR` installs",
     ),
     _known(
         r"No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver version is insufficient|libcuda\.so",

@@ -73,9 +73,10 @@ def test_nodes_of_one_kind_are_described_and_the_weakest_of_them_counts() -> Non
         *nodes(9),
     )
     found = propose(facts(replace(H100, nodes=mixed, max_cpus_per_node=48)))
-    assert found.gpu is not None and found.cpu is not None
-    assert (found.gpu.nodes, found.gpu.gpus, found.gpu.cpus, found.gpu.memory_gib) == (4, 8, 32, 97)
-    assert (found.cpu.partition, found.cpu.nodes, found.cpu.cpus) == ("h100", 9, 48)
+    gpu, cpu = found.offers
+    assert (gpu.nodes, gpu.gpus, gpu.cpus, gpu.memory_gib) == (4, 8, 32, 97)
+    assert (cpu.partition, cpu.nodes, cpu.cpus) == ("h100", 9, 48)
+    assert (found.gpu, found.cpu) == (gpu, None), "the job would have nodes with GPUs for control, too"
 
 
 def test_memory_that_slurm_does_not_know_is_left_out() -> None:
@@ -133,3 +134,11 @@ def test_a_user_whose_accounts_are_all_refused_gets_no_partition() -> None:
     accounting = Accounting(ENFORCED, "b", (association("b"),))
     assert propose(facts(replace(H100, accounts=frozenset({"a"})), accounting=accounting)).gpu is None
     assert propose(facts(H100, accounting=Accounting(ENFORCED, "", ()))).gpu is None
+
+
+def test_control_is_in_a_partition_that_takes_the_account_of_the_gpus() -> None:
+    accounting = Accounting(ENFORCED, "b", (association("a"), association("b")))
+    only_a = replace(CPU, name="cpu-a", accounts=frozenset({"a"}), nodes=nodes(99))
+    found = propose(facts(H100, only_a, CPU, accounting=accounting))
+    assert found.cpu is not None and (found.cpu.partition, found.cpu.account) == ("cpu", "b")
+    assert propose(facts(H100, only_a, accounting=accounting)).cpu is None

