@@ -1,4 +1,4 @@
-"""Facts of one cluster: what never belongs in a recipe."""
+"""The site file: facts of one cluster, which never belong in a recipe."""
 
 from __future__ import annotations
 

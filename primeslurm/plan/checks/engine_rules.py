@@ -50,7 +50,7 @@ def _ep_alone(context: RuleContext) -> str:
     if not context.recipe.inference.expert_parallel:
         return ""
     alone = [request.role for request, _, ranks in context.expert_groups() if ranks == 1]
-    return f"a group of {alone[0]} nodes is one GPU: there is nothing to spread over" if alone else ""
+    return f"a group of {alone[0]} nodes has one GPU" if alone else ""
 
 
 def _ep_divides(context: RuleContext) -> str:
@@ -72,7 +72,11 @@ def _deepep_nodes(context: RuleContext) -> str:
 
 def _all2all_without_ep(context: RuleContext) -> str:
     named = [s.all2all for _, s in context.engines() if s.all2all]
-    return f"{named[0]} has nothing to move" if named and not context.recipe.inference.expert_parallel else ""
+    return (
+        f"all2all is {named[0]}, but expert_parallel is false"
+        if named and not context.recipe.inference.expert_parallel
+        else ""
+    )
 
 
 def _low_latency_tokens(context: RuleContext) -> str:
@@ -104,7 +108,7 @@ def _graphs_eager(context: RuleContext) -> str:
     inference = context.recipe.inference
     named = [settings.cuda_graphs for settings in (inference, inference.prefill, inference.decode)]
     asked = [mode for mode in named if mode not in (None, "NONE")]
-    return f"cuda_graphs: {asked[0]}, but nothing is captured" if asked and inference.enforce_eager else ""
+    return f"cuda_graphs is {asked[0]}" if asked and inference.enforce_eager else ""
 
 
 def _graphs_batch(context: RuleContext) -> str:
@@ -125,7 +129,7 @@ def _seqs_tokens(context: RuleContext) -> str:
 def _dbo_backend(context: RuleContext) -> str:
     for _, settings in context.engines():
         if settings.dbo and settings.all2all not in DBO_BACKENDS:
-            return f"half batches cannot overlap with {settings.all2all or 'no expert parallelism'}"
+            return f"all2all is {settings.all2all or 'not set'}"
     return ""
 
 
@@ -135,7 +139,7 @@ def _dbo_prefix(context: RuleContext) -> str:
 
 def _eplb_ep(context: RuleContext) -> str:
     asked = any(settings.eplb for _, settings in context.engines())
-    return "no expert is on one rank alone" if asked and not context.recipe.inference.expert_parallel else ""
+    return "expert_parallel is false" if asked and not context.recipe.inference.expert_parallel else ""
 
 
 def _eplb_cpu(context: RuleContext) -> str:
@@ -145,9 +149,7 @@ def _eplb_cpu(context: RuleContext) -> str:
 
 def _eplb_updates(context: RuleContext) -> str:
     asked = any(settings.eplb for _, settings in context.engines())
-    return (
-        "an update would write experts to where they were at the start" if asked and context.recipe.task == "rl" else ""
-    )
+    return "a weight update writes experts to their original places" if asked and context.recipe.task == "rl" else ""
 
 
 def _fp8_gpu(context: RuleContext) -> str:
@@ -168,7 +170,11 @@ def _quantised_twice(context: RuleContext) -> str:
 def _deep_gemm_fp8(context: RuleContext) -> str:
     stored = context.shape.quantization if context.shape else None
     fp8 = context.recipe.inference.quantization == "fp8" or stored == "fp8"
-    return "nothing computes in FP8" if context.recipe.inference.deep_gemm and not fp8 else ""
+    return (
+        "neither the checkpoint nor inference.quantization is FP8"
+        if context.recipe.inference.deep_gemm and not fp8
+        else ""
+    )
 
 
 def _deep_gemm_gpu(context: RuleContext) -> str:
@@ -178,7 +184,7 @@ def _deep_gemm_gpu(context: RuleContext) -> str:
 
 def _tp_heads(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
-    return f"{context.shape.heads} heads cannot be cut in {tp}" if context.shape and context.shape.heads % tp else ""
+    return f"{tp} does not divide {context.shape.heads} heads" if context.shape and context.shape.heads % tp else ""
 
 
 def _tp_latent(context: RuleContext) -> str:
@@ -202,7 +208,7 @@ def _extra(context: RuleContext, names: frozenset[str]) -> list[tuple[str, str]]
 
 def _planned_options(context: RuleContext) -> str:
     taken = dict.fromkeys(name for name, _ in _extra(context, PLANNED))
-    return f"{', '.join(taken)}: decided by the plan, and other processes rely on it" if taken else ""
+    return f"vllm_extra sets {', '.join(taken)}" if taken else ""
 
 
 def _sampled_distribution(context: RuleContext) -> str:

@@ -72,7 +72,7 @@ def _mooncake_fabric(context: RuleContext) -> str:
 def _mooncake_tcp(context: RuleContext) -> str:
     store = _mooncake(context)
     slow = store is not None and context.site.device == "cuda" and store.protocol == "tcp"
-    return "works, but every hit crosses the hosts' TCP stacks" if store and slow else ""
+    return "every hit goes through the TCP stacks of both hosts" if store and slow else ""
 
 
 def _mooncake_alone(context: RuleContext) -> str:
@@ -93,7 +93,7 @@ def _offload_memory(context: RuleContext) -> str:
         engines = 1 if _mooncake(context) else request.gpus // context.recipe.inference.parallel.tp
         asked, there = offload.cpu.bytes * engines, _memory(request.kind.memory_gib, request.kind.mem)
         if there and asked > there * HOST_SHARE:
-            return f"{asked / GIB:.0f} GiB on a {request.role} node of {there / GIB:.0f} GiB"
+            return f"{asked / GIB:.0f} GiB of the {there / GIB:.0f} GiB of each {request.role} node"
     return ""
 
 
@@ -129,17 +129,17 @@ def _hybrid_offload(context: RuleContext) -> str:
 def _teacher_temperature(context: RuleContext) -> str:
     recipe = context.recipe
     plain = all(recipe.sampling(environment).temperature == 1 for environment in recipe.environments)
-    return "the policy's are those of what it samples from" if recipe.teacher is not None and not plain else ""
+    return "the policy samples at another temperature" if recipe.teacher is not None and not plain else ""
 
 
 def _teacher_images(context: RuleContext) -> str:
-    return "it is asked by token ids alone" if context.recipe.teacher and context.recipe.model.vlm else ""
+    return "the teacher receives token ids only" if context.recipe.teacher and context.recipe.model.vlm else ""
 
 
 def _teacher_room(context: RuleContext) -> str:
     recipe = context.recipe
     tight = isinstance(recipe.teacher, PolicyTeacher) and recipe.max_len <= recipe.seq_len
-    return "prompts are longer with the hint: the ends of long sequences cannot be asked about" if tight else ""
+    return "model.max_len is not above seq_len, so the ends of long sequences would not be scored" if tight else ""
 
 
 _REPLAY = "trainer.router_replay"

@@ -12,13 +12,13 @@ from primeslurm.plan.checks.rule import Rule, RuleContext
 
 def _deepep_without_ep(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
-    return "there are no experts to reach with ep: 1" if p.ep_backend == "deepep" and p.ep == 1 else ""
+    return "ep is 1" if p.ep_backend == "deepep" and p.ep == 1 else ""
 
 
 def _deepep_clips(context: RuleContext) -> str:
     clips = context.recipe.trainer.optimizer.max_norm
     deepep = context.recipe.trainer.parallelism.ep_backend == "deepep"
-    return f"gradients are clipped to {clips:g} with ep_backend: deepep" if deepep and clips is not None else ""
+    return f"gradients are clipped to {clips:g}" if deepep and clips is not None else ""
 
 
 def _deepep_gpu(context: RuleContext) -> str:
@@ -33,18 +33,18 @@ def _deepep_gpu(context: RuleContext) -> str:
 def _deepep_compiled(context: RuleContext) -> str:
     trainer = context.recipe.trainer
     both = bool(trainer.compile) and trainer.parallelism.ep_backend == "deepep"
-    return "ep_backend: deepep, whose operations torch.compile cannot trace" if both else ""
+    return "torch.compile cannot trace DeepEP's operations" if both else ""
 
 
 def _deepep_dtype(context: RuleContext) -> str:
     dtype = context.recipe.model.dtype
     deepep = context.recipe.trainer.parallelism.ep_backend == "deepep"
-    return f"{dtype} with ep_backend: deepep" if deepep and dtype != "bfloat16" else ""
+    return f"model.dtype is {dtype}" if deepep and dtype != "bfloat16" else ""
 
 
 def _deepep_sms(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
-    return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
+    return "ep_backend is torch" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
 
 
 def _deepep_chunk(context: RuleContext) -> str:
@@ -53,7 +53,7 @@ def _deepep_chunk(context: RuleContext) -> str:
     if chunk is None:
         return ""
     if p.ep_backend != "deepep":
-        return "only DeepEP has this setting"
+        return "ep_backend is torch"
     tokens = trainer.rows_at_once(context.recipe.seq_len) * context.recipe.seq_len // p.cp
     if chunk >= tokens:
         return f"a rank has {tokens} tokens at once, which are no more than one chunk"
@@ -71,7 +71,7 @@ def _single_products(context: RuleContext) -> str:
     adapted = lora is not None and "experts" in (lora.targets or ("experts",))
     others = {"compile": trainer.compile, "fp8": trainer.fp8, "lora on experts": adapted}
     asked = [name for name, on in others.items() if on]
-    return f"false with {' and '.join(asked)}, whose products are grouped" if asked else ""
+    return f"it is set with {' and '.join(asked)}" if asked else ""
 
 
 def _ep_dense(context: RuleContext) -> str:
@@ -163,7 +163,7 @@ def _compile(context: RuleContext) -> str:
     if not trainer.compile:
         return ""
     if model.dtype != "bfloat16":
-        return f"with model.dtype: {model.dtype}, not bfloat16"
+        return f"model.dtype is {model.dtype}"
     return "with model.vlm: layers were not tried compiled on images" if model.vlm else ""
 
 
@@ -188,7 +188,7 @@ def _fp8_match(context: RuleContext) -> str:
 
 def _lora_files(context: RuleContext) -> str:
     lora, transport = context.recipe.trainer.lora, context.recipe.weights.transport
-    return "nothing is published to files" if lora and lora.save_adapter and transport == "nccl" else ""
+    return "weights.transport is nccl" if lora and lora.save_adapter and transport == "nccl" else ""
 
 
 def _lora_quantised(context: RuleContext) -> str:
@@ -217,24 +217,28 @@ def _lora_absorbed(context: RuleContext) -> str:
 def _vision_dtype(context: RuleContext) -> str:
     able = capabilities(context.shape.model_type, "custom") if context.shape else None
     sees = able is not None and able.images
-    return "vision models are trained in bfloat16" if sees and context.recipe.model.dtype != "bfloat16" else ""
+    return f"model.dtype is {context.recipe.model.dtype}" if sees and context.recipe.model.dtype != "bfloat16" else ""
 
 
 def _vision_lora(context: RuleContext) -> str:
     vlm, lora = context.recipe.model.vlm, context.recipe.trainer.lora
     return (
-        "adapters alone are trained, and the encoder has none" if vlm and not vlm.freeze_vision_encoder and lora else ""
+        "freeze_vision_encoder is false, but only adapters are trained"
+        if vlm and not vlm.freeze_vision_encoder and lora
+        else ""
     )
 
 
 def _host_memory(context: RuleContext) -> str:
     muon = context.recipe.trainer.optimizer.type == "muon"
-    return "Muon multiplies matrices" if muon and context.recipe.trainer.memory.optimizer_offload else ""
+    return (
+        "Muon needs the GPU for its matrix products" if muon and context.recipe.trainer.memory.optimizer_offload else ""
+    )
 
 
 def _offloaded_twice(context: RuleContext) -> str:
     memory = context.recipe.trainer.memory
-    return "the state is there already" if memory.optimizer_offload and memory.optimizer_state_offload else ""
+    return "both are set" if memory.optimizer_offload and memory.optimizer_state_offload else ""
 
 
 _EP = "trainer.parallelism.ep"

@@ -1,4 +1,4 @@
-"""Which nodes do what: trainer nodes, the shape of the inference deployment, nodes for environments."""
+"""Nodes and GPUs of each role: trainer, inference, environments, spares."""
 
 from __future__ import annotations
 

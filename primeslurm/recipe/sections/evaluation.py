@@ -1,4 +1,4 @@
-"""What is evaluated during a run, how often, and how much of the engines that may take."""
+"""Evaluation during a run: environments, interval, and the number of rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which finished rollouts are not trained, and what becomes of them."""
+"""Filters: which finished rollouts and groups are not trained."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 from primeslurm.recipe.fields.section import Section
 
 RolloutAction = Literal["drop", "mask", "monitor"]
-"""drop: the rollout leaves its group, whose mean is then that of the others. mask: it counts in its group's mean, but
-none of its tokens is trained. monitor: it is counted, nothing else."""
+"""drop: remove the rollout from its group. mask: use its reward for the group's mean, but train none of its tokens.
+monitor: only count it."""
 
 
 class ZeroAdvantage(Section):

@@ -1,4 +1,4 @@
-"""How the engines run: vLLM's settings for all of them, and what prefill and decode engines do differently."""
+"""Settings of the vLLM engines, for all of them and for prefill and decode engines separately."""
 
 from __future__ import annotations
 

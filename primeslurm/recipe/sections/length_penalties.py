@@ -1,6 +1,6 @@
-"""What long rollouts lose of their reward, before advantages are made of it.
+"""Penalties for long rollouts, subtracted from the reward before advantages are computed.
 
-n is the number of tokens that the policy sampled in a trace: over all its turns, what will be trained of it or not.
+n is the number of tokens that the policy sampled in a trace, over all turns, trained or not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the trainer minimises in RL. Per token of a rollout, d is the trainer's log-probability minus the engine's.
+"""RL losses. Per token of a rollout, d is the trainer's log-probability minus the engine's.
 
-Ratios are those of the trainer to the engine that sampled, of whatever policy version it had: each batch is trained
-once, so a ratio to the trainer before the step would be 1 for every token, and correct for nothing.
+Ratios compare the trainer with the engine that sampled the token, whatever policy version it had. Each batch is trained
+once, so a ratio to the trainer before the step would be 1 for every token and would correct nothing.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class AnyEnvironment(Section):
     """One verifiers environment, run in its own worker processes."""
 
     id: EnvironmentId
-    """Name of a bundled environment (reverse-text, math-problems, tool-use, harbor-local) or of an installed verifiers
-    environment."""
+    """Name of a bundled environment (reverse-text, arithmetic, math-problems, tool-use, harbor-local) or of another
+    installed verifiers environment."""
     name: Label | None = None
     """Label of the environment in metrics and logs. Default: its id, with - for characters that file names cannot
     hold."""

@@ -1,4 +1,4 @@
-"""What stands in front of an inference replica's engines."""
+"""Routers in front of the engines of an inference replica."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs of a rollout run in: the harness that drives the model, the runtime around it, and its limits."""
+"""Harness, runtime and limits of the programs that a rollout runs."""
 
 from __future__ import annotations
 

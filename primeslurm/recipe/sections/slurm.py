@@ -1,4 +1,4 @@
-"""What Slurm is asked for, and what is watched."""
+"""Slurm options of a job and its roles, containers, and where metrics are logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of rollouts that take longer than the policy stays."""
+"""How to handle rollouts older than `max_off_policy_steps`, and stragglers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The teacher: a model whose log-probabilities of sampled tokens the policy is trained towards, or held to."""
+"""The teacher: a model that returns log-probabilities of the tokens that the policy sampled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer does: model, optimizer, loss, parallelism, checkpoints, SFT data."""
+"""Model, optimizer, parallelism, memory, checkpoints and SFT data of the trainer."""
 
 from __future__ import annotations
 
