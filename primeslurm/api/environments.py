@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from ipaddress import ip_address
 
 from primeslurm.errors import Violation
@@ -15,13 +15,16 @@ from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 _FIELD = "environments"
 
 
-def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
+def environment_problems(
+    recipe: Recipe, site: Site, *, local: bool, skip: Collection[str] = ()
+) -> tuple[list[Violation], list[Finding]]:
     """Load every environment of a recipe with the Python that jobs will use, where that is here.
 
     Args:
         recipe: the recipe, with its model's absolute path; without rollouts it has no environments.
         site: names the Python; where it is to run.
         local: without Slurm.
+        skip: environments that are not tried, for example environments.0.
 
     Returns:
         Why the run would fail; and what could not be looked at here, or not everybody wants.
@@ -31,7 +34,9 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
     interpreter = _interpreter(recipe, site, local)
     if isinstance(interpreter, str):
         return [], [_untried(interpreter)]
-    tried = try_all(places(recipe.trained_environments, recipe.evaluation_environments), recipe.model, interpreter)
+    wanted = places(recipe.trained_environments, recipe.evaluation_environments)
+    wanted = {place: each for place, each in wanted.items() if place not in skip}
+    tried = try_all(wanted, recipe.model, interpreter)
     if tried.unprepared:
         lacks = _unprepared(interpreter, tried.unprepared, site, local)
         return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
@@ -116,8 +121,8 @@ def _unrendered(why: str) -> Finding:
 
 def _elsewhere(violation: Violation) -> Finding:
     """Nodes may have what this host lacks."""
-    text = f"{violation.value}: {violation.why}; the nodes are looked at when the job starts"
-    return Finding(level="warning", field=violation.field, text=text, fix=violation.fix)
+    text = f"{violation.why}; the nodes are checked when the job starts"
+    return Finding(level="warning", field=violation.field, value=violation.value, text=text, fix=violation.fix)
 
 
 def _note(violation: Violation) -> Finding:

@@ -43,7 +43,7 @@ _MANY = 3
 
 
 @dataclass(frozen=True)
-class Fault:
+class InputFault:
     """One thing wrong with the input, and which part of the input it concerns."""
 
     violation: Violation
@@ -53,7 +53,7 @@ class Fault:
     """For a key that does not exist: the one field that was probably meant, with dots; empty if there is none."""
 
 
-def faults(model: type[BaseModel], details: Any, source: str) -> list[Fault]:
+def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault]:
     """Explain one error of pydantic to the person who wrote the input.
 
     Args:
@@ -72,11 +72,11 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[Fault]:
     if kind == "extra_forbidden":
         return _unknown(model, parent, path, value)
     if kind == "missing":
-        return [Fault(Violation(field, "", f"is required but missing in {source}"), path)]
+        return [InputFault(Violation(field, "", f"is required but missing in {source}"), path)]
     if kind == "union_tag_not_found":
         tags = [tag for member in members(field_type(parent, details["loc"][-1])) if (tag := _tag(member))]
         missing = Violation(f"{field}.type", "", f"is required but missing in {source}", suggestion("", tags))
-        return [Fault(missing, (*path, "type"))]
+        return [InputFault(missing, (*path, "type"))]
     if kind in {"literal_error", "union_tag_invalid"}:
         expected = str(context.get("expected") or context.get("expected_tags", ""))
         valid = [part.strip(" '\"") for part in expected.replace(" or ", ", ").split(",")]
@@ -84,13 +84,13 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[Fault]:
         field = ".".join(path)
         alias = find_value(field, str(given))
         fix = alias.advice if alias else suggestion(str(given), valid)
-        return [Fault(Violation(field, _show(given), "is not a valid choice", fix), path)]
-    return [Fault(Violation(field, _show(value), *_why(kind, context, details["msg"], value)), path)]
+        return [InputFault(Violation(field, _show(given), "is not a valid choice", fix), path)]
+    return [InputFault(Violation(field, _show(value), *_why(kind, context, details["msg"], value)), path)]
 
 
 def _unknown(
     model: type[BaseModel], parent: type[BaseModel] | None, path: tuple[str, ...], value: object
-) -> list[Fault]:
+) -> list[InputFault]:
     """Explain a key that does not exist: by the names of other tools, by the fields elsewhere, or by spelling.
 
     An unknown section is explained by its keys, because one of them may be a name of another tool.
@@ -118,14 +118,14 @@ def _unknown(
         above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
         keys = [".".join(leaf) for leaf, _ in _leaves(value, path)]
         typed = keys[0] if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
-        return [Fault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)]
-    return [Fault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
+        return [InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)]
+    return [InputFault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
 
 
-def _foreign(path: tuple[str, ...], value: object, alias: Alias) -> Fault:
+def _foreign(path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
     shown = "" if isinstance(value, Mapping) else _show(value)
     meant = "" if alias.of_site or "[]" in alias.field else alias.field
-    return Fault(Violation(".".join(path), shown, "no such key", alias.advice), path, meant)
+    return InputFault(Violation(".".join(path), shown, "no such key", alias.advice), path, meant)
 
 
 def _leaves(value: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from primeslurm.errors import UsageError, Violation, signature
 from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import Fault, faults, suggestion
+from primeslurm.recipe.reading.explain import InputFault, faults, suggestion
 from primeslurm.recipe.reading.repair import Rules, path_of, stand_ins
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules import violations
@@ -38,7 +38,7 @@ class Draft(Generic[M]):
     data: Mapping[str, Any]
     value: M | None
     """None if anything is wrong."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InputFault, ...] = ()
 
     @property
     def violations(self) -> list[Violation]:
@@ -59,7 +59,7 @@ class Draft(Generic[M]):
         """
         if self.value is not None and not doubted:
             return [self.value]
-        found = (*self.faults, *(Fault(each, path_of(each.field)) for each in doubted))
+        found = (*self.faults, *(InputFault(each, path_of(each.field)) for each in doubted))
         return stand_ins(self.model, self.data, found, self.rules) if self.data else []
 
 
@@ -95,10 +95,10 @@ def load_site(path: Path) -> Site:
 
 
 def _unreadable(model: type[M], error: UsageError) -> Draft[M]:
-    return Draft(model, lambda _: (), {}, None, tuple(Fault(each, ()) for each in error.violations))
+    return Draft(model, lambda _: (), {}, None, tuple(InputFault(each, ()) for each in error.violations))
 
 
-def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], found: list[Fault]) -> Draft[M]:
+def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], found: list[InputFault]) -> Draft[M]:
     """Validate data. `found`: what is wrong with the data already."""
     try:
         value = model.model_validate(data)
@@ -107,7 +107,7 @@ def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M]
         value = None
     looked_at = [value] if value is not None and not found else stand_ins(model, data, found, lambda _: ())
     contradictions = independent([rules(each) for each in looked_at], [fault.path for fault in found])
-    found = [*found, *(Fault(each, path_of(each.field)) for each in contradictions)]
+    found = [*found, *(InputFault(each, path_of(each.field)) for each in contradictions)]
     return Draft(model, rules, data, None if found else value, tuple(found))
 
 
@@ -162,22 +162,22 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Fault]]:
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[InputFault]]:
     """Apply `a.b=value` words. Return the data with those that can be applied, and what is wrong with the others."""
-    found: list[Fault] = []
+    found: list[InputFault] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.split(".")
         if not equals or not all(keys):
-            found.append(Fault(Violation("--set", override, "must be key.path=value"), ()))
+            found.append(InputFault(Violation("--set", override, "must be key.path=value"), ()))
             continue
         try:
             data = _with(data, keys, parse(text))
         except ValueError:
-            found.append(Fault(Violation(f"--set {path}", text, "the value is not valid YAML"), tuple(keys)))
+            found.append(InputFault(Violation(f"--set {path}", text, "the value is not valid YAML"), tuple(keys)))
         except LookupError as error:
             why = "there is no such place in the recipe"
-            found.append(Fault(Violation(f"--set {path}", text, why, error.args[0]), ()))
+            found.append(InputFault(Violation(f"--set {path}", text, why, error.args[0]), ()))
     return data, found
 
 
