@@ -97,11 +97,13 @@ def _unknown(
     """
     from primeslurm.recipe.reading.aliases import find_alias
 
+    whole = find_alias(".".join(path))
     if isinstance(value, Mapping) and value:
-        leaves = list(_leaves(value, path))
-        foreign = [(leaf, given, alias) for leaf, given in leaves if (alias := find_alias(".".join(leaf)))]
-        if foreign and not find_alias(".".join(path)):
-            return [_foreign(leaf, given, alias) for leaf, given, alias in foreign]
+        aliases = [(leaf, given, find_alias(".".join(leaf))) for leaf, given in _leaves(value, path)]
+        if any(alias for _, _, alias in aliases):
+            found = [_foreign(leaf, given, alias) for leaf, given, each in aliases if (alias := each or whole)]
+            others = [leaf for leaf, _, each in aliases if not (each or whole)]
+            return [*found, _no_section(path, others, "")] if others else found
     names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
     elsewhere = fields_named(model, path[-1])
     here = 0 < len(elsewhere) <= _MANY
@@ -115,11 +117,15 @@ def _unknown(
     else:
         fix = suggestion(path[-1], names)
     if isinstance(value, Mapping) and value:
-        above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
-        keys = [".".join(leaf) for leaf, _ in _leaves(value, path)]
-        typed = keys[0] if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
-        return [InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)]
+        return [_no_section(path, [leaf for leaf, _ in _leaves(value, path)], fix, meant)]
     return [InputFault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
+
+
+def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str, meant: str = "") -> InputFault:
+    """Explain that a section does not exist. One key of it is named as it was typed; more are counted."""
+    above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
+    typed = ".".join(keys[0]) if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
+    return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 
 def _foreign(path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
