@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from ipaddress import ip_address
+from pathlib import Path
 
 from primeslurm.errors import Violation
+from primeslurm.paths import is_dir, is_file
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.checks.sft_files import render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
+from primeslurm.wire.environment_probe import UNKNOWN
 
 _FIELD = "environments"
 
@@ -40,10 +45,11 @@ def environment_problems(
     if tried.unprepared:
         lacks = _unprepared(interpreter, tried.unprepared, site, local)
         return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
+    violations = [_with_advice(each) for each in tried.violations]
     notes = [_note(each) for each in tried.notes]
     if local or _is_this_machine(site):
-        return [*tried.violations, *tried.missing], notes
-    return list(tried.violations), [*(_elsewhere(each) for each in tried.missing), *notes]
+        return [*violations, *tried.missing], notes
+    return violations, [*(_elsewhere(each) for each in tried.missing), *notes]
 
 
 def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
@@ -84,6 +90,30 @@ def _unprepared(interpreter: Interpreter, lacks: str, site: Site, local: bool) -
         return f"{interpreter.python} has no {lacks} without the site's modules and prologue"
     fix = "install primeslurm with its environments there, or name another one in the site file"
     return Violation("python", interpreter.python, f"this Python has no {lacks}, and jobs run it", fix)
+
+
+def _with_advice(violation: Violation) -> Violation:
+    """Say how to make the module of an unknown environment importable, unless its name is misspelt."""
+    if violation.why != UNKNOWN or violation.fix.startswith("did you mean"):
+        return violation
+    module = violation.value.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    advice = ["install it (`pip install -e DIRECTORY`)"]
+    here = _directory_of(module)
+    directory = "/absolute/directory" if here is None else f"$PWD/{here}".removesuffix("/.")
+    advice.append(f"or `export PYTHONPATH={directory}`, with `pass_env: [PYTHONPATH]` in the recipe")
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if relative := [entry for entry in entries if entry and not entry.startswith("/")]:
+        advice.append(f"relative entries of PYTHONPATH ({', '.join(relative)}) are not used")
+    return replace(violation, why=f"{UNKNOWN}: the module {module} cannot be imported", fix="; ".join(advice))
+
+
+def _directory_of(module: str) -> Path | None:
+    """Find a module in the working directory or one below it: the directory to import it from."""
+    directories = [Path(), *(path for path in sorted(Path().glob("*")) if is_dir(path))]
+    for directory in directories:
+        if is_file(directory / f"{module}.py") or is_file(directory / module / "__init__.py"):
+            return directory
+    return None
 
 
 def _variables(site: Site) -> dict[str, str]:

@@ -57,13 +57,15 @@ def summary(found: Check, name: str) -> str:
         blockers = [each for each in found.findings if each.level == "blocked"]
         what = f": {blockers[0].field} {blockers[0].text}" if len(blockers) == 1 else ""
         verdict += f"; not submittable from this machine ({count(len(blockers), 'blocker')}{what})"
-    return f"{name}: {verdict}." + (f" {nodes_by_role(found.plan)}." if found.plan else "")
+    nodes = nodes_by_role(found.plan) if found.plan else ""
+    return f"{name}: {verdict}." + (f" {nodes[0].upper()}{nodes[1:]}." if nodes else "")
 
 
 def nodes_by_role(plan: Plan) -> str:
     """Write how many nodes the job gets, spares included, and what they are for: `3 nodes: 2 train, 1 spare`."""
     if plan.layout == "one_node" or plan.executor == "local":
-        return f"{count(plan.allocated, 'node')}, {count(plan.totals.gpus, 'GPU')}"
+        where = "this machine, as " if plan.executor == "local" else ""
+        return f"{where}{count(plan.allocated, 'node')}"
     working = Counter(node.role for node in plan.nodes)
     parts = [f"{working[role]} {role}" for role in _ROLES if working[role]]
     if plan.totals.spares:
