@@ -103,7 +103,7 @@ class LoadedRecipe:
     def _examined(self, *, environments: bool = True, ask: AskSlurm = ask_nobody) -> Examined:
         recipe = self.draft or Draft(Recipe, lambda _: (), {}, self.recipe)
         site = Draft(Site, lambda _: (), {}, self.site)
-        return examine(recipe, site, local=self.local, environments=environments, ask=ask)
+        return examine(recipe, site, local=self.local, environments=environments, ask=ask, files=self.files)
 
     def _ask_slurm(self, plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
         """Ask Slurm, unless the run has none or its cluster is not up yet."""
@@ -155,7 +155,12 @@ class LoadedRecipe:
         """Make the run directory and submit the job, on a cluster that is up. Raises as `submit`."""
         from primeslurm.api import submission
 
-        return submission.submit(self.to_run(), self.source, self.site.slurm_conf)
+        def ask(plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
+            return SlurmAnswer() if whole else self._ask_slurm(plans, whole)  # the submission itself asks for the whole
+
+        known = self.planned is not None or self.files is None
+        planned = self.to_run() if known else self._examined(ask=ask).refuse()
+        return submission.submit(planned, self.source, self.site.slurm_conf)
 
     @contextmanager
     def on_cluster(

@@ -139,6 +139,7 @@ def examine(
     local: bool,
     environments: bool = True,
     ask: AskSlurm = ask_nobody,
+    files: RecipeFiles | None = None,
 ) -> Examined:
     """Find everything that can be found in one pass.
 
@@ -149,6 +150,7 @@ def examine(
         environments: try environments and data, and take files that cannot be used for errors. Otherwise such files
             block.
         ask: asks Slurm about plans.
+        files: what is known of a sound recipe's files, if somebody has looked already.
     """
     faulty = [fault.path for fault in (*recipe.faults, *site.faults)]
     given = [*recipe.violations, *site.violations]
@@ -159,7 +161,8 @@ def examine(
         recipes = recipe.variants(doubted)
         pairs = [(each, sites[i % len(sites)]) for i, each in enumerate(recipes)]
         pairs += [(recipes[i % len(recipes)], sites[i]) for i in range(len(recipes), len(sites)) if recipes]
-        return [_look(*pair, local=local, strict=environments) for pair in pairs]
+        known = files if recipe.value is not None and not doubted else None
+        return [_look(*pair, known or look_at_files(pair[0]), local=local, strict=environments) for pair in pairs]
 
     first = looks()
     errors = independent([each.errors for each in first], faulty)
@@ -206,8 +209,7 @@ class _Look:
     """Files that are here cannot be used."""
 
 
-def _look(recipe: Recipe, site: Site, *, local: bool, strict: bool) -> _Look:
-    files = look_at_files(recipe)
+def _look(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool, strict: bool) -> _Look:
     problems, findings, planned = try_plan(recipe, site, Path(site.runs) / recipe.name, files, local=local)
     if strict:
         findings = [each for each in findings if each not in as_findings(files.problems, "blocked")]
