@@ -27,7 +27,7 @@ _IN_CHECKOUT = {
 }
 """Commands of a checkout that make the files of a demo."""
 _ANYWHERE = {"smollm2": "primeslurm install --model smollm2"}
-_REPOSITORY = "https://github.com/primeslurm/primeslurm"
+REPOSITORY = "https://github.com/primeslurm/primeslurm"
 
 
 def made_by(path: str) -> str:
@@ -39,7 +39,7 @@ def made_by(path: str) -> str:
         return f"`{command}` makes it"
     command = _IN_CHECKOUT.get(demo[1], "")
     here = is_file(Path(__file__).resolve().parents[3] / "Justfile")
-    return command and f"`{command}` makes it" + ("" if here else f", in a checkout of {_REPOSITORY}")
+    return command and f"`{command}` makes it" + ("" if here else f", in a checkout of {REPOSITORY}")
 
 
 @dataclass(frozen=True)

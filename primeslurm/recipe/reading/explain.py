@@ -101,9 +101,9 @@ def _unknown(
     if isinstance(value, Mapping) and value:
         aliases = [(leaf, given, find_alias(".".join(leaf))) for leaf, given in _leaves(value, path)]
         if any(alias for _, _, alias in aliases):
-            found = [_foreign(leaf, given, alias) for leaf, given, each in aliases if (alias := each or whole)]
-            others = [leaf for leaf, _, each in aliases if not (each or whole)]
-            return [*found, _no_section(path, others, "")] if others else found
+            found = [_foreign(leaf, given, alias) for leaf, given, alias in aliases if alias]
+            others = [leaf for leaf, _, alias in aliases if not alias]
+            return [*found, _no_section(path, others, whole.advice if whole else "")] if others else found
     names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
     elsewhere = fields_named(model, path[-1])
     here = 0 < len(elsewhere) <= _MANY

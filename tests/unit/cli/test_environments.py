@@ -215,3 +215,26 @@ def test_options_that_its_renderer_does_not_take_are_refused(place: Path) -> Non
     result = run(place, "check", [{"id": "reverse-text"}], "--local", "--set", "model.renderer_options={thinks: true}")
     assert (result.code, result.out) == (2, "")
     assert "model.renderer_options of qwen3: thinks: Extra inputs are not permitted" in result.err
+
+
+@pytest.mark.parametrize(
+    ("python_path", "expected"),
+    [
+        (
+            "",
+            "(install it (`pip install -e DIRECTORY`); or `export PYTHONPATH=$PWD/mine`, with `pass_env: [PYTHONPATH",
+        ),
+        (":mine", "; relative entries of PYTHONPATH (mine) are not used)"),
+    ],
+    ids=["not set", "relative"],
+)
+def test_a_module_of_ones_own_that_is_not_found_is_said_how_to_find(
+    place: Path, monkeypatch: pytest.MonkeyPatch, python_path: str, expected: str
+) -> None:
+    (place / "mine").mkdir()
+    (place / "mine" / "own_words.py").touch()
+    monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{PACKAGES}{python_path}")
+    result = run(place, "check", [{"id": "own-words"}], "--local")
+    assert result.code == 2
+    assert "environments.0.id = own-words: no such environment: the module own_words cannot be imported " in result.err
+    assert expected in result.err
