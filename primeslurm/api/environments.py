@@ -156,5 +156,4 @@ def _elsewhere(violation: Violation) -> Finding:
 
 
 def _note(violation: Violation) -> Finding:
-    value = f"{violation.value}: " if violation.value else ""
-    return Finding(level="note", field=violation.field, text=f"{value}{violation.why}", fix=violation.fix)
+    return Finding(level="note", field=violation.field, value=violation.value, text=violation.why, fix=violation.fix)

@@ -19,7 +19,7 @@ from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.inference import served
 from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, make_emulated_plan, refusals, try_plan
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reading.recipe_files import Draft, independent
+from primeslurm.recipe.reading.recipe_files import Draft, independent, is_below
 from primeslurm.recipe.reading.repair import path_of
 from primeslurm.recipe.site import NodeKind
 
@@ -174,7 +174,7 @@ def examine(
         errors = _causes(errors, lambda error: [each.errors for each in looks([error])])
         if not all(each.planned for each in first):
             plans_from = again
-    others = _common([each.others for each in plans_from])
+    others = _common([each.others for each in plans_from], faulty)
     tried = _try(first[0], faulty, local=local) if environments and first else _Tried()
     errors += [each for each in tried.errors if each not in errors]
     errors = [each for each in errors if not _said(each, tried.errors)]
@@ -241,12 +241,13 @@ def _said(violation: Violation, others: Iterable[Violation]) -> bool:
     return any(each != violation and each.field == violation.field and each.why in violation.why for each in others)
 
 
-def _common(findings: Sequence[Sequence[Finding]]) -> list[Finding]:
-    """Return the findings that all looks have."""
+def _common(findings: Sequence[Sequence[Finding]], faulty: Sequence[Sequence[str]]) -> list[Finding]:
+    """Return the findings that all looks have, outside of faulty fields."""
     if not findings:
         return []
     everywhere = set.intersection(*({(each.level, each.field) for each in some} for some in findings))
-    return [each for each in findings[0] if (each.level, each.field) in everywhere]
+    found = [each for each in findings[0] if (each.level, each.field) in everywhere]
+    return [each for each in found if not is_below(each.field, faulty)]
 
 
 def _causes(

@@ -116,13 +116,13 @@ def independent(found: Sequence[Sequence[Violation]], faulty: Sequence[Sequence[
     if not found:
         return []
     everywhere = set.intersection(*({_identity(each) for each in violations} for violations in found))
-    fields = [tuple(path) for path in faulty]
-    return [
-        each
-        for each in found[0]
-        if _identity(each) in everywhere
-        and not any(path and path_of(each.field)[: len(path)] == path for path in fields)
-    ]
+    return [each for each in found[0] if _identity(each) in everywhere and not is_below(each.field, faulty)]
+
+
+def is_below(field: str, faulty: Sequence[Sequence[str]]) -> bool:
+    """Whether a field is one of the faulty ones, or lies in one of them."""
+    path = path_of(field)
+    return any(above and path[: len(above)] == tuple(above) for above in faulty)
 
 
 def _identity(violation: Violation) -> tuple[str, str]:

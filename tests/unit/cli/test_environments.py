@@ -121,7 +121,7 @@ def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
     assert result.code == 0, result.err
     warning = "warning: environments.0.runtime = podman: `podman` is not installed here; the nodes are checked when "
     assert warning in result.err
-    assert "note: environments.0.runtime: podman: each rollout installs harness bash into its container" in result.err
+    assert "note: environments.0.runtime = podman: each rollout installs harness bash into its container" in result.err
 
 
 def test_what_cannot_be_tried_here_is_said(place: Path) -> None:
