@@ -20,12 +20,12 @@ from primeslurm.api.planning import (
     examine,
     look_at_files,
 )
-from primeslurm.api.sites import draft_site, find_site, with_python
+from primeslurm.api.sites import draft_site, with_python
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.planner import Planned, RecipeFiles, refusals, refuse
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reading.recipe_files import Draft, load_recipe, read_recipe
+from primeslurm.recipe.reading.recipe_files import Draft, read_recipe
 
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
@@ -254,9 +254,13 @@ def _load_emulated(
         raise UsageError([Violation("--local", "", why, "leave it out")])
     from primeslurm.api import emulation
 
-    recipe = emulation.for_emulation(load_recipe(source, words, name))
-    if site_file is not None:
-        return LoadedRecipe(recipe, with_python(find_site(site_file)), source, False, None)
+    asked = read_recipe(source, words, name)
+    where = draft_site(site_file) if site_file is not None else None
+    if problems := [*asked.violations, *(where.violations if where else ())]:
+        raise UsageError(problems)
+    recipe = emulation.for_emulation(asked.sound())
+    if where is not None:
+        return LoadedRecipe(recipe, with_python(where.sound()), source, False, None)
     spec = emulation.cluster_for(recipe)
     return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec)
 

@@ -1,7 +1,7 @@
 """Plan a recipe, and find everything that can be said about it in one pass, although parts of it are faulty.
 
-A fault must not hide other faults, and must not be reported a second time by what follows from it. So what comes after
-reading looks at several stand-ins of a faulty recipe (`recipe.reading.repair`), and keeps what holds for all of them.
+A fault must not hide other faults, and its consequences must not be reported as further faults. Therefore the checks
+look at several variants of a faulty recipe (`recipe.reading.repair`), and keep the findings that all variants have.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from primeslurm.recipe.site import NodeKind
 
 LEVELS = ("error", "blocked", "warning", "note")
 """In the order in which findings are shown."""
-_STAND_IN_NODES = (
+_ASSUMED_NODES = (
     NodeKind(partition="unknown", gpus=8, cpus=192, gpu="h200", memory_gib=2000),
     NodeKind(partition="unknown", gpus=8, cpus=64, gpu="b200", memory_gib=4000),
 )
@@ -112,7 +112,7 @@ def by_severity(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def ask_nobody(plans: Sequence[Plan], complete: bool) -> SlurmAnswer:
-    """Stand in for Slurm where it is not asked."""
+    """Answer in place of Slurm if it is not asked."""
     return SlurmAnswer()
 
 
@@ -143,6 +143,9 @@ def examine(
 ) -> Examined:
     """Find everything that can be found in one pass.
 
+    The first look finds errors. A second look, at variants with other values in the fields of these errors, finds the
+    errors that the first ones hid: nothing is compared with a placement that failed, for example.
+
     Args:
         recipe: as it was read.
         site: as it was read.
@@ -154,7 +157,7 @@ def examine(
     """
     faulty = [fault.path for fault in (*recipe.faults, *site.faults)]
     given = [*recipe.violations, *site.violations]
-    sites = [with_python(each) for each in site.variants() or map(_stand_in, _STAND_IN_NODES)]
+    sites = [with_python(each) for each in site.variants() or map(_assumed_site, _ASSUMED_NODES)]
     local = local and site.value is not None
 
     def looks(doubted: Sequence[Violation] = ()) -> list[_Look]:
@@ -312,6 +315,6 @@ def _spoils(path: Sequence[str], at: int) -> bool:
     return len(path) >= at and path[at - 2] == "environments" and (len(path) == at or path[at] in _LOADED)
 
 
-def _stand_in(nodes: NodeKind) -> Site:
+def _assumed_site(nodes: NodeKind) -> Site:
     control = NodeKind(partition="unknown", cpus=64)
     return Site(schema=1, name="unknown", device="cuda", runs="runs", nodes={"default": nodes, "control": control})

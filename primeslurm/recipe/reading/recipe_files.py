@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from primeslurm.errors import UsageError, Violation, signature
 from primeslurm.recipe.fields.text import text_problems
 from primeslurm.recipe.reading.explain import InputFault, faults, suggestion
-from primeslurm.recipe.reading.repair import Rules, path_of, stand_ins
+from primeslurm.recipe.reading.repair import Rules, path_of, sound_variants
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.site import Site
@@ -52,15 +52,15 @@ class Draft(Generic[M]):
         return self.value
 
     def variants(self, doubted: Sequence[Violation] = ()) -> list[M]:
-        """List what later checks can look at: the value itself, or stand-ins without its faults.
+        """List what later checks can look at: the value itself, or sound variants of it.
 
         Args:
-            doubted: what later checks found; stand-ins have other values in these fields, too.
+            doubted: what later checks found; variants have other values in these fields, too.
         """
         if self.value is not None and not doubted:
             return [self.value]
         found = (*self.faults, *(InputFault(each, path_of(each.field)) for each in doubted))
-        return stand_ins(self.model, self.data, found, self.rules) if self.data else []
+        return sound_variants(self.model, self.data, found, self.rules) if self.data else []
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Draft[Recipe]:
@@ -105,7 +105,7 @@ def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M]
     except ValidationError as error:
         found = [*found, *(fault for details in error.errors() for fault in faults(model, details, source))]
         value = None
-    looked_at = [value] if value is not None and not found else stand_ins(model, data, found, lambda _: ())
+    looked_at = [value] if value is not None and not found else sound_variants(model, data, found, lambda _: ())
     contradictions = independent([rules(each) for each in looked_at], [fault.path for fault in found])
     found = [*found, *(InputFault(each, path_of(each.field)) for each in contradictions)]
     return Draft(model, rules, data, None if found else value, tuple(found))

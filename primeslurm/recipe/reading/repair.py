@@ -1,7 +1,7 @@
-"""Sound stand-ins for a recipe or site with faults, so that its other parts can be checked in the same pass.
+"""Sound variants of a recipe or site with faults, so that its other parts can be checked in the same pass.
 
-Each stand-in has other values in place of the faulty ones. What a check finds in all stand-ins does not depend on the
-faulty fields. What it finds in some of them may be a consequence of a fault that was reported already.
+Each variant has other values in the faulty fields. What a check finds in all variants does not depend on these fields.
+What it finds in some of them may be a consequence of a fault that was reported already.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ KeyPath = tuple[str, ...]
 Rules = Callable[[M], Sequence[Violation]]
 
 MOST = 6
-"""Most stand-ins. More values per field find few more dependent findings, and each stand-in is planned."""
+"""Most variants. More values per field find few more dependent findings, and each variant is planned."""
 _ROUNDS = 30
-"""Most corrections of one stand-in: some corrections make others necessary."""
+"""Most corrections of one variant: some corrections make others necessary."""
 _PLACEHOLDERS: dict[KeyPath, Any] = {
     ("name",): "unnamed",
     ("seq_len",): 2048,
@@ -53,8 +53,8 @@ def path_of(field: str) -> KeyPath:
     return tuple(field.split("."))
 
 
-def stand_ins(model: type[M], data: Mapping[str, Any], found: Sequence[InputFault], rules: Rules[M]) -> list[M]:
-    """Make sound stand-ins for faulty input.
+def sound_variants(model: type[M], data: Mapping[str, Any], found: Sequence[InputFault], rules: Rules[M]) -> list[M]:
+    """Make sound variants of faulty input.
 
     Args:
         model: what the input is validated as.

@@ -144,7 +144,7 @@ def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["model.path=[1]", "model=7"])
-def test_nothing_is_said_about_what_stands_in_for_a_faulty_model(fault: str) -> None:
+def test_nothing_is_said_about_the_placeholder_of_a_faulty_model(fault: str) -> None:
     examined = found(fault, "trainer.parallelism.cp=many")
     assert fields(examined) == sorted([fault.partition("=")[0], "trainer.parallelism.cp"])
     assert not [each for each in examined.others if "model" in each.field or "unknown" in str(each)]
