@@ -40,6 +40,8 @@ _BOUNDS = {
 
 _MANY = 3
 """A key that has more places than these says nothing about which one was meant."""
+_TYPO = 0.8
+"""Likeness, from 0 to 1, from which on a key is a misspelt one and no name of another tool."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +99,21 @@ def _unknown(
     """
     from primeslurm.recipe.reading.aliases import find_alias
 
+    names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
+    typo = bool(difflib.get_close_matches(path[-1], names, n=1, cutoff=_TYPO))
+    if not path[1:] and (place := _other_file(model, path[0])):
+        return [InputFault(Violation(path[0], "", f"belongs in the {place}", f"move it to the {place}"), path)]
     whole = find_alias(".".join(path))
-    if isinstance(value, Mapping) and value:
+    if isinstance(value, Mapping) and value and not typo:
         aliases = [(leaf, given, find_alias(".".join(leaf))) for leaf, given in _leaves(value, path)]
         if any(alias for _, _, alias in aliases):
-            found = [_foreign(leaf, given, alias) for leaf, given, alias in aliases if alias]
+            found = [_foreign(model, leaf, given, alias) for leaf, given, alias in aliases if alias]
             others = [leaf for leaf, _, alias in aliases if not alias]
             return [*found, _no_section(path, others, whole.advice if whole else "")] if others else found
-    names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
     elsewhere = fields_named(model, path[-1])
     here = 0 < len(elsewhere) <= _MANY
-    if alias := find_alias(".".join(path), least=2 if here else 1):
-        return [_foreign(path, value, alias)]
+    if alias := find_alias(".".join(path), least=2 if here or typo else 1):
+        return [_foreign(model, path, value, alias)]
     meant = ""
     if here:
         fix, meant = f"did you mean {' or '.join(elsewhere)}?", elsewhere[0] if len(elsewhere) == 1 else ""
@@ -128,10 +133,23 @@ def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str
     return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 
-def _foreign(path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
+def _other_file(model: type[BaseModel], key: str) -> str:
+    """Say in which file a section of a recipe or of a site file belongs, if it is in the other one."""
+    from primeslurm.recipe.recipe import Recipe
+    from primeslurm.recipe.site import Site
+
+    if model is Recipe:
+        return "site file" if field_type(Site, key) is not None else ""
+    return "recipe" if model is Site and field_type(Recipe, key) is not None else ""
+
+
+def _foreign(model: type[BaseModel], path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
+    from primeslurm.recipe.site import Site
+
     shown = "" if isinstance(value, Mapping) else _show(value)
-    meant = "" if alias.of_site or "[]" in alias.field else alias.field
-    return InputFault(Violation(".".join(path), shown, "no such key", alias.advice), path, meant)
+    meant = "" if alias.of_site or "[]" in alias.field or model is Site else alias.field
+    advice = f"in the recipe, {alias.advice}" if model is Site and not alias.of_site else alias.advice
+    return InputFault(Violation(".".join(path), shown, "no such key", advice), path, meant)
 
 
 def _leaves(value: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:

@@ -169,9 +169,25 @@ def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
         ("optim={lr: 1, foo: 2}", "optim.foo: there is no section optim"),
         ("trainer.loss.type=PPO", "trainer.loss.type = 'PPO': is not a valid choice (use grpo_clip: "),
         ("trainer.ep=8", "trainer.ep = 8: no such key (did you mean trainer.parallelism.ep?)"),
+        (
+            "trainer.optimiser={lr: 1, betas: [0.9, 0.9]}",
+            "trainer.optimiser (2 keys): there is no section opt",
+        ),
+        ("python=/usr/bin/python3", "python: belongs in the site file (move it to the site file)"),
     ],
 )
 def test_a_key_that_does_not_exist_is_named_as_it_was_typed(place: Path, given: str, expected: str) -> None:
     result = run(place, "check", "r.yaml", "--no-slurm", "--set", given)
     assert f"error: {expected}" in result.err
     assert "{" not in result.err.partition("error: ")[2].partition(" (")[0]
+
+
+def test_a_site_file_is_told_what_belongs_in_a_recipe(place: Path) -> None:
+    data = yaml.safe_load((place / "site.yaml").read_text())
+    data |= {"trainer": {"fp8": True}}
+    data["nodes"]["default"]["cpus-per-task"] = 3
+    (place / "site.yaml").write_text(yaml.safe_dump(data))
+    result = run(place, "check", "r.yaml")
+    assert "error: trainer: belongs in the recipe (move it to the recipe)\n" in result.err
+    key = "nodes.default.cpus-per-task = 3: no such key (in the recipe, use slurm.train.cpus_per_task: cores on "
+    assert f"error: {key}" in result.err
