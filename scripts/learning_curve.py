@@ -61,7 +61,9 @@ def main() -> None:
     text = draw()
     if "--check" in sys.argv:
         current = FIGURE.is_file() and FIGURE.read_text() == text
-        sys.exit(0 if current else f"not current: {FIGURE}; run PYTHONPATH=. .venv/bin/python scripts/learning_curve.py")
+        sys.exit(
+            0 if current else f"not current: {FIGURE}; run PYTHONPATH=. .venv/bin/python scripts/learning_curve.py"
+        )
     FIGURE.write_text(text)
 
 

@@ -26,6 +26,8 @@ SiteOpt = Annotated[
     typer.Option("--site", help="Site file. Default: ./site.yaml, then ~/.primeslurm/site.yaml.", metavar="FILE"),
 ]
 LocalOpt = Annotated[bool, typer.Option("--local", help="Use this machine, without Slurm.")]
+NoSlurmOpt = Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm.")]
+VerboseOpt = Annotated[bool, typer.Option("--verbose", help="Also show the answers of Slurm's commands.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 YesOpt = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 RunArg = Annotated[str, typer.Argument(help="Name or directory of a run.", metavar="RUN", show_default=False)]

@@ -22,8 +22,8 @@ def violations(recipe: Recipe) -> list[Violation]:
         found.append(_unread("within_rollout", agents, "hierarchical_grpo"))
     if options.rae_decay != RAE_DECAY and "rae" not in rules:
         found.append(_unread("rae_decay", f"{options.rae_decay:g}", "rae"))
-    for environment in recipe.environments:
-        found += _length_penalty(recipe, environment)
+    for i, environment in enumerate(recipe.environments):
+        found += _length_penalty(recipe, environment, f"environments.{i}.length_penalty")
     return found
 
 
@@ -33,11 +33,11 @@ def _rule(recipe: Recipe, environment: Environment) -> str | None:
     return environment.advantages or (options.advantages if options.algorithm is None else None)
 
 
-def _length_penalty(recipe: Recipe, environment: Environment) -> list[Violation]:
+def _length_penalty(recipe: Recipe, environment: Environment, field: str) -> list[Violation]:
     penalty, options, label = environment.length_penalty, recipe.orchestrator, environment.label
     if penalty is None:
         return []
-    field, found = "environments.length_penalty", []
+    found = []
     rule = _rule(recipe, environment)
     if rule == "max_rl":
         why = f"{label} has advantages: max_rl, whose rewards must not be negative"

@@ -13,15 +13,31 @@ from primeslurm.families.catalog import catalog
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.model_files import ModelNotFoundError, locate, model_directory
-from primeslurm.paths import REPOSITORY, in_checkout, is_file, shipped
+from primeslurm.paths import REPOSITORY, in_checkout, is_file
 from primeslurm.plan.checks.model_tensors import tensor_problems
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
 
-_READY_MODEL = re.compile(r"(?:.*/)?\.primeslurm/([\w-]+)/(?:model|random)")
-_DEMOS = ("reverse-text", "tool-use", "hangman")
-"""Demos with a warm start, whose models `scripts/warm_start.sh` makes."""
+_DEMO_FILE = re.compile(r"(?:.*/)?\.primeslurm/([a-z0-9-]+)/(?:model|random|demonstrations\.jsonl)/?")
+_IN_CHECKOUT = {
+    "reverse-text": "./just warm-start",
+    "tool-use": "./just warm-start tool-use",
+    "hangman": "./just warm-start hangman",
+}
+"""Commands of a checkout that make the files of a demo."""
+_ANYWHERE = {"smollm2": "primeslurm install --model smollm2"}
+
+
+def made_by(path: str) -> str:
+    """Say which command makes a model or data of the demos; empty for any other path."""
+    demo = _DEMO_FILE.fullmatch(path)
+    if demo is None:
+        return ""
+    if command := _ANYWHERE.get(demo[1]):
+        return f"`{command}` makes it"
+    command = _IN_CHECKOUT.get(demo[1], "")
+    return command and (f"`{command}` makes it" if in_checkout() else f"a checkout of {REPOSITORY} makes it")
 
 
 @dataclass(frozen=True)
@@ -36,7 +52,7 @@ class ModelFiles:
     problems: tuple[Violation, ...] = ()
     """Why the model cannot be used."""
     absent: Finding | None = None
-    """The model is a known one, but not here."""
+    """The model is not on this machine."""
 
 
 def model_files(recipe: Recipe) -> ModelFiles:
@@ -65,31 +81,22 @@ def model_files(recipe: Recipe) -> ModelFiles:
 
 def _absent(recipe: Recipe, why: str) -> ModelFiles:
     path = recipe.model.path
-    looks_like_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    fix = f"`hf download {path}` on the shared file system" if looks_like_hub_id else "give a directory"
+    absent = Finding(level="blocked", field="model.path", value=path, **_missing(path, why))
     entry = catalog().get(path)
-    if command := _how_it_is_made(path):
-        absent = Finding(level="blocked", field="model.path", text=f"{path} is not here yet", fix=command)
-        return ModelFiles(None, None, "", (), absent)
     if entry is None:
-        return ModelFiles(None, None, "", (Violation("model.path", path, f"no such directory, and {why}", fix),))
-    text = f"{path} is {why} here"
-    absent = Finding(level="blocked", field="model.path", text=text, fix=fix)
+        return ModelFiles(None, None, "", absent=absent)
     problems = tuple(_too_long(recipe, entry.shape.max_positions))
     source = f"catalog: {entry.source}" + "".join(f"; assumed: {what}" for what in entry.assumed)
     return ModelFiles(entry.shape, entry.shape.model_type, source, problems, absent)
 
 
-def _how_it_is_made(path: str) -> str:
-    """How to make a model that ready recipes start from; empty for any other model."""
-    match = _READY_MODEL.fullmatch(path)
-    if match is None:
-        return ""
-    if is_file(shipped("requirements") / "models" / f"{match[1]}.txt"):
-        return f"make it: `primeslurm install --model {match[1]}`"
-    if match[1] not in _DEMOS:
-        return ""
-    return f"make it: `./just warm-start {match[1]}`" if in_checkout() else f"a checkout of {REPOSITORY} makes it"
+def _missing(path: str, why: str) -> dict[str, str]:
+    """Say why a model is not here, and how to get it."""
+    if made := made_by(path):
+        return {"text": "does not exist", "fix": made}
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return {"text": f"is {why} on this machine", "fix": f"`hf download {path}` on the shared file system"}
+    return {"text": f"is no directory on this machine, and {why}", "fix": "give a directory, or a hub id in the cache"}
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
@@ -119,8 +126,9 @@ def absent_data(recipe: Recipe) -> Finding | None:
     """Say which training data is not there; None if it is, or none is asked for."""
     if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
-    text = f"{recipe.sft.data.path}: no such file"
-    return Finding(level="blocked", field="sft.data.path", text=text, fix="one JSON object a line")
+    path = recipe.sft.data.path
+    fix = made_by(path) or "give a file with one JSON object per line"
+    return Finding(level="blocked", field="sft.data.path", value=path, text="there is no such file", fix=fix)
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

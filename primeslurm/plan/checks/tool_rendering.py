@@ -49,7 +49,7 @@ def tool_rendering(recipe: Recipe, model_type: str | None) -> list[Finding]:
         for part, harness in _harnesses(environment)
         if offers_tools(harness)
     ]
-    return [Finding(level="error", field=each.field, text=f"{each.value}: {each.why}", fix=each.fix) for each in found]
+    return [Finding(level="error", field=each.field, value=each.value, text=each.why, fix=each.fix) for each in found]
 
 
 def _harnesses(environment: AnyEnvironment) -> Iterator[tuple[str, str]]:

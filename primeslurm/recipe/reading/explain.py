@@ -40,10 +40,12 @@ _BOUNDS = {
 
 _MANY = 3
 """A key that has more places than these says nothing about which one was meant."""
+_TYPO = 0.8
+"""Likeness, from 0 to 1, from which on a key is a misspelt one and no name of another tool."""
 
 
 @dataclass(frozen=True)
-class Fault:
+class InputFault:
     """One thing wrong with the input, and which part of the input it concerns."""
 
     violation: Violation
@@ -53,7 +55,7 @@ class Fault:
     """For a key that does not exist: the one field that was probably meant, with dots; empty if there is none."""
 
 
-def faults(model: type[BaseModel], details: Any, source: str) -> list[Fault]:
+def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault]:
     """Explain one error of pydantic to the person who wrote the input.
 
     Args:
@@ -72,11 +74,11 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[Fault]:
     if kind == "extra_forbidden":
         return _unknown(model, parent, path, value)
     if kind == "missing":
-        return [Fault(Violation(field, "", f"is required but missing in {source}"), path)]
+        return [InputFault(Violation(field, "", f"is required but missing in {source}"), path)]
     if kind == "union_tag_not_found":
         tags = [tag for member in members(field_type(parent, details["loc"][-1])) if (tag := _tag(member))]
         missing = Violation(f"{field}.type", "", f"is required but missing in {source}", suggestion("", tags))
-        return [Fault(missing, (*path, "type"))]
+        return [InputFault(missing, (*path, "type"))]
     if kind in {"literal_error", "union_tag_invalid"}:
         expected = str(context.get("expected") or context.get("expected_tags", ""))
         valid = [part.strip(" '\"") for part in expected.replace(" or ", ", ").split(",")]
@@ -84,29 +86,34 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[Fault]:
         field = ".".join(path)
         alias = find_value(field, str(given))
         fix = alias.advice if alias else suggestion(str(given), valid)
-        return [Fault(Violation(field, _show(given), "is not a valid choice", fix), path)]
-    return [Fault(Violation(field, _show(value), *_why(kind, context, details["msg"], value)), path)]
+        return [InputFault(Violation(field, _show(given), "is not a valid choice", fix), path)]
+    return [InputFault(Violation(field, _show(value), *_why(kind, context, details["msg"], value)), path)]
 
 
 def _unknown(
     model: type[BaseModel], parent: type[BaseModel] | None, path: tuple[str, ...], value: object
-) -> list[Fault]:
+) -> list[InputFault]:
     """Explain a key that does not exist: by the names of other tools, by the fields elsewhere, or by spelling.
 
     An unknown section is explained by its keys, because one of them may be a name of another tool.
     """
     from primeslurm.recipe.reading.aliases import find_alias
 
-    if isinstance(value, Mapping) and value:
-        leaves = list(_leaves(value, path))
-        foreign = [(leaf, given, alias) for leaf, given in leaves if (alias := find_alias(".".join(leaf)))]
-        if foreign and not find_alias(".".join(path)):
-            return [_foreign(leaf, given, alias) for leaf, given, alias in foreign]
     names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
+    typo = bool(difflib.get_close_matches(path[-1], names, n=1, cutoff=_TYPO))
+    if not path[1:] and (place := _other_file(model, path[0])):
+        return [InputFault(Violation(path[0], "", f"belongs in the {place}", f"move it to the {place}"), path)]
+    whole = find_alias(".".join(path))
+    if isinstance(value, Mapping) and value and not typo:
+        aliases = [(leaf, given, find_alias(".".join(leaf))) for leaf, given in _leaves(value, path)]
+        if any(alias for _, _, alias in aliases):
+            found = [_foreign(model, leaf, given, alias) for leaf, given, alias in aliases if alias]
+            others = [leaf for leaf, _, alias in aliases if not alias]
+            return [*found, _no_section(path, others, whole.advice if whole else "")] if others else found
     elsewhere = fields_named(model, path[-1])
     here = 0 < len(elsewhere) <= _MANY
-    if alias := find_alias(".".join(path), least=2 if here else 1):
-        return [_foreign(path, value, alias)]
+    if alias := find_alias(".".join(path), least=2 if here or typo else 1):
+        return [_foreign(model, path, value, alias)]
     meant = ""
     if here:
         fix, meant = f"did you mean {' or '.join(elsewhere)}?", elsewhere[0] if len(elsewhere) == 1 else ""
@@ -115,17 +122,34 @@ def _unknown(
     else:
         fix = suggestion(path[-1], names)
     if isinstance(value, Mapping) and value:
-        above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
-        keys = [".".join(leaf) for leaf, _ in _leaves(value, path)]
-        typed = keys[0] if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
-        return [Fault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)]
-    return [Fault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
+        return [_no_section(path, [leaf for leaf, _ in _leaves(value, path)], fix, meant)]
+    return [InputFault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
 
 
-def _foreign(path: tuple[str, ...], value: object, alias: Alias) -> Fault:
+def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str, meant: str = "") -> InputFault:
+    """Explain that a section does not exist. One key of it is named as it was typed; more are counted."""
+    above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
+    typed = ".".join(keys[0]) if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
+    return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
+
+
+def _other_file(model: type[BaseModel], key: str) -> str:
+    """Say in which file a section of a recipe or of a site file belongs, if it is in the other one."""
+    from primeslurm.recipe.recipe import Recipe
+    from primeslurm.recipe.site import Site
+
+    if model is Recipe:
+        return "site file" if field_type(Site, key) is not None else ""
+    return "recipe" if model is Site and field_type(Recipe, key) is not None else ""
+
+
+def _foreign(model: type[BaseModel], path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
+    from primeslurm.recipe.site import Site
+
     shown = "" if isinstance(value, Mapping) else _show(value)
-    meant = "" if alias.of_site or "[]" in alias.field else alias.field
-    return Fault(Violation(".".join(path), shown, "no such key", alias.advice), path, meant)
+    meant = "" if alias.of_site or "[]" in alias.field or model is Site else alias.field
+    advice = f"in the recipe, {alias.advice}" if model is Site and not alias.of_site else alias.advice
+    return InputFault(Violation(".".join(path), shown, "no such key", advice), path, meant)
 
 
 def _leaves(value: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:

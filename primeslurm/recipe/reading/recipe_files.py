@@ -22,8 +22,8 @@ from primeslurm import files
 from primeslurm.errors import UsageError, Violation, signature
 from primeslurm.paths import exists, is_file, shipped
 from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import Fault, closest, faults, suggestion
-from primeslurm.recipe.reading.repair import Rules, path_of, stand_ins
+from primeslurm.recipe.reading.explain import InputFault, closest, faults, suggestion
+from primeslurm.recipe.reading.repair import Rules, path_of, sound_variants
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.site import Site
@@ -41,7 +41,7 @@ class Draft(Generic[M]):
     data: Mapping[str, Any]
     value: M | None
     """None if anything is wrong."""
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[InputFault, ...] = ()
 
     @property
     def violations(self) -> list[Violation]:
@@ -55,15 +55,15 @@ class Draft(Generic[M]):
         return self.value
 
     def variants(self, doubted: Sequence[Violation] = ()) -> list[M]:
-        """List what later checks can look at: the value itself, or stand-ins without its faults.
+        """List what later checks can look at: the value itself, or sound variants of it.
 
         Args:
-            doubted: what later checks found; stand-ins have other values in these fields, too.
+            doubted: what later checks found; variants have other values in these fields, too.
         """
         if self.value is not None and not doubted:
             return [self.value]
-        found = (*self.faults, *(Fault(each, path_of(each.field)) for each in doubted))
-        return stand_ins(self.model, self.data, found, self.rules) if self.data else []
+        found = (*self.faults, *(InputFault(each, path_of(each.field)) for each in doubted))
+        return sound_variants(self.model, self.data, found, self.rules) if self.data else []
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Draft[Recipe]:
@@ -125,19 +125,19 @@ def load_site(path: Path) -> Site:
 
 
 def _unreadable(model: type[M], error: UsageError) -> Draft[M]:
-    return Draft(model, lambda _: (), {}, None, tuple(Fault(each, ()) for each in error.violations))
+    return Draft(model, lambda _: (), {}, None, tuple(InputFault(each, ()) for each in error.violations))
 
 
-def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], found: list[Fault]) -> Draft[M]:
+def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], found: list[InputFault]) -> Draft[M]:
     """Validate data. `found`: what is wrong with the data already."""
     try:
         value = model.model_validate(data)
     except ValidationError as error:
         found = [*found, *(fault for details in error.errors() for fault in faults(model, details, source))]
         value = None
-    looked_at = [value] if value is not None and not found else stand_ins(model, data, found, lambda _: ())
+    looked_at = [value] if value is not None and not found else sound_variants(model, data, found, lambda _: ())
     contradictions = independent([rules(each) for each in looked_at], [fault.path for fault in found])
-    found = [*found, *(Fault(each, path_of(each.field)) for each in contradictions)]
+    found = [*found, *(InputFault(each, path_of(each.field)) for each in contradictions)]
     return Draft(model, rules, data, None if found else value, tuple(found))
 
 
@@ -146,13 +146,13 @@ def independent(found: Sequence[Sequence[Violation]], faulty: Sequence[Sequence[
     if not found:
         return []
     everywhere = set.intersection(*({_identity(each) for each in violations} for violations in found))
-    fields = [tuple(path) for path in faulty]
-    return [
-        each
-        for each in found[0]
-        if _identity(each) in everywhere
-        and not any(path and path_of(each.field)[: len(path)] == path for path in fields)
-    ]
+    return [each for each in found[0] if _identity(each) in everywhere and not is_below(each.field, faulty)]
+
+
+def is_below(field: str, faulty: Sequence[Sequence[str]]) -> bool:
+    """Whether a field is one of the faulty ones, or lies in one of them."""
+    path = path_of(field)
+    return any(above and path[: len(above)] == tuple(above) for above in faulty)
 
 
 def _identity(violation: Violation) -> tuple[str, str]:
@@ -198,22 +198,22 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Fault]]:
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[InputFault]]:
     """Apply `a.b=value` words. Return the data with those that can be applied, and what is wrong with the others."""
-    found: list[Fault] = []
+    found: list[InputFault] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.split(".")
         if not equals or not all(keys):
-            found.append(Fault(Violation("--set", override, "must be key.path=value"), ()))
+            found.append(InputFault(Violation("--set", override, "must be key.path=value"), ()))
             continue
         try:
             data = _with(data, keys, parse(text))
         except ValueError:
-            found.append(Fault(Violation(f"--set {path}", text, "the value is not valid YAML"), tuple(keys)))
+            found.append(InputFault(Violation(f"--set {path}", text, "the value is not valid YAML"), tuple(keys)))
         except LookupError as error:
             why = "there is no such place in the recipe"
-            found.append(Fault(Violation(f"--set {path}", text, why, error.args[0]), ()))
+            found.append(InputFault(Violation(f"--set {path}", text, why, error.args[0]), ()))
     return data, found
 
 

@@ -1,37 +1,42 @@
-"""Sound stand-ins for a recipe or site with faults, so that its other parts can be checked in the same pass.
+"""Sound variants of a recipe or site with faults, so that its other parts can be checked in the same pass.
 
-Each stand-in has other values in place of the faulty ones. What a check finds in all stand-ins does not depend on the
-faulty fields. What it finds in some of them may be a consequence of a fault that was reported already.
+Each variant has other values in the faulty fields. What a check finds in all variants does not depend on these fields.
+What it finds in some of them may be a consequence of a fault that was reported already.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from primeslurm.errors import Violation
-from primeslurm.recipe.reading.explain import Fault, faults, field_type, members
+from primeslurm.recipe.reading.explain import InputFault, faults, field_type, members
 
 M = TypeVar("M", bound=BaseModel)
-Path = tuple[str, ...]
+KeyPath = tuple[str, ...]
 Rules = Callable[[M], Sequence[Violation]]
 
 MOST = 6
-"""Most stand-ins. More values per field find few more dependent findings, and each stand-in is planned."""
+"""Most variants. More values per field find few more dependent findings, and each variant is planned."""
 _ROUNDS = 30
-"""Most corrections of one stand-in: some corrections make others necessary."""
-_PLACEHOLDERS: dict[Path, Any] = {
+"""Most corrections of one variant: some corrections make others necessary."""
+_PLACEHOLDERS: dict[KeyPath, Any] = {
     ("name",): "unnamed",
     ("seq_len",): 2048,
     ("model",): {"path": "primeslurm/unknown"},
     ("model", "path"): "primeslurm/unknown",
+    ("environments",): [{"id": "reverse-text"}],
     ("environments", "*"): {"id": "reverse-text"},
     ("environments", "*", "id"): "reverse-text",
     ("evaluation", "environments", "*", "id"): "reverse-text",
+    ("sft",): {"data": {"type": "jsonl", "path": "unknown.jsonl"}},
+    ("sft", "data"): {"type": "jsonl", "path": "unknown.jsonl"},
+    ("sft", "data", "path"): "unknown.jsonl",
     ("device",): "cuda",
     ("runs",): "runs",
     ("nodes",): {"default": {"partition": "unknown", "gpus": 8, "cpus": 192}},
@@ -43,13 +48,13 @@ _NEAREST = re.compile(r"nearest: ([^,;(]+)")
 _DROP = object()
 
 
-def path_of(field: str) -> Path:
+def path_of(field: str) -> KeyPath:
     """Split a field, as a violation names it, into keys and indices."""
     return tuple(field.split("."))
 
 
-def stand_ins(model: type[M], data: Mapping[str, Any], found: Sequence[Fault], rules: Rules[M]) -> list[M]:
-    """Make sound stand-ins for faulty input.
+def sound_variants(model: type[M], data: Mapping[str, Any], found: Sequence[InputFault], rules: Rules[M]) -> list[M]:
+    """Make sound variants of faulty input.
 
     Args:
         model: what the input is validated as.
@@ -66,26 +71,34 @@ def stand_ins(model: type[M], data: Mapping[str, Any], found: Sequence[Fault], r
         changed: Any = data
         for corrections in choices:
             for path, value in corrections[turn % len(corrections)]:
-                changed = _drop(changed, path) if value is _DROP else _set(changed, path, value)
+                changed = _drop(changed, path) if value is _DROP else _edited(changed, path, value)
         sound = _settled(model, changed, rules)
         if sound is not None and sound not in made:
             made.append(sound)
     return made
 
 
-Correction = list[tuple[Path, Any]]
+Correction = list[tuple[KeyPath, Any]]
 """Values to set. `_DROP` leaves the field to its default."""
 
 
-def _corrections(model: type[BaseModel], data: Mapping[str, Any], fault: Fault) -> list[Correction]:
+def _corrections(model: type[BaseModel], data: Mapping[str, Any], fault: InputFault) -> list[Correction]:
     """List ways to correct a fault: by the value that was probably meant, by the default, and by others."""
     path, given = fault.path, _get(data, fault.path)
     if fault.meant:
         return [[(path, _DROP), (path_of(fault.meant), given)], [(path, _DROP)]]
     near = _NEAREST.search(fault.violation.fix)
-    values = [yaml.safe_load(near[1])] if near else []
+    values: list[Any] = [_plain(near[1])] if near else []
     values += [_DROP, *_others(_types(model, path), given)]
     return [[(path, value)] for i, value in enumerate(values) if value not in values[:i]]
+
+
+def _plain(text: str) -> int | float | str:
+    """Read a value that a message names."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text.strip("\"' ")
 
 
 def _others(types: Sequence[Any], given: Any) -> Iterator[Any]:
@@ -105,7 +118,7 @@ def _others(types: Sequence[Any], given: Any) -> Iterator[Any]:
             yield {"type": get_args(tag)[0]} if tag is not None and get_args(tag) else {}
 
 
-def _types(model: type[BaseModel], path: Path) -> list[Any]:
+def _types(model: type[BaseModel], path: KeyPath) -> list[Any]:
     """List the types that a field may have; of a union, those of all its sections that have the field."""
     types: list[Any] = [model]
     for part in path:
@@ -121,7 +134,7 @@ def _types(model: type[BaseModel], path: Path) -> list[Any]:
 
 def _settled(model: type[M], data: Any, rules: Rules[M]) -> M | None:
     """Drop what is still faulty, until nothing is; None if that does not end."""
-    dropped: set[Path] = set()
+    dropped = Counter[KeyPath]()
     for _ in range(_ROUNDS):
         try:
             value = model.model_validate(data)
@@ -132,53 +145,46 @@ def _settled(model: type[M], data: Any, rules: Rules[M]) -> M | None:
             if not wrong:
                 return value
         for path in wrong:
-            while path and path in dropped:  # to drop it once more would change nothing: its section is at fault
+            while dropped[path] > 1:  # to drop it once more would change nothing: its section is at fault
                 path = path[:-1]
             if not path:
                 return None
-            dropped.add(path)
-            data = _drop(data, path)
+            data = _drop(data, path, wholly=dropped[path] > 0)
+            dropped[path] += 1
     return None
 
 
-def _drop(data: Any, path: Path) -> Any:
-    """Return the input without a field: with its placeholder, if it must have a value."""
-    placeholder = next((value for pattern, value in _PLACEHOLDERS.items() if _matches(path, pattern)), _DROP)
-    if placeholder is not _DROP:
-        return _set(data, path, placeholder)
-    return _changed(data, path, lambda node, key: {k: v for k, v in node.items() if str(k) != key})
+def _drop(data: Any, path: KeyPath, *, wholly: bool = False) -> Any:
+    """Return the input without a field: with its placeholder, unless it is to be wholly gone."""
+    found = (value for pattern, value in _PLACEHOLDERS.items() if _matches(path, pattern))
+    placeholder = _DROP if wholly else next(found, _DROP)
+    return _edited(data, path, placeholder)
 
 
-def _set(data: Any, path: Path, value: Any) -> Any:
-    return _changed(data, path, lambda node, key: {**node, key: value}, make=True, item=value)
-
-
-def _changed(node: Any, path: Path, change: Callable[[Any, str], Any], *, make: bool = False, item: Any = _DROP) -> Any:
-    """Return a copy of the input with a change in the section that holds the end of a path."""
+def _edited(node: Any, path: KeyPath, value: Any) -> Any:
+    """Return a copy of the input with a value at a path; without the field, if the value is `_DROP`."""
     key, below = path[0], path[1:]
     if isinstance(node, list):
-        index = int(key) if key.isdecimal() else -1
-        if not 0 <= index < len(node):
+        if not key.isdecimal():  # some rules name a field of all entries
+            return [_edited(each, path, value) for each in node]
+        at = int(key)
+        if at >= len(node):
             return node
-        if below:
-            return [
-                _changed(each, below, change, make=make, item=item) if i == index else each
-                for i, each in enumerate(node)
-            ]
-        return [*node[:index], *([] if item is _DROP else [item]), *node[index + 1 :]]
+        edited = [_edited(node[at], below, value)] if below else [] if value is _DROP else [value]
+        return [*node[:at], *edited, *node[at + 1 :]]
     if not isinstance(node, Mapping):
-        if not make:
+        if value is _DROP:
             return node
         node = {}
+    others = {k: v for k, v in node.items() if str(k) != key}
     if not below:
-        return change(node, key)
-    real = next((k for k in node if str(k) == key), None)
-    if real is None and not make:
+        return others if value is _DROP else {**others, key: value}
+    if value is _DROP and len(others) == len(node):
         return node
-    return {**node, (key if real is None else real): _changed(node.get(real), below, change, make=make, item=item)}
+    return {**others, key: _edited(_get(node, (key,)), below, value)}
 
 
-def _get(data: Any, path: Path) -> Any:
+def _get(data: Any, path: KeyPath) -> Any:
     """Return what the input has at a path; None if it has nothing."""
     for part in path:
         if isinstance(data, Mapping):
@@ -190,5 +196,5 @@ def _get(data: Any, path: Path) -> Any:
     return data
 
 
-def _matches(path: Path, pattern: Path) -> bool:
+def _matches(path: KeyPath, pattern: KeyPath) -> bool:
     return len(path) == len(pattern) and all(want in ("*", part) for part, want in zip(path, pattern, strict=True))

@@ -212,7 +212,7 @@ def test_averages_are_what_they_are_called(batch: list[RolloutGroup], average: A
         ({"rae_decay": 0.9}, {}, "orchestrator.rae_decay"),
         ({"rae_decay": 0.9, "advantages": "rae"}, {"advantages": "grpo"}, "orchestrator.rae_decay"),
         ({"advantages": "rae", "filters": [{"type": "zero_advantage"}]}, {}, "orchestrator.filters"),
-        ({"advantages": "rae"}, {"filters": [{"type": "zero_advantage"}]}, "environments.filters"),
+        ({"advantages": "rae"}, {"filters": [{"type": "zero_advantage"}]}, "environments.0.filters"),
     ],
 )
 def test_options_without_their_rule_are_refused(

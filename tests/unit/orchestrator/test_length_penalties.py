@@ -108,8 +108,8 @@ def test_advantages_are_made_of_what_is_left_and_metrics_of_what_was_given() -> 
 @pytest.mark.parametrize(
     ("orchestrator", "penalty", "field"),
     [
-        ({"advantages": "max_rl"}, {"type": "relative"}, "environments.length_penalty"),
-        ({}, {"type": "overlong", "max_tokens": 8, "buffer": 9}, "environments.length_penalty.buffer"),
+        ({"advantages": "max_rl"}, {"type": "relative"}, "environments.0.length_penalty"),
+        ({}, {"type": "overlong", "max_tokens": 8, "buffer": 9}, "environments.0.length_penalty.buffer"),
     ],
 )
 def test_penalties_that_make_no_sense_are_refused(

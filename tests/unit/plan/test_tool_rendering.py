@@ -21,7 +21,7 @@ def found(model_type: str | None, *environments: dict[str, Any], **fields: Any) 
     made = Recipe.model_validate({**recipe, "environments": list(environments), **fields})
     findings = tool_rendering(made, model_type)
     assert all(finding.level == "error" and "`harness: {id: chat}`" in finding.fix for finding in findings)
-    return {finding.field: finding.text for finding in findings}
+    return {finding.field: f"{finding.value}: {finding.text}" for finding in findings}
 
 
 def test_a_family_without_a_renderer_uses_no_tools() -> None:

@@ -25,7 +25,7 @@ INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every primeslurm or just command shown, but for the page that is made of the commands' help."""
+    """(page, command) of every primeslurm or just command shown; docs/reference/cli.md is generated."""
     found = []
     for page in PAGES:
         if page.name == "cli.md":

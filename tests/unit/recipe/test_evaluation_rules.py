@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from primeslurm.errors import UsageError
 from primeslurm.plan.planner import derive
+from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.rules import violations
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from tests.support.recipes import site, write_recipe
+from tests.support.recipes import recipe_data, site, write_recipe
 
 
 def problems(tmp_path: Path, evaluation: dict[str, Any], **changes: Any) -> list[str]:
@@ -107,3 +110,12 @@ def test_evaluation_environments_have_workers_of_their_own(tmp_path: Path) -> No
         "environment-held-out-1",
     ]
     assert all(process.argv[process.argv.index("--environment") + 1] in process.name for process in workers)
+
+
+def test_the_suggested_evaluation_is_of_the_recipes_own_environment() -> None:
+    environments = [{"id": "math-problems", "name": "math", "args": {"path": "/data/train.jsonl"}}]
+    (missing,) = violations(Recipe.model_validate(recipe_data(task="eval", environments=environments)))
+    entry = "{id: math-problems, name: math-eval, args: {path: HELD-OUT-FILE}}"
+    assert missing.fix == f"add `evaluation: {{environments: [{entry}]}}`"
+    fixed = yaml.safe_load(missing.fix.removeprefix("add ").strip("`"))
+    assert violations(Recipe.model_validate(recipe_data(task="eval", environments=environments, **fixed))) == []

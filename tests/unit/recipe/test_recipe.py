@@ -155,9 +155,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         },
         [
             "orchestrator.batch_size = 24: must be a multiple of the group_size of c = 16 (nearest: 32)",
-            "environments.group_size = 6: must be a multiple of orchestrator.group_size = 4:"
+            "environments.1.group_size = 6: must be a multiple of orchestrator.group_size = 4:"
             " batches could not be filled with whole groups (nearest: 8)",
-            "environments.group_size = 16: must be a multiple of the group_size of b = 6: batches could not be filled"
+            "environments.2.group_size = 16: must be a multiple of the group_size of b = 6: batches could not be filled"
             " with whole groups (nearest: 18)",
             "orchestrator.max_inflight_rollouts = 8: must be at least the group_size of c = 16 (nearest: 16)",
         ],
@@ -165,9 +165,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     (
         {"environments": [{"id": "a", "sampling": {"max_tokens": 128}, "advantages": "opd", "weight": 0}]},
         [
-            "environments.weight = 0: nothing would be trained (leave it out for one of them)",
-            "environments.sampling.max_tokens = 128: leaves no room for a prompt of a in seq_len = 128",
-            "environments.advantages = opd: a needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
+            "environments.0.weight = 0: nothing would be trained (leave it out for one of the environments)",
+            "environments.0.sampling.max_tokens = 128: leaves no room for a prompt of a in seq_len = 128",
+            "environments.0.advantages = opd: a needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
         ],
     ),
     (
@@ -188,9 +188,9 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         },
         [
             "orchestrator.filters = truncated: is there twice (one filter of each type)",
-            "environments.filters.max_tokens = 3: is less than min_tokens = 9",
-            "environments.curriculum.hard = 0.8: must be below curriculum.easy = 0.75",
-            "environments.curriculum.shares.unseen = 0: nothing new would be drawn after the first example"
+            "environments.0.filters.0.max_tokens = 3: is less than min_tokens = 9",
+            "environments.0.curriculum.hard = 0.8: must be below curriculum.easy = 0.75",
+            "environments.0.curriculum.shares.unseen = 0: nothing new would be drawn after the first example"
             " (give it a share)",
             "orchestrator.filters = zero_advantage: advantages of b are the teacher's, who is asked later"
             " (leave it out)",
