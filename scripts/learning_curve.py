@@ -1,4 +1,4 @@
-"""Draw the learning curve of SmolLM2 from the recorded results; with --check, only say whether the figure is current."""
+"""Draw the learning curve of SmolLM2 from the recorded results; with --check, only compare it with the figure."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from primeslurm import files
 from primeslurm.api.loading import RECIPES, load
-from primeslurm.api.planning import plan_of
 from primeslurm.api.runs import find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.paths import is_dir
@@ -74,8 +73,7 @@ def _side(side: str, site: Path | None, runs: Path | None, local: bool) -> _Side
         path = file_or_ready(path)
     if path.suffix in RECIPES and not is_dir(path):
         loaded = load(path, site=site, local=local)
-        assert loaded.files is not None  # only emulated runs have none
-        planned = plan_of(loaded.recipe, loaded.site, loaded.files, local=local)
+        planned = loaded.resolve()
         written, resolved = (
             recipe.model_dump(mode="json", by_alias=True) for recipe in (loaded.recipe, planned.recipe)
         )

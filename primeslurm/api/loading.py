@@ -70,9 +70,11 @@ class LoadedRecipe:
         Raises:
             UsageError: the recipe cannot be placed on this site; every reason at once.
         """
-        if self.files is None:
-            return self.to_run().plan
-        return self._examined(environments=False).refuse().plan
+        return self.resolve().plan
+
+    def resolve(self) -> Planned:
+        """Work out the plan, and the recipe with everything filled in that it leaves open; raises as `plan` does."""
+        return self.to_run() if self.files is None else self._examined(environments=False).refuse()
 
     def to_run(self) -> Planned:
         """Work out what is to run, and try it as far as it can be here. Raises UsageError for what cannot be used."""
