@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/; with --check, only say whether they are current."""
+"""Write the generated pages of docs/reference. With --check, only report whether they are current."""
 
 from __future__ import annotations
 
@@ -11,32 +11,44 @@ from primeslurm.plan.checks.compatibility import as_markdown
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-WRITTEN = "Written by `./just docs` from the code; a test keeps it current."
+REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page and its text."""
-    recipe = f"# Recipe reference\n\n{WRITTEN} How to use it: [recipes](recipe.md).\n\n{markdown(Recipe)}"
-    site = f"# Site reference\n\n{WRITTEN} How to use it: [sites](site.md).\n\n{markdown(Site)}"
-    compatibility = f"""# What goes with what
+    """Return the path and text of every generated page."""
+    recipe = f"""# Recipe fields
 
-{WRITTEN} `primeslurm check RECIPE` applies all of it at once. Errors are refused, warnings are printed.
+This page lists every field of a recipe, with type, default and meaning. Read [how to write a
+recipe](../how-to/recipes.md) first. `primeslurm schema` prints the same as a JSON schema for your editor.
+
+{markdown(Recipe)}"""
+    site = f"""# Site fields
+
+This page lists every field of a site file, with type, default and meaning. Read [how to describe a
+cluster](../how-to/sites.md) first.
+
+{markdown(Site)}"""
+    compatibility = f"""# Compatibility
+
+This page lists which options do not work together, and what the trainer supports for each model family. You do not
+need to read it before a run, because `primeslurm check RECIPE` applies every rule. `check` refuses a recipe that breaks
+a rule of level error, and prints a warning for the others.
 
 {as_markdown()}
-### Models that the trainer has
+## Model families
 
-What a family does not have may be asked for: `plan`, `check` and `--dry-run` work with it; a real `submit` refuses it
-as `blocked`, `--emulate` runs it.
+The table shows what the trainer supports for each `model_type` of config.json. `check` and `plan` accept a recipe that
+asks for more and mark it as blocked. `submit` refuses it, and `submit --emulate` runs it.
 
 {_families()}
 
-Under `model.impl: auto` or `hf`, any other causal language model of transformers is trained by its code there, unless
-it has layers that carry state in another way than by attention (Mamba, linear attention): rows hold several documents.
-With `model.vlm` it must [read images as Qwen2-VL does](recipe.md#models-that-see-images).
+With `model.impl: auto` or `hf`, the trainer uses the implementation of transformers for any other causal language
+model. It excludes models with Mamba or linear attention layers, because their state would leak between packed
+documents. To train such a model on images, the model must [read images as Qwen2-VL
+does](../how-to/data.md#images).
 """
-    found = {"reference.md": recipe, "site-reference.md": site, "compatibility.md": compatibility}
-    return {DOCS / name: text.rstrip() + "\n" for name, text in found.items()}
+    texts = {"recipe.md": recipe, "site.md": site, "compatibility.md": compatibility}
+    return {REFERENCE / name: text.rstrip() + "\n" for name, text in texts.items()}
 
 
 def _families() -> str:
@@ -49,7 +61,7 @@ def _families() -> str:
 
 
 def main() -> None:
-    """Write or check the pages; exit code 1 if one is not current."""
+    """Write or check the pages. Exit with 1 if `--check` finds a page that is not current."""
     stale = [path for path, text in pages().items() if not path.is_file() or path.read_text() != text]
     if "--check" in sys.argv:
         sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)

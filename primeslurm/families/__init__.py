@@ -1,7 +1,7 @@
 """What is known of each family of models, without torch: shape, capabilities, parsers, renderer, LoRA targets.
 
 A module for each family; one that the trainer has code for has a module of the same name in
-`primeslurm.trainer.models`. Packages add theirs by entry points (docs/families.md).
+`primeslurm.trainer.models`. Packages add theirs by entry points (docs/how-to/families.md).
 """
 
 from __future__ import annotations

@@ -19,37 +19,53 @@ from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, 
 
 
 class Recipe(Section):
-    """A whole run. It names no host, partition or path of a site, so it runs on any cluster."""
+    """A whole run. A recipe names no host, partition or path of a cluster, so it runs on any cluster."""
 
     schema_: Literal[1] = Field(1, alias="schema")
-    """Version of the recipe format."""
+    """Version of the recipe format. Always 1."""
     name: RunName
-    """Name of the run and of its directory."""
+    """Name of the run and of its run directory, for example `math-30b`."""
     task: Literal["rl", "sft", "serve", "eval"] = "rl"
-    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled. eval:
-    engines and the environments of `evaluation`, until `model` has been evaluated once."""
+    """rl: asynchronous RL with trainer, engines and environments. sft: supervised fine-tuning; only the trainer runs.
+    serve: engines and routers run until you cancel them. eval: engines evaluate `model` once on the environments of
+    `evaluation`."""
     seed: int = Field(0, ge=0, le=2**32 - 1)
-    """Of everything random. numpy, which engines and environments use, takes 32 bits."""
+    """Seed of all random choices, from 0 to 2^32 - 1."""
     max_steps: PositiveInt = 1000
-    """Optimizer steps of the whole run."""
+    """Number of optimizer steps of the whole run."""
     seq_len: PositiveInt
-    """Longest trained sequence, and the length that batches are packed to."""
+    """Longest trained sequence in tokens. Sequences are packed into rows of this length."""
     model: Model
+    """The model that is trained, served or evaluated."""
     trainer: Trainer = Trainer()
+    """Optimizer, loss, parallelism and memory of the trainer."""
     weights: Weights = Weights()
+    """How new weights reach the engines."""
     checkpoint: Checkpoint = Checkpoint()
+    """How often checkpoints are written and how many are kept."""
     environments: tuple[Environment, ...] = ()
+    """Environments that the policy is trained on, for example `[{id: math-problems, args: {path: train.jsonl}}]`. RL
+    needs at least one."""
     orchestrator: Orchestrator = Orchestrator()
+    """Batch and group size, advantages, sampling and staleness."""
     evaluation: Evaluation | None = None
+    """Environments that measure the policy during the run. Default: no evaluation."""
     inference: Inference = Inference()
+    """Settings of the vLLM engines and their router."""
     teacher: Teacher | None = None
-    """A frozen model that `trainer.loss.ref_kl` or `orchestrator.advantages: opd` asks for log-probabilities."""
+    """A second model that returns log-probabilities of sampled tokens. `trainer.loss.ref_kl` and
+    `orchestrator.advantages: opd` need one. Default: no teacher."""
     sft: Sft | None = None
+    """Data and batch size of supervised fine-tuning. Needed for `task: sft`."""
     deployment: Deployment = Deployment()
+    """How many nodes and GPUs each role gets."""
     slurm: Slurm = Slurm()
+    """Slurm options of the job, such as time limit, account and partition per role."""
     monitor: Monitor = Monitor()
+    """Where metrics are logged besides `metrics.jsonl`."""
     pass_env: tuple[EnvironmentName, ...] = ()
-    """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
+    """Names of environment variables that processes receive from the shell you submit from, for example
+    `[WANDB_API_KEY]`. Their values are never written to a file."""
 
     @property
     def samples(self) -> bool:

@@ -1,4 +1,4 @@
-"""The recipe and site reference in Markdown, from the models: one table per section, in the order one meets them."""
+"""The recipe and site reference in Markdown: one table per section of the pydantic models, breadth first."""
 
 from __future__ import annotations
 

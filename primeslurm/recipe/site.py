@@ -12,27 +12,30 @@ from primeslurm.recipe.sections.slurm import ComponentOptions, Submission
 
 
 class NodeKind(ComponentOptions):
-    """Nodes of one partition, and the Slurm options of every component that gets them."""
+    """Nodes of one partition, and the Slurm options of every role that uses them."""
 
     partition: Name
+    """Slurm partition of these nodes, for example `gpu`."""
     gpus: int = Field(0, ge=0, le=128)
-    """GPUs per node; 0 for CPU partitions."""
+    """GPUs per node. 0: a CPU partition."""
     cpus: PositiveInt
-    """CPU cores per node that a job may use. As of `mem`, a role that uses some of a node's GPUs asks for its share."""
+    """CPU cores per node that a job may use. A role that uses some of a node's GPUs gets the same fraction of its cores
+    and memory."""
     gres: Name = "gpu"
-    """Name of the generic resource, for example gpu or gpu:h200."""
+    """Name of the generic resource in Slurm, for example `gpu` or `gpu:h200`."""
     request_gpus: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How a job asks for GPUs: with `--gres` or `--gpus-per-node`, or not at all, where Slurm does not count GPUs. Then
-    a job gets whole nodes, unless `exclusive` is false."""
+    """How the job asks for GPUs: with `--gres`, with `--gpus-per-node`, or not at all, for clusters on which Slurm does
+    not count GPUs. With `none` the job takes whole nodes, unless `exclusive` is false."""
     gpu: str | None = None
-    """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
+    """GPU type: a100, l40s, h100, h200, b200 or b300. Default: the type in `gres`. If it is unknown, `plan` gives no
+    estimate."""
     memory_gib: PositiveFloat | None = None
-    """Host memory of a node. Default: what `mem` asks for."""
+    """Host memory of a node in GiB. Default: the value of `mem`."""
     disk_gib: PositiveFloat | None = None
-    """Space on each node's own disk for what a run keeps there: copies of checkpoints. Default: unknown."""
+    """Free space on each node's own disk in GiB, for local copies of checkpoints. Default: unknown."""
     scratch: SearchPath | None = None
-    """Directory on each node's own disk for what environments write while they run: working directories of rollouts,
-    sandboxes. Default: the temporary directory."""
+    """Directory on each node's own disk for files that environments write during a rollout, for example `/scratch`.
+    Default: the temporary directory."""
 
     def share(self, gpus: int) -> NodeKind:
         """Give the part of a node that goes with some of its GPUs: as large a part of its cores and memory.
@@ -50,64 +53,73 @@ class NodeKind(ComponentOptions):
 
 
 class Network(Section):
-    """How nodes of the site reach one another."""
+    """How nodes reach one another."""
 
     interface: str | None = None
-    """Interface whose address is used, for example ib0. Default: the address the host name resolves to."""
+    """Network interface whose address is used, for example `ib0`. Default: the address that the host name resolves
+    to."""
     addresses: dict[str, str] = {}
-    """Node name to address, for clusters whose node names do not resolve."""
+    """Address of each node, for clusters whose node names do not resolve, for example `{gpu001: 10.0.0.1}`."""
     hcas: tuple[str, ...] = ()
-    """HCAs for NCCL, UCX and Mooncake, for example [mlx5_0, mlx5_1]. Default: on each node those with an active port,
-    InfiniBand before Ethernet."""
+    """Network adapters (HCAs) for NCCL, UCX and Mooncake, for example `[mlx5_0, mlx5_1]`. Default: the adapters of each
+    node that have an active port, InfiniBand before Ethernet."""
     rdma: bool = True
-    """Nodes reach one another's memory over InfiniBand or RoCE."""
+    """true: nodes have InfiniBand or RoCE. false: only TCP."""
     gbps_per_gpu: PositiveFloat | None = None
-    """Network bandwidth per GPU in Gbit/s. Default: usual for the GPU type, 400 for H100, H200 and B200."""
+    """Network bandwidth per GPU in Gbit/s, for estimates. Default: the usual value of the GPU type, 400 for H100, H200
+    and B200."""
     storage_gbytes_per_s: PositiveFloat = 2.0
-    """What one process writes to the shared file system in GB/s, for estimates."""
+    """Bandwidth of the shared file system per node in GB/s, for estimates and start-up timeouts."""
 
 
 class Site(Section):
-    """A cluster. Written once by whoever knows it; `primeslurm cluster up` writes one for its own cluster."""
+    """A cluster, described once for all its users. `primeslurm init` and `primeslurm cluster up` write a site file."""
 
     schema_: Literal[1] = Field(1, alias="schema")
+    """Version of the site file format. Always 1."""
     name: str
+    """Name of the cluster, shown in plans and reports."""
     device: Literal["cuda", "cpu"] = "cuda"
-    """What the GPUs of this site are. An emulated cluster has fake GPUs and computes on its CPUs."""
+    """cuda: nodes have NVIDIA GPUs. cpu: processes compute on CPUs, as on an embedded cluster with fake GPUs."""
     runs: Directory = "runs"
-    """Directory of all runs, on a file system that every node shares."""
+    """Directory of all runs, on a file system that every node shares, for example `/shared/me/runs`. A relative path is
+    relative to the site file."""
     slurm_conf: str | None = None
-    """SLURM_CONF to use, where it is not the system's own."""
+    """Path of slurm.conf, for a Slurm that is not the system's default."""
     python: str | None = None
-    """Python of the environment on the nodes. Default: the one that submits."""
+    """Python interpreter of the environment on the nodes, for example `/shared/primeslurm/.venv/bin/python`. Default:
+    the interpreter that submits."""
     nodes: dict[str, NodeKind]
-    """Kinds of node by role: control, train, inference, prefill, decode, teacher (default: inference), environments
-    (default: control); `default` serves roles not named."""
+    """Kinds of nodes by role: control, train, inference, prefill, decode, teacher (default: inference), environments
+    (default: control). `default` serves all roles that are not named."""
     slurm: Submission = Submission()
-    """Options of every job, unless its recipe says otherwise."""
+    """Slurm options of every job, unless its recipe sets them."""
     modules: tuple[Module, ...] = ()
-    """Loaded with `module load` before anything starts. If one does not load, the run ends and names it."""
+    """Environment modules that are loaded with `module load` before anything starts, for example `[cuda/13.0]`. If one
+    does not load, the run ends and names it."""
     prologue: tuple[str, ...] = Field((), max_length=12)
-    """Shell lines run in the batch script before anything starts, as they are. For more, `source` a file. If a command
-    fails, the run ends and names it; add `|| true` to one that may fail."""
+    """Shell lines that the batch script runs before anything starts, for example `["source /etc/profile.d/proxy.sh"]`.
+    If a line fails, the run ends and names it; add `|| true` to a line that may fail."""
     env: dict[EnvironmentName, str] = {}
-    """Environment variables of every process."""
+    """Environment variables of every process, for example `{HF_HUB_OFFLINE: "1"}`."""
     pass_env: tuple[EnvironmentName, ...] = ()
-    """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
+    """Names of environment variables that processes receive from the shell you submit from, for example
+    `[WANDB_API_KEY]`. Their values are never written to a file."""
     library_path: tuple[SearchPath, ...] = ()
-    """Directories put first on LD_LIBRARY_PATH, for example the `lib` of a UCX built for the cluster's fabric.
-
-    A UCX in third_party/ucx of the checkout is found by itself.
-    """
+    """Directories put first on LD_LIBRARY_PATH, for example the `lib` of a UCX built for the cluster's network. A UCX
+    in third_party/ucx of the checkout is found automatically."""
     network: Network = Network()
+    """How nodes reach one another."""
     node_silent_s: PositiveInt = 90
-    """A node that has not been heard of for this long is lost. Network file systems may show old files for a minute."""
+    """Seconds without a heartbeat after which a node counts as lost. Network file systems may show old files for up to
+    a minute."""
     node_start_s: PositiveInt = 300
-    """Longest time between the first agent's start and another's: a node may first have to pull an image."""
+    """Seconds between the start of the first node agent and that of the last one, for example because a node pulls an
+    image."""
     bad_node_hours: PositiveInt = 24
-    """How long new jobs keep away from a node that failed."""
+    """Hours for which new jobs avoid a node that failed."""
     port_base: int = Field(20000, ge=1024, le=60000)
-    """First port that a plan may prefer."""
+    """First port number that a plan uses."""
 
     def kind(self, role: str) -> NodeKind | None:
         """Find the kind of node that serves a role; None if the site has none."""

@@ -107,7 +107,7 @@ def outdated(error: BaseException, name: str) -> Violation | None:
     if not sign:
         return None
     why = f"it is made for verifiers before 0.4 ({sign}), and verifiers {importlib.metadata.version('verifiers')} runs"
-    fix = "install a version of it for verifiers 0.4, or port it: its tasks become a taskset, docs/environments.md"
+    fix = "install a version for verifiers 0.4, or port it: its tasks become a taskset (docs/how-to/environments.md)"
     return Violation("environments.id", name, why, fix)
 
 

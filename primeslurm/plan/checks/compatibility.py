@@ -1,4 +1,4 @@
-"""The compatibility table: every rule, applied to a recipe on a site or printed for the docs."""
+"""The compatibility table. It is applied to a recipe on a site, and printed for the docs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from primeslurm.plan.checks.trainer_rules import TRAINER_RULES
 from primeslurm.plan.model import Finding
 
 GROUPS: dict[str, tuple[Rule, ...]] = {
-    "Router replay, KV offload, disaggregation, weight transport": JOINT_RULES,
+    "Router replay, KV offload, prefill and decode, teacher": JOINT_RULES,
     "Engines": ENGINE_RULES,
     "Trainer": TRAINER_RULES,
 }
 
 
 def conflicts(context: RuleContext) -> list[Finding]:
-    """Find every rule that the recipe breaks on its site."""
+    """Return a finding for every rule that the recipe breaks on its site."""
     joint = JOINT_RULES if context.serves else ()
     rules = (*joint, *(ENGINE_RULES if context.serves else ()), *(TRAINER_RULES if context.trains else ()))
     return [
@@ -27,10 +27,10 @@ def conflicts(context: RuleContext) -> list[Finding]:
 
 
 def as_markdown() -> str:
-    """Write the table for the docs."""
+    """Return one Markdown table per group of rules."""
     lines: list[str] = []
     for title, rules in GROUPS.items():
-        lines += [f"### {title}", "", "| rule | field | level | what to do | where from |", "|---|---|---|---|---|"]
+        lines += [f"## {title}", "", "| rule | field | level | what to do | source |", "|---|---|---|---|---|"]
         lines += [f"| {r.rule} | `{r.field}` | {r.level} | {r.fix} | {r.source} |" for r in rules]
         lines.append("")
     return "\n".join(lines)

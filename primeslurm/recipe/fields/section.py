@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping
 from itertools import pairwise
 from textwrap import dedent
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 
@@ -39,13 +39,19 @@ class Section(BaseModel):
 
 
 def descriptions(section: type[BaseModel]) -> dict[str, str]:
-    """Field to the docstring below it, of a section and those that it extends.
+    """Map each field to the docstring below it, inherited fields included.
 
-    Pydantic can do this, too, but then reads and parses the source of every section whenever one is imported.
+    A field `type` that allows one value needs no docstring: all of them mean the same.
     """
-    import ast  # for schemas and reference pages alone
+    # Pydantic's `use_attribute_docstrings` would parse the source of every section at import. Only schemas and
+    # reference pages need the texts.
+    import ast
 
-    found: dict[str, str] = {}
+    found = {
+        name: f"Write `type: {get_args(info.annotation)[0]}` to choose this section."
+        for name, info in section.model_fields.items()
+        if name == "type" and get_origin(info.annotation) is Literal and len(get_args(info.annotation)) == 1
+    }
     for each in reversed(section.__mro__):
         if not issubclass(each, Section) or each is Section:
             continue

@@ -8,27 +8,34 @@ from primeslurm.recipe.fields.section import Section
 
 
 class Shares(Section):
-    """How often a pool is drawn from, relative to the others that are not empty. 0: only if all of those are."""
+    """How often examples are drawn from each pool, relative to the other pools that are not empty.
+
+    0: draw from this pool only if all others are empty.
+    """
 
     unseen: NonNegativeFloat = 1.0
-    """Examples that no group was finished of."""
+    """Weight of examples without a finished group."""
     easy: NonNegativeFloat = 0.2
+    """Weight of examples with a high solve rate."""
     normal: NonNegativeFloat = 1.0
+    """Weight of examples with a medium solve rate."""
     hard: NonNegativeFloat = 0.2
+    """Weight of examples with a low solve rate."""
 
 
 class Curriculum(Section):
-    """Draws examples by how often the policy solves them. Their pools and rates outlive the job."""
+    """Draws examples by how often the policy solves them. Solve rates are kept when the job restarts."""
 
     shares: Shares = Shares()
+    """How often each pool of examples is drawn from."""
     easy: float = Field(0.75, gt=0, le=1)
-    """Solve rate from which an example is easy."""
+    """An example with this solve rate or more is easy."""
     hard: float = Field(0.25, ge=0, lt=1)
-    """Solve rate up to which it is hard; what is neither is normal."""
+    """An example with this solve rate or less is hard. Examples between `hard` and `easy` are normal."""
     alpha: float = Field(0.5, gt=0, le=1)
-    """Weight of the newest group in an example's solve rate: `rate += alpha * (solved share of the group - rate)`. The
-    first group is the rate; 1: so is the newest."""
+    """Weight of the newest group in an example's solve rate: `rate += alpha * (solved fraction of the group - rate)`.
+    1: only the newest group counts."""
     retire_solved: PositiveInt | None = None
-    """An example is drawn no more once all rollouts of so many groups of it in a row have solved it. Default: never."""
+    """Stop drawing an example after this many groups in a row whose rollouts all solved it. Default: never."""
     retire_failed: PositiveInt | None = None
-    """An example is drawn no more once none of the rollouts of so many groups of it in a row has. Default: never."""
+    """Stop drawing an example after this many groups in a row without a rollout that solved it. Default: never."""

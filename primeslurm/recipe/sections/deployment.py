@@ -14,19 +14,24 @@ class TrainNodes(Section):
     """The trainer's nodes."""
 
     nodes: PositiveInt = 1
+    """Number of nodes that the trainer gets."""
     gpus_per_node: PositiveInt | None = None
-    """GPUs used on each node. Default: all that the site says a node has."""
+    """GPUs that the trainer uses on each node. Default: all GPUs of the node."""
 
 
 class RoleGroup(Section):
-    """One role of an inference replica: `num_replicas` groups of `nodes_per_replica` nodes each.
+    """The nodes of one role in an inference replica.
 
-    With expert parallelism a group is one set of engines that share the experts.
+    They form `num_replicas` groups of `nodes_per_replica` nodes. With expert parallelism, the engines of a group share
+    the experts.
     """
 
     nodes_per_replica: PositiveInt = 1
+    """Nodes in one group of this role."""
     num_replicas: PositiveInt = 1
+    """Number of groups of this role in one inference replica."""
     gpus_per_node: PositiveInt | None = None
+    """GPUs that this role uses on each node. Default: all GPUs of the node."""
 
     @property
     def nodes(self) -> int:
@@ -39,6 +44,7 @@ class SingleNode(Section):
 
     type: Literal["single_node"] = "single_node"
     gpus_per_node: PositiveInt | None = None
+    """GPUs that the engines use on the node. Default: all GPUs of the node."""
 
     @property
     def num_replicas(self) -> int:
@@ -52,71 +58,85 @@ class SingleNode(Section):
 
 
 class MultiNode(Section):
-    """Engines that both prefill and decode, on several nodes.
+    """Engines that both prefill and decode, on one or several nodes.
 
-    Without expert parallelism every engine is independent; with it, a replica's engines share the experts (wide EP).
+    Without expert parallelism the engines are independent. With it, the engines of a replica share the experts (wide
+    EP).
     """
 
     type: Literal["multi_node"] = "multi_node"
     num_replicas: PositiveInt = 1
-    """Inference replicas, each behind its own router."""
+    """Number of inference replicas. Each has its own router."""
     nodes_per_replica: PositiveInt = 1
+    """Nodes of one inference replica."""
     gpus_per_node: PositiveInt | None = None
+    """GPUs that the engines use on each node. Default: all GPUs of the node."""
 
 
 class Disaggregated(Section):
-    """Separate prefill and decode engines; KV moves between them through NIXL."""
+    """Separate prefill and decode engines (P/D). NIXL moves the KV cache from prefill to decode engines."""
 
     type: Literal["disaggregated"] = "disaggregated"
     num_replicas: PositiveInt = 1
-    """Inference replicas, each behind its own router."""
+    """Number of inference replicas. Each has its own router."""
     prefill: RoleGroup = RoleGroup()
+    """Groups of prefill nodes in each inference replica."""
     decode: RoleGroup = RoleGroup()
+    """Groups of decode nodes in each inference replica."""
 
 
 class EnvironmentNodes(Section):
-    """Nodes without GPUs, over which the workers of all environments are dealt out in turn.
+    """CPU nodes for environment workers, their tools and their sandboxes.
 
-    What rollouts start (tools, sandboxes) runs beside their worker. A node that is lost costs the rollouts that it ran:
-    its workers move to a spare (`deployment.spares.environments`), or to the other nodes.
+    Workers of all environments are distributed over these nodes in turn. If a node is lost, its rollouts are lost; its
+    workers move to a spare (`deployment.spares.environments`) or to the other nodes.
     """
 
     nodes: PositiveInt
+    """Number of nodes for environment workers."""
     cpus: PositiveInt | None = None
-    """CPU cores of each node that the job gets. Default: all that the site says a node has."""
+    """CPU cores that the job asks for on each node. Default: all cores of the node."""
     memory: Memory | None = None
-    """Memory of each node that the job gets, for example 500G. Default: what the site says."""
+    """Memory that the job asks for on each node, for example `500G`. Default: the memory in the site file."""
     cpus_per_worker: PositiveFloat = 1.0
-    """CPU cores that a worker takes with all that its rollouts start. A node must have as many for each of its
-    workers."""
+    """CPU cores that one worker needs together with all programs that its rollouts start."""
     memory_per_worker: Memory = "1G"
-    """The same of memory."""
+    """Memory that one worker needs together with all programs that its rollouts start, for example `128G`."""
     max_rollouts_per_node: PositiveInt | None = None
-    """Most rollouts at once on one node; more wait until one ends. Default: no bound."""
+    """Largest number of rollouts that run at once on one node; further rollouts wait. Default: no limit."""
 
 
 class Spares(Section):
-    """Nodes allocated beyond those that work: they replace nodes that fail preflight or die."""
+    """Extra nodes of the job. A spare replaces a node that fails its preflight or is lost."""
 
     train: NonNegativeInt = 0
+    """Spare nodes for the trainer."""
     inference: NonNegativeInt = 0
+    """Spare nodes for engines that both prefill and decode."""
     prefill: NonNegativeInt = 0
+    """Spare nodes for prefill engines."""
     decode: NonNegativeInt = 0
+    """Spare nodes for decode engines."""
     teacher: NonNegativeInt = 0
+    """Spare nodes for the teacher's engines."""
     environments: NonNegativeInt = 0
+    """Spare nodes for environment workers."""
 
 
 class Deployment(Section):
-    """Which nodes do what. Totals are derived and always printed."""
+    """How many nodes and GPUs each role gets. `plan` and `check` print the totals."""
 
     layout: Literal["het", "single", "one_node"] = "het"
     """het: one Slurm component per role. single: one allocation of like nodes, and each role has nodes of its own.
     one_node: one node that all roles share. Each role gets the GPUs that its `gpus_per_node` says."""
     train: TrainNodes = TrainNodes()
+    """Nodes and GPUs of the trainer."""
     inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
+    """Nodes and GPUs of the engines. Default: `{type: single_node}`."""
     environments: EnvironmentNodes | None = None
-    """Nodes of their own for environments. Default: their workers run on the head node."""
+    """CPU nodes for environment workers. Default: workers run on the head node."""
     spares: Spares = Spares()
+    """Extra nodes that replace failed ones, per role."""
 
     @property
     def max_rollouts_per_node(self) -> int | None:

@@ -14,23 +14,26 @@ class EvaluationSampling(Section):
     """Sampling parameters of evaluation rollouts."""
 
     temperature: float = Field(1.0, ge=0, le=HOTTEST)
-    """0: greedy."""
+    """Sampling temperature, from 0 to 2. 0: greedy decoding."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the smallest set of tokens with this total probability. 1: from all tokens."""
     top_k: int = -1
+    """Sample from this many most likely tokens. -1: from all tokens."""
     max_tokens: PositiveInt | None = None
-    """New tokens per turn. Default: what the engines' longest sequence leaves."""
+    """Largest number of new tokens per turn. Default: as many as the longest sequence of the engines allows."""
 
 
 class EvaluationEnvironment(AnyEnvironment):
-    """An environment that the policy is evaluated on, in worker processes of its own. Nothing of it is trained."""
+    """An environment that measures the policy. It has its own worker processes and is never trained on."""
 
     sampling: EvaluationSampling = EvaluationSampling()
+    """Sampling parameters of these rollouts."""
     examples: PositiveInt = 64
-    """The first so many tasks of the taskset; all, if it has fewer."""
+    """Number of tasks to evaluate, counted from the start of the taskset; all tasks if it has fewer."""
     samples: PositiveInt = 1
-    """Rollouts of each example. pass@k is told for 1, 2, 4, ... and this many."""
+    """Rollouts of each example. pass@k is reported for k = 1, 2, 4, ... and this number."""
     solved_reward: float = 0.5
-    """A rollout with this reward or more has solved its example: what pass@k counts."""
+    """A rollout with this reward or more has solved its example. pass@k counts these."""
 
     @property
     def passes(self) -> tuple[int, ...]:
@@ -45,16 +48,18 @@ class EvaluationEnvironment(AnyEnvironment):
 
 
 class Evaluation(Section):
-    """Evaluation on the engines that training samples from, while it goes on. The final policy is always evaluated."""
+    """Evaluation on the same engines as training, while training continues. The final policy is always evaluated."""
 
     environments: tuple[EvaluationEnvironment, ...]
+    """Environments to evaluate on, for example `[{id: math-problems, name: held-out, args: {path: test.jsonl}}]`."""
     interval: PositiveInt = 50
-    """Steps from one evaluation to the next. One that is due while another runs waits for it; of several that wait, the
-    newest is made."""
+    """Steps between two evaluations. An evaluation that becomes due during another one waits; if several wait, only the
+    newest runs."""
     at_start: bool = False
-    """Also evaluate the model as it is before the first step."""
+    """Also evaluate the model before the first step."""
     max_inflight_rollouts: PositiveInt | None = None
-    """Evaluation rollouts in flight at once, beside those of training. Default: a quarter of those."""
+    """Largest number of evaluation rollouts in flight, in addition to those of training. Default: a quarter of
+    training's."""
     keep_best: str | None = Field(None, pattern=r"^[\w.-]+/[\w.@-]+$")
-    """<label of an evaluation environment>/<reward_mean or pass@k>: the checkpoint with the highest value is kept
-    beyond `checkpoint.keep`."""
+    """Keep the checkpoint with the highest value of a metric in addition to `checkpoint.keep`. Written as LABEL/METRIC,
+    for example `held-out/pass@4` or `held-out/reward_mean`. Default: no checkpoint is kept as the best."""

@@ -31,62 +31,76 @@ class EngineParallel(Section):
     """Parallelism of the engines. One engine is one data-parallel rank on `tp` GPUs."""
 
     tp: PositiveInt = 1
-    """GPUs per engine."""
+    """Tensor parallelism: number of GPUs of each engine."""
     dp: PositiveInt | None = None
-    """Engines of one expert-parallel group; only with expert_parallel. Default: all engines of a group of nodes."""
+    """Number of engines that share the experts; only with `expert_parallel`. Default: all engines of a group of
+    nodes."""
 
 
 class EngineSettings(Section):
-    """What may differ between prefill and decode engines. Unset: vLLM's default, or what `inference` says."""
+    """Settings that may differ between prefill and decode engines.
+
+    An unset field keeps the value from `inference`, or else vLLM's default.
+    """
 
     all2all: All2All | None = None
-    """How tokens reach their experts. Default with expert_parallel: prefill deepep_high_throughput, decode
-    deepep_low_latency, engines that do both allgather_reducescatter. On CPUs it is always the last."""
+    """How tokens reach their experts. Default with `expert_parallel`: deepep_high_throughput for prefill engines,
+    deepep_low_latency for decode engines, allgather_reducescatter for engines that do both and always on CPUs."""
     cuda_graphs: CudaGraphs | None = None
-    """CUDA-graph mode. Default: FULL_DECODE_ONLY for decode engines, vLLM's own for others."""
+    """CUDA graph mode of vLLM. Default: FULL_DECODE_ONLY for decode engines, vLLM's default for others."""
     dbo: bool | None = None
-    """Overlap communication and computation of two half batches (dual batch overlap)."""
+    """Dual batch overlap: split each batch in two and overlap the communication of one half with the computation of the
+    other."""
     eplb: bool | None = None
-    """Move experts between ranks as their load changes (expert-parallel load balancing)."""
+    """Expert-parallel load balancing: move experts between ranks as their load changes. Only for `task: serve`."""
     max_num_seqs: PositiveInt | None = None
-    """Requests that an engine runs at once."""
+    """Largest number of requests that an engine runs at once."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Tokens of one engine step."""
+    """Largest number of tokens that an engine computes in one step."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of a GPU's memory that an engine may use. Default: 0.9."""
+    """Fraction of a GPU's memory that an engine may use. Default: 0.9."""
     kv_cache_bytes: PositiveInt | None = None
-    """KV cache per GPU in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
+    """Size of the KV cache per GPU in bytes. Default: the memory that `gpu_memory_utilization` leaves; on CPUs 256
+    MiB."""
     env: dict[EnvironmentName, str] = {}
-    """Environment variables."""
+    """Environment variables of the engines, for example `{VLLM_LOGGING_LEVEL: DEBUG}`."""
     vllm_extra: dict[OptionName, Json] = {}
-    """Any other vLLM option, by its long name with underscores."""
+    """Any other vLLM option by its long name with underscores, for example `{enable_chunked_prefill: false}`."""
 
 
 class Inference(EngineSettings):
     """The vLLM engines. `prefill` and `decode` override single settings for their role."""
 
     parallel: EngineParallel = EngineParallel()
+    """Tensor parallelism and the size of expert-parallel groups."""
     expert_parallel: bool = False
-    """Spread the experts over the engines of a group (wide EP) instead of holding all of them in each engine."""
+    """true: spread the experts over the engines of a group (wide EP). false: every engine holds all experts."""
     router: Annotated[Router, Field(discriminator="type")] = VllmRouter()
+    """The router in front of each inference replica."""
     kv_offload: Annotated[KvOffload, Field(discriminator="type")] | None = None
-    """Further tiers of KV cache behind the GPU: CPU memory, then disk."""
+    """Further tiers of KV cache: host memory, then disk. Default: GPU memory only."""
     quantization: Literal["fp8"] | None = None
-    """fp8: weights are quantised as they are loaded, in blocks of 128 x 128; policies already come in FP8. A checkpoint
-    that is quantised already needs nothing here."""
+    """fp8: quantise weights to FP8 in blocks of 128 x 128 when they are loaded; weight updates are sent in FP8. Leave
+    it out for a checkpoint that is already quantised."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    """Dtype of the KV cache. auto: the model's dtype. fp8: half the bytes of bfloat16."""
     deep_gemm: bool = False
-    """Use DeepGEMM's kernels for FP8 layers and experts."""
+    """Use DeepGEMM kernels for FP8 layers and experts. Needs SM90 or newer."""
     enforce_eager: bool = False
-    """Neither compile nor capture CUDA graphs."""
+    """Neither compile the model nor capture CUDA graphs. Starts faster and runs slower."""
     tool_call_parser: str | None = None
-    """vLLM's parser of tool calls. Default: with task serve by the model's family, where known; rollouts need none."""
+    """vLLM's parser of tool calls, for example `hermes`. Default: with `task: serve` the parser of the model's family,
+    if known. Rollouts need none."""
     reasoning_parser: str | None = None
+    """vLLM's parser of thinking blocks, for example `qwen3`. Default: with `task: serve` the parser of the model's
+    family, if known. Rollouts need none."""
     start_timeout_s: PositiveInt | None = None
-    """Longest time from an engine's start to its first answer: weights are read, kernels are compiled, CUDA graphs
-    are captured. It also holds for the engines of a teacher. Default: an hour, and the time in which a node's engines
-    read their weights at a tenth of the site's `network.storage_gbytes_per_s`; `plan` shows it."""
+    """Seconds that an engine, or a teacher's engine, may take from start to its first answer. Default: one hour plus
+    the time that a node's engines need to read their weights at a tenth of the site's `network.storage_gbytes_per_s`.
+    `plan` shows it."""
     hang_timeout_s: PositiveInt = 60
-    """An engine that was ready and answers nothing at all for so many seconds hangs, and is restarted."""
+    """Seconds without any answer after which an engine that was ready counts as hung and is restarted."""
     prefill: EngineSettings = EngineSettings()
+    """Settings that differ for prefill engines."""
     decode: EngineSettings = EngineSettings()
+    """Settings that differ for decode engines."""

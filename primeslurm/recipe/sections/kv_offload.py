@@ -13,34 +13,40 @@ class CpuTier(Section):
     """KV cache in host memory."""
 
     bytes: PositiveInt
-    """native: per engine, all its GPUs together. mooncake: what each inference node gives to the shared pool."""
+    """Size in bytes. native: per engine, for all its GPUs together. mooncake: the contribution of each inference node
+    to the shared pool."""
 
 
 class DiskTier(Section):
-    """KV cache on disk, behind the CPU tier. Its size is bounded by the file system."""
+    """KV cache on disk, behind the CPU tier. Only the file system bounds its size."""
 
     path: str
-    """Directory on every node's own disk, for example /scratch/kv."""
+    """Directory on each node's own disk, for example `/scratch/kv`."""
 
 
 class NativeOffload(Section):
-    """vLLM's own offloading: one pool per engine."""
+    """vLLM's own KV offloading: one pool per engine."""
 
     type: Literal["native"] = "native"
     cpu: CpuTier
+    """Host memory that each engine uses for KV cache."""
     disk: DiskTier | None = None
+    """Disk tier behind host memory. Default: no disk tier."""
 
 
 class MooncakeOffload(Section):
-    """A Mooncake store: every inference node's memory (and disk) as one pool, over RDMA."""
+    """A Mooncake store: the memory (and disk) of all inference nodes as one pool, reached over RDMA."""
 
     type: Literal["mooncake"] = "mooncake"
     cpu: CpuTier
+    """Host memory that each node contributes to the pool."""
     disk: DiskTier | None = None
+    """Disk tier behind host memory. Default: no disk tier."""
     protocol: Literal["rdma", "tcp"] | None = None
-    """Default: rdma on GPUs, tcp without."""
+    """Network protocol of the pool. Default: rdma on GPUs, tcp on CPUs."""
     devices: tuple[str, ...] = ()
-    """HCAs to use, for example mlx5_0. Default: the site's, else what each node finds active."""
+    """Network adapters (HCAs) to use, for example `[mlx5_0]`. Default: those of the site file, else the active ones of
+    each node."""
 
 
 KvOffload = NativeOffload | MooncakeOffload

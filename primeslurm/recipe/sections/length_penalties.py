@@ -13,40 +13,44 @@ from primeslurm.recipe.fields.section import Section
 
 
 class Overlong(Section):
-    """Soft overlong punishment of DAPO (arXiv 2503.14476, eq. 13): nothing up to a length, then more and more.
+    """Soft overlong punishment of DAPO (arXiv 2503.14476, eq.
 
-    Takes `factor * clip((n - (max_tokens - buffer)) / buffer, 0, 1)`.
+    13): subtracts `factor * clip((n - (max_tokens - buffer)) / buffer, 0, 1)`, with n the number of sampled tokens.
     """
 
     type: Literal["overlong"] = "overlong"
     max_tokens: PositiveInt
-    """From here on all of `factor` is taken."""
+    """From this many sampled tokens on, the whole penalty is subtracted."""
     buffer: PositiveInt
-    """Tokens before `max_tokens` over which the penalty grows."""
+    """Number of tokens before `max_tokens` over which the penalty grows from 0."""
     factor: PositiveFloat = 1.0
+    """Largest penalty, in units of reward."""
 
 
 class Relative(Section):
-    """Length reward of Kimi k1.5 (arXiv 2501.12599, 2.3.3): traces of a group against the shortest and the longest.
+    """Length reward of Kimi k1.5: compares a rollout with the shortest and the longest of its group.
 
-    With l = 0.5 - (n - min n) / (max n - min n), over the traces of the same agent: adds `factor * l` to a reward of at
-    least `solved_reward` of the environment, and `factor * min(0, l)` to any other. Nothing if all are as long.
+    With l = 0.5 - (n - min n) / (max n - min n), it adds `factor * l` to the reward of a solved rollout and `factor *
+    min(0, l)` to the reward of any other (arXiv 2501.12599, 2.3.3), with n the number of sampled tokens.
     """
 
     type: Literal["relative"] = "relative"
     factor: PositiveFloat = 0.1
+    """Scale of the length reward, in units of reward."""
 
 
 class Cost(Section):
-    """What a group that succeeds spends (prime-rl's): the better it does, the more its longest traces lose.
+    """Penalty for tokens and turns that grows with the group's success.
 
-    Takes `p * (tokens * n / max n + turns * t / max t)`: t is the number of turns, p the group's mean reward cut to
-    [0, 1], and max the largest in the group, all over the traces of the same agent.
+    It subtracts `p * (tokens * n / max n + turns * t / max t)`, with n sampled tokens, t turns, and p the group's mean
+    reward cut to [0, 1].
     """
 
     type: Literal["cost"] = "cost"
     tokens: float = Field(0.25, ge=0)
+    """Largest penalty for sampled tokens, in units of reward."""
     turns: float = Field(0.1, ge=0)
+    """Largest penalty for turns, in units of reward."""
 
 
 LengthPenalty = Annotated[Overlong | Relative | Cost, Field(discriminator="type")]

@@ -23,33 +23,40 @@ RAE_DECAY = 0.95
 
 
 class SamplingChanges(Section):
-    """What one environment samples otherwise than `orchestrator.sampling` says. Default: as that says."""
+    """Sampling parameters of one environment that differ from `orchestrator.sampling`."""
 
     temperature: float | None = Field(None, ge=COLDEST, le=HOTTEST)
+    """Sampling temperature of this environment, from 0.01 to 2. Default: that of `orchestrator.sampling`."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Only 1: training draws from the whole distribution."""
+    """Only 1 is allowed, because training needs samples from the whole distribution."""
     top_k: int | None = None
-    """Only -1 or 0: as top_p."""
+    """Only -1 or 0 are allowed, because training needs samples from the whole distribution."""
     max_tokens: PositiveInt | None = None
+    """Largest number of new tokens per turn. Default: that of `orchestrator.sampling`."""
 
 
 class AnyEnvironment(Section):
     """One verifiers environment, run in its own worker processes."""
 
     id: EnvironmentId
-    """Name of a bundled (`reverse-text`) or installed verifiers environment."""
+    """Name of a bundled environment (reverse-text, math-problems, tool-use, harbor-local) or of an installed verifiers
+    environment."""
     name: Label | None = None
-    """Label in metrics and logs. Default: the id, with - for what a file name cannot hold."""
+    """Label of the environment in metrics and logs. Default: its id, with - for characters that file names cannot
+    hold."""
     args: dict[str, Json] = {}
-    """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
+    """Options of the environment's taskset, for example `{path: /shared/data/train.jsonl}`. Under `env`: options of the
+    verifiers Env around it, such as agents and timeouts."""
     workers: int = Field(1, ge=1, le=4096)
-    """Worker processes."""
+    """Number of worker processes. One worker serves about 16 to 64 rollouts."""
     harness: Harness | None = None
-    """The program that talks to the model. Default: the environment's own, or bash."""
+    """The program that talks to the model, for example `{id: mini_swe_agent}`. Default: the environment's own, or
+    bash."""
     runtime: Runtime | None = None
-    """What the rollout's programs run in. Default: apptainer for a harness that needs a container, else subprocess."""
+    """Where the programs of a rollout run. Default: apptainer for a harness that needs a container, else subprocess."""
     load_timeout_s: PositiveInt = 120
-    """It and its first task must be there after so many seconds, when it is tried before a run."""
+    """Seconds that the environment and its first task may take to load when `check`, `submit` or a node's preflight
+    tries them."""
 
     @property
     def label(self) -> str:
@@ -61,102 +68,115 @@ class Environment(AnyEnvironment):
     """An environment that the policy is trained on."""
 
     ratio: PositiveFloat = 1.0
-    """Share of the groups that this environment gets."""
+    """Share of the groups that this environment gets, relative to the other environments."""
     sampling: SamplingChanges = SamplingChanges()
+    """Sampling parameters that differ for this environment."""
     group_size: PositiveInt | None = None
-    """Default: `orchestrator.group_size`."""
+    """Rollouts of one prompt of this environment. Default: `orchestrator.group_size`."""
     advantages: AdvantageRule | None = None
-    """Default: as `orchestrator.advantages` or `orchestrator.algorithm` says."""
+    """How rewards of this environment become advantages. Default: `orchestrator.advantages`, or
+    `orchestrator.algorithm`."""
     weight: NonNegativeFloat = 1.0
-    """Factor of its advantages, and of what is trained by cross-entropy. 0: sampled and measured, not trained."""
+    """Factor of this environment's advantages and cross-entropy. 0: rollouts are sampled and measured, but not
+    trained."""
     filters: Filters | None = None
-    """Default: `orchestrator.filters`; `[]` for none."""
+    """Filters for this environment. Default: `orchestrator.filters`. `[]`: no filters."""
     shuffle: bool = True
-    """Examples come in another order each epoch, fixed by the seed. false: the first one has the taskset's own."""
+    """true: examples come in a different order in each epoch, fixed by the seed. false: the first epoch keeps the order
+    of the taskset."""
     curriculum: Curriculum | None = None
-    """Draws examples by difficulty instead."""
+    """Draw examples by difficulty instead of once per epoch. Default: no curriculum."""
     solved_reward: float = 0.5
-    """A rollout with this reward or more has solved its example: for `curriculum`, and the metric `solve_rate`."""
+    """A rollout with this reward or more has solved its example. `curriculum` and the metric `solve_rate` use this."""
     length_penalty: LengthPenalty | None = None
-    """What long rollouts lose of their reward before advantages are made of it. Metrics show rewards without it."""
+    """Penalty for long rollouts, subtracted from the reward before advantages are computed. Reward metrics do not
+    include it. Default: no penalty."""
 
 
 class Sampling(Section):
     """Sampling parameters of training rollouts."""
 
     temperature: float = Field(1.0, ge=COLDEST, le=HOTTEST)
+    """Sampling temperature, from 0.01 to 2. The trainer divides logits by the same temperature."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Only 1: training draws from the whole distribution, or importance ratios are wrong. Evaluation has its own."""
+    """Only 1 is allowed, because training needs samples from the whole distribution. Evaluation has its own
+    `sampling`."""
     # Recipes that runs of earlier versions have recorded may say less.
     top_k: int = -1
-    """Only -1 or 0: as top_p."""
+    """Only -1 or 0 are allowed, because training needs samples from the whole distribution."""
     max_tokens: PositiveInt | None = None
-    """New tokens per turn. Default: what seq_len leaves."""
+    """Largest number of new tokens per turn. Default: as many as `seq_len` leaves."""
 
 
 class CustomAlgorithm(Section):
-    """An algorithm of one's own, which must be importable wherever the orchestrator and environments run.
+    """Your own algorithm.
 
-    The function is called with kwargs, and returns an `Algorithm` as described in
-    `primeslurm/orchestrator/algorithms/protocol.py`; a class derived from it is such a function.
+    It must be importable wherever the orchestrator and the environments run. The function is called with `kwargs` and
+    returns an `Algorithm` as described in `primeslurm/orchestrator/algorithms/protocol.py`; a class derived from
+    `Algorithm` is such a function.
     """
 
     type: Literal["custom"] = "custom"
     function: ImportPath
-    """For example my_package.algorithms:LeaveOneOut."""
+    """Import path of the class or function, for example `my_package.algorithms:LeaveOneOut`."""
     kwargs: dict[str, Json] = {}
-    """Its arguments, by name."""
+    """Keyword arguments of the function."""
 
 
 class Orchestrator(Section):
     """Dispatch of rollouts and forming of batches."""
 
     batch_size: PositiveInt = 128
-    """Rollouts per step; a multiple of each environment's group_size. Where filters or `staleness` make groups
-    smaller, a step may have more, by less than a group."""
+    """Rollouts per step (not prompts). Must be a multiple of every `group_size`. If filters or `staleness` make groups
+    smaller, a step may hold a few rollouts more, less than one group."""
     group_size: PositiveInt = 8
-    """Rollouts of one prompt; advantages are relative to the group's mean."""
+    """Rollouts of one prompt. Advantages compare the rollouts of a group."""
     advantages: AdvantageRule = "grpo"
-    """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
-    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's. Of several
-    agents, each is compared with its own rewards. rae: reward minus a running mean of the agent's, for self-play.
-    hierarchical_grpo: as grpo, but some agents are compared within each rollout."""
+    """How rewards become advantages. grpo: reward minus the group's mean. max_rl: the same divided by the mean, which
+    favours rare success; rewards must not be negative. opd: on-policy distillation, the teacher's log-probability minus
+    the engine's, per token. rae: reward minus a running mean of the same agent, for self-play. hierarchical_grpo: as
+    grpo, but agents in `within_rollout` are compared within each rollout."""
     opd_reward: NonNegativeFloat = 0.0
-    """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
+    """With `advantages: opd`, also add the reward minus the group's mean, times this factor. 0: rewards are only
+    reported."""
     rae_decay: float = Field(RAE_DECAY, ge=0, lt=1)
-    """With `advantages: rae`: share of the running mean that each new reward leaves."""
+    """With `advantages: rae`, the fraction of the running mean that each new reward leaves."""
     within_rollout: tuple[str, ...] = ()
-    """With `advantages: hierarchical_grpo`: agents of the environment whose rewards are compared within each rollout,
-    as several of them had the same task there."""
+    """With `advantages: hierarchical_grpo`, names of agents whose rewards are compared within each rollout, because
+    several of them solve the same task there. For example `[solver]`."""
     algorithm: CustomAlgorithm | None = None
-    """Your own in place of `advantages`. `echo` adds to it."""
+    """Your own algorithm instead of `advantages`. `echo` can be combined with it. Default: the rule of `advantages`."""
     echo: PositiveFloat | None = None
-    """Also train on what environments answered (tool and user messages after the policy's first answer), by
-    cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""
+    """Also train on the answers of environments (tool and user messages after the policy's first answer), by
+    cross-entropy times this factor; 0.1 is usual. Default: these tokens are context only."""
     max_inflight_rollouts: PositiveInt | None = None
-    """Most rollouts in flight at once. Default: twice batch_size."""
+    """Largest number of rollouts in flight at once. Default: twice `batch_size`."""
     concurrency: Literal["adaptive", "static"] = "adaptive"
-    """adaptive: up to that number, as many run on each replica as its engines do the most with, found by their KV use,
-    preemptions, queues and prefix cache. static: that number, whatever engines say."""
+    """adaptive: find for each replica the number of rollouts at which its engines do the most work, up to
+    `max_inflight_rollouts`. static: always run `max_inflight_rollouts`."""
     filters: Filters = ()
-    """Which finished rollouts and groups are not trained. A rollout is counted by each one that applies to it."""
+    """Which finished rollouts and groups are not trained, for example `[{type: zero_advantage}, {type: truncated}]`. A
+    rollout is counted by each filter that applies to it."""
     oversampling: float = Field(1.0, ge=1, le=16)
-    """Rollouts that run for each one that a batch needs, where filters leave some out: 1 / the share that is kept. What
-    is kept beyond a batch waits for the next one, if it is not too old then."""
+    """Rollouts to run per rollout that a batch needs, to make up for filtered ones. A good value is 1 / the fraction
+    that is kept. Surplus groups wait for the next batch."""
     max_off_policy_steps: NonNegativeInt = 8
-    """A batch for step s only holds rollouts whose group opened at a version >= s-1-max_off_policy_steps."""
+    """Staleness limit. A batch for step s holds only rollouts whose group started at version s - 1 -
+    max_off_policy_steps or later. 0: on-policy."""
     rollout_transport: Literal["zmq", "filesystem"] = "zmq"
-    """How batches get to the trainer's ranks. zmq: they are sent. filesystem: each rank reads its share, which the
-    orchestrator writes below the run directory; for networks between nodes that are slower than the file system."""
+    """How batches reach the trainer. zmq: over the network. filesystem: each rank reads its part from the run
+    directory, for clusters whose file system is faster than the network between nodes."""
     staleness: Staleness = Staleness()
-    """What becomes of groups that get older than that, and of stragglers."""
+    """How to handle groups older than `max_off_policy_steps`, and groups with a straggler."""
     sampling: Sampling = Sampling()
+    """Sampling parameters of training rollouts."""
     request_timeout_s: PositiveInt = 1800
-    """Longest wait for one generation request; it is then tried again."""
+    """Seconds that one generation request may take. After that it is retried."""
     hang_timeout_s: PositiveInt = 120
-    """The orchestrator is started again if its event loop stands still for this long."""
+    """Seconds for which the orchestrator's event loop may be blocked. After that it is restarted."""
     worker_hang_timeout_s: PositiveInt = 300
-    """An environment worker is started again if its event loop stands still for this long: code of its environment may
-    block it. Its rollouts run elsewhere long before that."""
+    """Seconds for which an environment worker's event loop may be blocked, for example by code of its environment.
+    After that it is restarted; its rollouts are reassigned much earlier."""
     stall_timeout_s: PositiveInt = 1800
-    """No token, no finished rollout and no new policy for this long ends the attempt with the suspect named."""
+    """Seconds without a new token, a finished rollout or a new policy after which the attempt ends and the suspect is
+    named."""

@@ -20,36 +20,37 @@ class VllmRouter(Section):
         "random",
         "sticky_least_loaded",
     ] = "consistent_hash"
-    """consistent_hash pins a rollout to an engine by its X-Session-ID header."""
+    """How requests are spread over engines. consistent_hash keeps all requests of a rollout on one engine, so that its
+    prefix stays cached."""
     extra: dict[str, object] = {}
-    """Any other option of vllm-router, by its long name with underscores."""
+    """Any other vllm-router option by its long name with underscores."""
 
 
 class DynamoRouter(Section):
-    """NVIDIA Dynamo: its frontend, and its own vLLM workers in place of vLLM's servers.
+    """NVIDIA Dynamo: its frontend, with Dynamo's own vLLM workers in place of vLLM's servers.
 
-    Only for task serve: workers have no gate and their answers do not say which policy sampled a token.
+    Only for `task: serve`, because its answers do not say which policy version sampled a token.
     """
 
     type: Literal["dynamo"] = "dynamo"
     mode: Literal["kv", "round-robin", "random", "power-of-two", "least-loaded"] = "kv"
-    """kv sends a request where most of its prefix is cached."""
+    """How requests are spread over workers. kv: to the worker that has most of the prefix cached."""
     session_ttl_s: int | None = None
-    """Keep a session on its engine until it was silent for this many seconds. Default: sessions are not pinned."""
+    """Seconds without a request for which a session stays on its engine. Default: sessions are not pinned."""
     extra: dict[str, object] = {}
-    """Any other option of dynamo.frontend, by its long name with underscores."""
+    """Any other dynamo.frontend option by its long name with underscores."""
 
 
 class LlmdRouter(Section):
-    """llm-d: an endpoint picker that scores engines behind an Envoy, and a sidecar at each decode engine."""
+    """llm-d: an endpoint picker that scores engines, behind Envoy, with a sidecar at each decode engine."""
 
     type: Literal["llm-d"] = "llm-d"
     scorers: dict[str, float] = {"prefix-cache-scorer": 3, "active-request-scorer": 2}
     """Weight of each scorer plugin, for all engines."""
     prefill_scorers: dict[str, float] = {"queue-scorer": 2, "kv-cache-utilization-scorer": 2}
-    """More of them for prefill engines."""
+    """Weight of additional scorer plugins for prefill engines."""
     non_cached_tokens: int = 16
-    """With fewer tokens of the prompt to compute, a decode engine answers alone."""
+    """A decode engine answers without a prefill engine if fewer prompt tokens than this are not cached."""
 
 
 Router = VllmRouter | DynamoRouter | LlmdRouter

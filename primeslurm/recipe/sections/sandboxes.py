@@ -19,13 +19,17 @@ STAGES = ("setup", "rollout", "finalize", "scoring")
 
 
 class Harness(Section):
-    """The program that talks to the model. Fields beside `id` are options of this harness, as verifiers names them."""
+    """The program that talks to the model.
+
+    Fields other than `id` are options of this harness, with the names that verifiers gives them.
+    """
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Json]
 
     id: str = Field(min_length=1)
-    """bash, "null" (in quotes), mini_swe_agent, terminus_2, claude_code ..., or a package that exports a harness."""
+    """Name of the harness: bash, "null" (in quotes), mini_swe_agent, terminus_2, claude_code and others, or a package
+    that exports a harness."""
 
     @field_validator("id", mode="before")
     @classmethod
@@ -42,23 +46,24 @@ class Harness(Section):
 
 
 class Limits(Section):
-    """What one rollout's programs may use, all together."""
+    """Limits on everything that one rollout's programs use together."""
 
     cpus: PositiveFloat | None = None
-    """CPU cores. Default: as many as are free; at providers 1, at E2B 2."""
+    """CPU cores. Default: no limit on the node; 1 at hosted providers, 2 at E2B."""
     memory_gb: PositiveFloat | None = None
-    """Memory. Default: 4 with `subprocess`; without a limit in containers; at providers 2, at E2B 1."""
+    """Memory in GB. Default: 4 with `subprocess`, no limit in containers, 2 at hosted providers, 1 at E2B."""
     disk_gb: PositiveFloat | None = None
-    """Files that it writes: with `subprocess`, which keeps them in memory, `apptainer`, where nodes have fuse2fs, and
-    `prime`. Default: 1; without a limit in containers; at `prime` 5."""
+    """Size in GB of the files that programs write. Default: 1 with `subprocess` (held in memory), no limit in
+    containers, 5 at Prime Intellect. With `apptainer` a limit needs fuse2fs on the nodes."""
     processes: PositiveInt | None = None
-    """Processes and threads at once; only `subprocess` has this limit. Default: 256."""
+    """Largest number of processes and threads. Only `subprocess` has this limit. Default: 256."""
     wall_time_s: PositiveFloat = 3600
-    """Longest set-up, longest run of the agent, longest scoring: each of these alone."""
+    """Seconds that set-up, the agent's run, its end and the scoring may take. The limit applies to each of these
+    separately."""
     network: Literal["none", "open"] | tuple[str, ...] | None = None
-    """none: the model and the rollout's own tools, nothing else. open: whatever the node reaches. A list: these hosts
-    (docker, podman and hosted runtimes). Default: none with `subprocess`, else open. apptainer has none from the start
-    of its container: with `install: false`."""
+    """none: only the model and the rollout's own tools. open: everything that the node reaches. A list of hosts: only
+    these, for example `[pypi.org]` (docker, podman and hosted runtimes). Default: none with `subprocess`, else open.
+    With apptainer, `none` needs `install: false`."""
 
     @property
     def longest_s(self) -> float:
@@ -67,12 +72,14 @@ class Limits(Section):
 
 
 class SubprocessRuntime(Section):
-    """Programs of the node itself, each rollout in a sandbox of its own (bubblewrap)."""
+    """Programs of the node itself, with a bubblewrap sandbox for each rollout."""
 
     type: Literal["subprocess"] = "subprocess"
     limits: Limits = Limits()
+    """Limits on time, memory, disk, processes and network."""
     secrets: tuple[EnvironmentName, ...] = ()
-    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere."""
+    """Names of environment variables that the agent's program receives from the shell you submit from, for example
+    `[GITHUB_TOKEN]`. Their values are never written to a file."""
     visible: tuple[Annotated[str, Field(pattern=r"^/[^:,]*$")], ...] = ()
     """Further directories of the node that programs may read, such as tools or data."""
     trusted: bool = False
@@ -80,7 +87,7 @@ class SubprocessRuntime(Section):
 
 
 class ContainerRuntime(Section):
-    """What containers have in common, on the node or at a provider."""
+    """Options that all container runtimes share."""
 
     image: str | None = None
     """For tasks that name none: a reference on a registry, or with apptainer also the path of a SIF file.
@@ -88,18 +95,19 @@ class ContainerRuntime(Section):
     workdir: str | None = None
     """Default: the task's, or /app."""
     limits: Limits = Limits()
+    """Limits on time, memory, disk, processes and network."""
     secrets: tuple[EnvironmentName, ...] = ()
     """Names of variables that the agent's program gets, with their values from where you submit; written nowhere but,
     with apptainer, to a file of yours while the container is there."""
 
 
 class NodeContainerRuntime(ContainerRuntime):
-    """What containers on the node have in common."""
+    """Options that containers on the node share."""
 
     install: bool = True
-    """Each rollout installs its harness into its container, from PyPI or whence it comes. false: a harness that is a
-    Python script runs with the node's own Python and packages, which the container sees read-only, and nothing is
-    downloaded. The image needs the C libraries of the node's Python: of a standalone one, only glibc."""
+    """true: each rollout downloads and installs its harness in its container. false: nothing is downloaded; a harness
+    that is a Python script runs with the node's Python and packages, which the container sees read-only. The image
+    needs the C libraries of that Python, for a standalone Python only glibc."""
 
 
 def sees_packages(runtime: Runtime | None) -> bool:
@@ -108,7 +116,7 @@ def sees_packages(runtime: Runtime | None) -> bool:
 
 
 class ApptainerRuntime(NodeContainerRuntime):
-    """A container on the node, without a daemon or rights: what Slurm clusters have."""
+    """An Apptainer container on the node, without a daemon or special rights. Usual on Slurm clusters."""
 
     type: Literal["apptainer"] = "apptainer"
 
@@ -119,13 +127,13 @@ def closes_network(runtime: Runtime | None) -> bool:
 
 
 class DockerRuntime(NodeContainerRuntime):
-    """A container of the node's docker."""
+    """A container of the node's Docker."""
 
     type: Literal["docker"] = "docker"
 
 
 class PodmanRuntime(NodeContainerRuntime):
-    """A container of the node's podman."""
+    """A container of the node's Podman."""
 
     type: Literal["podman"] = "podman"
 
@@ -135,43 +143,46 @@ Gpu = Annotated[str, Field(pattern=r"^[A-Za-z][^:\s]*(:[1-9][0-9]*)?$")]
 
 
 class PrimeRuntime(ContainerRuntime):
-    """A sandbox at Prime Intellect. Its key is one of `pass_env`; nodes must reach the internet."""
+    """A sandbox at Prime Intellect. List its key in `pass_env`. Nodes must reach the internet."""
 
     type: Literal["prime"] = "prime"
     region: str | None = None
-    """Where sandboxes are. Default: the provider chooses."""
+    """Region of the sandboxes. Default: the provider chooses."""
     gpu: Gpu | None = None
-    """GPUs of a sandbox: A100, A100:2."""
+    """GPU type and count of a sandbox, for example `A100` or `A100:2`. Default: no GPU."""
     checkpoint: str | None = None
-    """A durable checkpoint of a sandbox, to start from instead of `image`; it keeps its own disk."""
+    """Durable checkpoint of a sandbox to start from instead of `image`. It brings its own disk."""
     labels: tuple[str, ...] = ()
-    """Labels of sandboxes, beside the run's id."""
+    """Labels of the sandboxes, in addition to the run's id."""
     idle_timeout: PositiveFloat | None = 3600
     """Seconds without a request after which a sandbox ends. null: never."""
     creates_per_min: PositiveInt | None = None
-    """Sandboxes that all workers of a node begin in a minute. Default: as many as are asked for."""
+    """Sandboxes that all workers of a node may create per minute. Default: no limit."""
 
 
 class ModalRuntime(ContainerRuntime):
-    """A sandbox at Modal. Its key is one of `pass_env`; nodes must reach the internet."""
+    """A sandbox at Modal. List its keys in `pass_env`. Nodes must reach the internet."""
 
     type: Literal["modal"] = "modal"
     region: str | None = None
-    """Where sandboxes are. Default: the provider chooses."""
+    """Region of the sandboxes. Default: the provider chooses."""
     gpu: Gpu | None = None
-    """GPUs of a sandbox: A100, A100:2."""
+    """GPU type and count of a sandbox, for example `A100` or `A100:2`. Default: no GPU."""
     vm: bool = False
-    """A virtual machine, as programs need that start containers of their own."""
+    """Use a virtual machine, for programs that start containers themselves."""
     creates_per_sec: PositiveFloat | None = 40
-    """Sandboxes that all workers of a node begin in a second. null: as many as are asked for."""
+    """Sandboxes that all workers of a node may create per second. null: no limit."""
 
 
 class E2BRuntime(ContainerRuntime):
-    """A sandbox at E2B, whose plan must let it live a day. Its key is one of `pass_env`; nodes reach the internet."""
+    """A sandbox at E2B.
+
+    Your plan must allow sandboxes that live 24 hours. List its key in `pass_env`. Nodes must reach the internet.
+    """
 
     type: Literal["e2b"] = "e2b"
     creates_per_sec: PositiveFloat | None = 1
-    """Sandboxes that all workers of a node begin in a second. null: as many as are asked for."""
+    """Sandboxes that all workers of a node may create per second. null: no limit."""
 
 
 HostedRuntime = PrimeRuntime | ModalRuntime | E2BRuntime

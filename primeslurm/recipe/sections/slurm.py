@@ -27,93 +27,107 @@ DEFAULT_TIME = "24:00:00"
 
 
 class ComponentOptions(Section):
-    """Options that Slurm has per component of a job; anything unset comes from the role's nodes in the site file."""
+    """Options that Slurm has for each component of a job. Unset options come from the role's nodes in the site file."""
 
     constraint: Constraint | None = None
-    """Features that a node must have."""
+    """Features that a node must have, for example `h200&nvlink`."""
     nodelist: Hosts | None = None
-    """Nodes that must be among those allocated."""
+    """Nodes that must be part of the allocation, for example `gpu[001-004]`."""
     mem: Memory | None = None
-    """Memory per node, for example 2000G. Default: the partition's own."""
+    """Memory per node, for example `2000G`. Default: the default of the partition."""
     mem_per_gpu: Memory | None = None
-    """Memory per allocated GPU, instead of `mem`."""
+    """Memory per allocated GPU, for example `200G`, instead of `mem`."""
     mem_per_cpu: Memory | None = None
-    """Memory per core, instead of `mem`, for clusters that take `--mem-per-cpu` only."""
+    """Memory per core, for example `8G`, instead of `mem`. For clusters that accept `--mem-per-cpu` only."""
     switches: Switches | None = None
-    """Most leaf switches that the nodes may lie under, and how long to wait for that: "1@02:00:00"."""
+    """Largest number of leaf switches for the nodes, and how long to wait for that, for example `"1@02:00:00"`."""
     exclusive: bool | None = None
-    """Share no node with other jobs."""
+    """Do not share nodes with other jobs. Default: the partition decides."""
 
 
 class Component(ComponentOptions):
-    """Slurm options of one role's component."""
+    """Slurm options for the nodes of one role."""
 
     partition: Name | None = None
+    """Partition of this role, for example `gpu`. Default: the partition in the site file."""
     cpus_per_task: PositiveInt | None = None
-    """CPU cores per node."""
+    """CPU cores per node. Default: the cores in the site file."""
 
 
 class Mail(Section):
-    """When Slurm writes mail, and to whom."""
+    """When Slurm sends mail, and to whom."""
 
     types: tuple[MailType, ...] = ("FAIL", "REQUEUE", "END")
+    """Events for which Slurm sends mail, with the names of `sbatch --mail-type`."""
     user: MailUser | None = None
-    """Default: the submitting user."""
+    """Mail address or user name. Default: the user who submits."""
 
 
 class Pyxis(Section):
-    """Agents run in a container that Slurm's pyxis plugin starts."""
+    """Run all processes in a container that Slurm's pyxis plugin starts."""
 
     type: Literal["pyxis"] = "pyxis"
     image: str
-    """Squash file, or REGISTRY#IMAGE:TAG."""
+    """Squash file, or REGISTRY#IMAGE:TAG, for example `nvcr.io#nvidia/pytorch:25.10-py3`."""
     mounts: tuple[Mount, ...] = ()
-    """/source, /source:/target or /source:/target:flags. The run directory is always mounted."""
+    """Directories to mount: `/source`, `/source:/target` or `/source:/target:flags`. The run directory is always
+    mounted."""
     workdir: str | None = None
+    """Working directory inside the container. Default: the image's own."""
     writable: bool = False
+    """Allow writes to the container's root file system."""
     mount_home: bool = False
+    """Mount your home directory into the container."""
 
 
 class Apptainer(Section):
-    """Agents run under `apptainer exec`."""
+    """Run all processes under `apptainer exec`."""
 
     type: Literal["apptainer"] = "apptainer"
     image: str
-    """SIF file, sandbox directory, or URI."""
+    """SIF file, sandbox directory, or URI such as `docker://ubuntu:24.04`."""
     mounts: tuple[Mount, ...] = ()
-    """/source, /source:/target or /source:/target:ro. The run directory is always mounted."""
+    """Directories to mount: `/source`, `/source:/target` or `/source:/target:ro`. The run directory is always
+    mounted."""
     options: tuple[str, ...] = ()
-    """Other options of `apptainer exec`, a word each, for example --writable-tmpfs."""
+    """Further options of `apptainer exec`, one word per entry, for example `[--writable-tmpfs]`."""
 
 
 Container = Annotated[Pyxis | Apptainer, Field(discriminator="type")]
 
 
 class Submission(Section):
-    """Options of the job as a whole. The site file gives defaults for all of them under `slurm`."""
+    """Slurm options of the job as a whole. The site file sets defaults for them under `slurm`."""
 
     time: SlurmTime | None = None
-    """Time limit, HH:MM:SS or D-HH:MM:SS in quotes. Default: 24:00:00."""
+    """Time limit as HH:MM:SS or D-HH:MM:SS, in quotes, for example `"2-00:00:00"`. Default: 24:00:00."""
     time_min: SlurmTime | None = None
-    """Slurm may lower the time limit to this, to start the job earlier."""
+    """Shortest acceptable time limit, for example `"04:00:00"`. Slurm may shorten the limit to this to start the job
+    earlier."""
     account: Name | None = None
+    """Slurm account that is charged, for example `my-project`. Default: your default account."""
     qos: Name | None = None
+    """Slurm quality of service, for example `high`. Default: the default of the account or partition."""
     reservation: Names | None = None
+    """Slurm reservation that the job runs in, for example `maintenance-test`. Default: none."""
     comment: str | None = None
+    """Comment of the job, shown by `squeue` and `sacct`."""
     exclude: Hosts | None = None
-    """Nodes that must not be used."""
+    """Nodes that the job must not use, for example `gpu[007,012]`."""
     dependency: Dependency | None = None
-    """For example afterok:123, or singleton: after all earlier jobs of this name."""
+    """When the job may start, for example `afterok:123`, or `singleton` (after all earlier jobs of the same name)."""
     mail: Mail | None = None
+    """When Slurm sends mail about the job. Default: never."""
     licenses: Licenses | None = None
+    """Licenses that the job needs, for example `matlab:2`."""
     nice: int | None = Field(None, ge=-2147483645, le=2147483645)
-    """Added to the job's niceness: higher runs later."""
+    """Adjustment of the job's priority. A higher value starts later."""
     priority: PositiveInt | None = None
-    """Fixed priority, for operators of the cluster."""
+    """Fixed priority of the job. Only operators of the cluster may set it."""
     extra: tuple[Option, ...] = ()
-    """Other options of sbatch, one each: [--wckey=x]. What the plan sets itself is refused."""
+    """Further sbatch options, one per entry, for example `[--wckey=x]`. Options that the plan sets are refused."""
     container: Container | None = None
-    """Run in a container. Default: on the nodes themselves."""
+    """Container that all processes run in. Default: no container."""
 
     def over(self, defaults: Submission) -> Submission:
         """These options, and the defaults for what is not said here."""
@@ -122,37 +136,51 @@ class Submission(Section):
 
 
 class Slurm(Submission):
-    """Options of the batch job."""
+    """Slurm options of the job, and options per role."""
 
     requeue: bool = True
-    """Requeue and resume after preemption, the time limit, or a failed trainer."""
+    """Requeue the job and resume after preemption, the time limit, or a failed trainer."""
     max_attempts: PositiveInt = 10
-    """Attempts of one run, without those that Slurm ended after they committed a step. Three failed attempts in a row
-    without a new committed step end it earlier."""
+    """Largest number of attempts of a run. Attempts that Slurm ended after they committed a step do not count. Three
+    failed attempts in a row without a new committed step end the run earlier."""
     checkpoint_signal_s: int = Field(120, ge=0, le=65535)
-    """USR2 arrives this many seconds before the time limit: time to checkpoint and requeue."""
+    """Seconds before the time limit at which Slurm signals the job, so that it writes a checkpoint and requeues."""
     control: Component = Component()
+    """Options for the node of head and orchestrator."""
     train: Component = Component()
+    """Options for the trainer's nodes."""
     inference: Component = Component()
+    """Options for nodes whose engines both prefill and decode."""
     prefill: Component = Component()
+    """Options for nodes of prefill engines."""
     decode: Component = Component()
+    """Options for nodes of decode engines."""
     teacher: Component = Component()
+    """Options for nodes of the teacher's engines."""
     environments: Component = Component()
+    """Options for nodes of environment workers."""
 
 
 class Wandb(Section):
-    """Weights & Biases logging, in a run that has this run's name and id: all attempts go on in it."""
+    """Weights & Biases logging. All attempts of a run log to one W&B run with the name and id of this run."""
 
     project: str
+    """W&B project that the run is logged to."""
     entity: str | None = None
+    """W&B user or team that owns the project. Default: your default entity."""
     mode: Literal["online", "offline", "disabled"] = "online"
+    """online: send metrics during the run. offline: write them to the run directory for `wandb sync`. disabled: no
+    W&B."""
 
 
 class Monitor(Section):
-    """Where metrics go besides metrics.jsonl."""
+    """Where metrics are logged besides `metrics.jsonl`."""
 
     tensorboard: bool = True
+    """Write TensorBoard files to `tensorboard/` of the run directory."""
     wandb: Wandb | None = None
+    """Log to Weights & Biases, for example `{project: my-project}`. Also put WANDB_API_KEY in `pass_env`. Default: no
+    W&B."""
 
 
 class MetricsOptions(TypedDict):

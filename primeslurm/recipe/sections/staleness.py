@@ -13,23 +13,21 @@ SurplusRule = Literal["cancel", "carry"]
 
 
 class Staleness(Section):
-    """Groups that get older than `max_off_policy_steps` allows, and groups with a straggler."""
+    """How to handle groups older than `max_off_policy_steps`, and groups with a straggler."""
 
     rule: StaleRule = "drop"
-    """drop: the group is given up, and its example comes again; if that gets too old, too, it goes on as with carry, so
-    that no example is given up for ever. mask: age counts from each token: the group is finished, and tokens that are
-    too old when it is trained are context only. partial: the group is trained with the rollouts that are done at its
-    last chance, if they are `at_least` so many, else as with drop; advantages are relative to these. carry: as partial,
-    but rollouts that still run go on in another group of the same example, or in theirs, if too few are done; tokens
-    are masked as with mask. Batches are as full as with whole groups: they hold more of smaller ones."""
+    """drop: discard the group and sample its example again; if the second group becomes too old as well, finish it as
+    with carry. mask: finish the group and use tokens that are too old as context only. partial: train the rollouts that
+    are finished at the last chance, if there are `at_least` of them, else drop. carry: as partial, but unfinished
+    rollouts continue in another group of the same example. See how-to/long-rollouts."""
     at_least: PositiveInt = 2
-    """Fewest rollouts that are trained as a group where not all are done. If fewer are carried into another one, new
-    ones are begun."""
+    """Smallest number of rollouts that may be trained as a group when not all are finished."""
     extra_rollouts: NonNegativeInt = 0
-    """Rollouts of each group beyond `group_size`. The first that finish are its group: nobody waits for stragglers."""
+    """Rollouts that each group starts beyond `group_size`. The first ones to finish form the group, so stragglers do
+    not delay it."""
     surplus: SurplusRule = "cancel"
-    """What becomes of the others: cancel, or carry them into another group of the same example: of as many as they are,
-    or `at_least`. Every example is trained with them: if that group gets too old, it goes on."""
+    """What to do with the rollouts beyond `group_size`. cancel: stop them. carry: move them to another group of the
+    same example."""
 
     @property
     def counts_tokens(self) -> bool:

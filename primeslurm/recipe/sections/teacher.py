@@ -12,66 +12,70 @@ from primeslurm.recipe.sections.trainer import Dtype
 
 
 class _Asked(Section):
-    """What holds wherever the teacher runs."""
+    """Options of every teacher."""
 
     concurrency: PositiveInt = 64
-    """Sequences that it is asked about at once."""
+    """Largest number of sequences that are sent to the teacher at once."""
 
 
 class TeacherEngines(_Asked):
-    """vLLM engines of the run's own. They keep the weights they load, and restart without anything else."""
+    """A teacher on vLLM engines of the run itself. Its weights never change."""
 
     type: Literal["engines"] = "engines"
     path: str
-    """Directory in Hugging Face format, or a hub id cached on the cluster. Its tokenizer must be the policy's."""
+    """Directory in Hugging Face format, or a hub id in the cluster's cache. It must have the same tokenizer as the
+    policy."""
     dtype: Dtype = "bfloat16"
+    """Compute dtype of the teacher's engines."""
     nodes: PositiveInt = 1
-    """Nodes on top of those of `deployment`; of the site's kind `teacher`, else `inference`."""
+    """Nodes for the teacher, in addition to those of `deployment`. They are nodes of the site's kind `teacher`, else
+    `inference`."""
     gpus_per_node: PositiveInt | None = None
-    """GPUs used on each node. Default: all that the site says a node has."""
+    """GPUs that the teacher uses on each node. Default: all GPUs of the node."""
     tp: PositiveInt = 1
-    """GPUs per engine."""
+    """Tensor parallelism: number of GPUs of each teacher engine."""
     quantization: Literal["fp8"] | None = None
-    """fp8: weights are quantised as they are loaded, in blocks of 128 x 128."""
+    """fp8: quantise weights to FP8 in blocks of 128 x 128 when they are loaded. Default: the checkpoint's own dtype."""
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of a GPU's memory that an engine may use. Default: 0.9."""
+    """Fraction of a GPU's memory that an engine may use. Default: 0.9."""
     kv_cache_bytes: PositiveInt | None = None
-    """KV cache per GPU in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
+    """Size of the KV cache per GPU in bytes. Default: the memory that `gpu_memory_utilization` leaves; on CPUs 256
+    MiB."""
     max_num_batched_tokens: PositiveInt = 2048
-    """Tokens of one engine step. However many they are, vLLM has the logits of 1,024 of them at once, and of 1,024
-    before these."""
+    """Largest number of tokens that an engine computes in one step."""
     env: dict[EnvironmentName, str] = {}
-    """Environment variables."""
+    """Environment variables of the teacher's engines."""
     vllm_extra: dict[OptionName, Json] = {}
-    """Any other vLLM option, by its long name with underscores."""
+    """Any other vLLM option by its long name with underscores."""
 
 
 class ServedTeacher(_Asked):
-    """A teacher that somebody serves already, with vLLM: `/v1/completions` must know `prompt_logprobs`."""
+    """A teacher that already runs elsewhere in vLLM. Its `/v1/completions` must support `prompt_logprobs`."""
 
     type: Literal["served"] = "served"
     base_url: HttpUrl
-    """For example http://teacher:8000/v1."""
+    """URL of the server, for example `http://teacher:8000/v1`."""
     model: str
-    """The name that it is served by."""
+    """Name under which the server offers the model."""
     key_env: EnvironmentName | None = None
-    """Variable of whoever submits that holds the API key; its value is written nowhere."""
+    """Name of the environment variable that holds the API key. Its value is never written to a file. Default: no
+    key."""
 
 
 class PolicyTeacher(_Asked):
-    """The policy as it is now, on the run's own engines, with a hint in its prompt that it samples without.
+    """The current policy on the run's own engines, with a hint in its prompt.
 
-    On-policy self-distillation (OPSD, arXiv 2601.18734): with `advantages: opd`, the policy is drawn towards what it
-    would have said had it known the hint.
+    This is on-policy self-distillation (OPSD, arXiv 2601.18734): with `advantages: opd`, the policy learns what it
+    would have answered if it had known the hint.
     """
 
     type: Literal["policy"] = "policy"
     hint: str = Field(min_length=1)
-    """Field of the task's data, or entry of its `info`, that the teacher is told: for example `answer`."""
+    """Field of the task's data, or entry of its `info`, that holds the hint, for example `answer`."""
     template: str = "For your orientation, a correct answer to what you are asked: {hint}"
-    """What it is told, with the field in place of {hint}."""
+    """Text that the teacher receives, with the hint in place of {hint}."""
     into: Literal["system", "user"] = "system"
-    """The first message of this role gets it at its end. A system message is made if there is none."""
+    """The text is appended to the first message of this role. A system message is added if there is none."""
 
 
 Teacher = Annotated[TeacherEngines | ServedTeacher | PolicyTeacher, Field(discriminator="type")]

@@ -29,37 +29,42 @@ def micro_batch_rows(tokens: int, cp: int, seq_len: int) -> int:
 
 
 class Vlm(Section):
-    """Training on images, of a model that has a vision encoder."""
+    """Training on images, for a model that has a vision encoder."""
 
     freeze_vision_encoder: bool = True
-    """The encoder stays as the checkpoint has it; only the language model is trained."""
+    """true: the vision encoder keeps its weights and only the language model is trained. false: the encoder is trained,
+    too."""
     vision_encoder: str | None = None
-    """For a model that only transformers has code for: the attribute that is its encoder, for example `model.visual`.
-    Default: found by its name. The trainer lists the attributes where none, or more than one, has a usual name."""
+    """Attribute path of the vision encoder, for example `model.visual`. Only for models that use the transformers
+    implementation. Default: found by its usual name; the trainer lists the attributes if that fails."""
     language_model: str | None = None
-    """The same of its language model, for example `model.language_model`."""
+    """Attribute path of the language model, for example `model.language_model`. Only for models that use the
+    transformers implementation. Default: found by its usual name."""
 
 
 class Model(Section):
     """The policy model."""
 
     path: str
-    """Directory in Hugging Face format (config.json, safetensors, tokenizer), or a hub id cached on the cluster."""
+    """Directory in Hugging Face format (config.json, safetensors, tokenizer), for example `/shared/models/Qwen3-8B`, or
+    a hub id that is already in the cluster's Hugging Face cache, for example `Qwen/Qwen3-8B`."""
     dtype: Dtype = "bfloat16"
-    """Compute dtype of trainer and engines. Masters and optimizer state are always float32."""
+    """Compute dtype of trainer and engines. Master weights and optimizer state are always float32."""
     impl: Literal["auto", "custom", "hf"] = "auto"
-    """Whose code trains it: our own (`custom`), or that of transformers (`hf`), which has more models, but is slower,
-    needs memory quadratic in seq_len and has FSDP alone. `auto`: our own where it has the model type."""
+    """Whose code trains the model. custom: the trainer's own implementation. hf: the implementation of transformers,
+    which supports more models, but is slower, needs memory quadratic in seq_len and supports FSDP only. auto: custom
+    where it supports the model type, else hf."""
     max_len: PositiveInt | None = None
-    """Longest sequence an engine accepts. Default: seq_len."""
+    """Longest sequence that an engine accepts, in tokens. Default: `seq_len`."""
     vlm: Vlm | None = None
-    """Train on images, too. Default: on text alone, whatever the model could see."""
+    """Train on images as well as text. Default: train on text only, even if the model could read images."""
     renderer: str = "auto"
-    """The way from messages to tokens and back, by its name in the package `renderers`, or one of your own as
-    my_package.module:Class. `auto`: that of the model's family, if it does what the model's own chat template does."""
+    """Converts messages to tokens and back: a name from the package `renderers`, or your own as
+    `my_package.module:Class`. auto: the renderer of the model's family, if it reproduces the model's own chat
+    template."""
     renderer_options: dict[str, Json] = {}
-    """Options of the renderer, for example `enable_thinking: false`, or `thinking_retention: all`: keep thoughts that
-    the template drops when a user asks on."""
+    """Options of the renderer. For example `{enable_thinking: false}` switches thinking off, and `{thinking_retention:
+    all}` keeps thoughts that the template would drop from earlier turns."""
 
     @property
     def trains_encoder(self) -> bool:
@@ -70,120 +75,150 @@ class Model(Section):
 class Optimizer(Section):
     """The optimizer, with linear warm-up and a constant, linear or cosine schedule.
 
-    Muon trains the matrices of layers and experts, adapters included. AdamW trains the rest: embedding, head, norms,
-    convolutions, routers and biases.
+    Muon trains the matrices of layers and experts, adapters included; AdamW then trains the rest: embedding, head,
+    norms, convolutions, routers and biases.
     """
 
     type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
+    """Optimizer algorithm. adamw needs two moments per parameter, muon and sgd one, sign_sgd none."""
     lr: PositiveFloat = 1e-6
+    """Peak learning rate, reached after warm-up. RL of large models usually takes 1e-6, LoRA 1e-5 to 1e-4, SFT about
+    1e-5."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """Decay rates of the two moments of AdamW."""
     eps: PositiveFloat = 1e-8
-    """Of AdamW."""
+    """Term that AdamW adds to the denominator for numerical stability."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """Of Muon and SGD."""
+    """Momentum of Muon and SGD, at least 0 and below 1."""
     weight_decay: float = 0.0
+    """Decoupled weight decay, applied to every parameter. 0: none."""
     max_norm: PositiveFloat | None = 1.0
-    """Global gradient norm is clipped to this; null = no clipping."""
+    """The global gradient norm is clipped to this value. null: no clipping."""
     warmup_steps: NonNegativeInt = 0
+    """Number of steps over which the learning rate rises linearly from 0 to `lr`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, until `max_steps`."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """The learning rate that linear and cosine schedules fall to, as a part of lr. The step after the last one would
-    have it, so that a ratio of 0 wastes no step."""
+    """Final learning rate of the linear and cosine schedules, as a fraction of `lr`. The step after the last one would
+    have this rate."""
 
 
 class Parallelism(Section):
-    """How the trainer's ranks are arranged: FSDP shards over what EP and CP leave."""
+    """How the trainer's GPUs are arranged.
+
+    FSDP shards over all GPUs that `dp_replicate` leaves; `ep` and `cp` reuse those ranks.
+    """
 
     dp_replicate: PositiveInt = 1
+    """Number of full copies of the model (HSDP). Gradients are summed over the copies. 1: FSDP shards over all trainer
+    GPUs."""
     cp: PositiveInt = 1
-    """How many ranks share each row of tokens."""
+    """Context parallelism: number of ranks that share each row of tokens. Must divide `seq_len`."""
     cp_style: Literal["ulysses", "allgather"] = "ulysses"
-    """How attention sees the other ranks' tokens: by exchanging heads for tokens, or by gathering all keys and values
-    (often called ring attention), which models with recurrent layers do not have."""
+    """How attention sees the tokens of the other ranks. ulysses: ranks exchange heads for tokens; `cp` must divide the
+    number of heads. allgather: each rank gathers all keys and values (often called ring attention); not for models with
+    recurrent layers."""
     ep: PositiveInt = 1
+    """Expert parallelism: number of ranks that share the experts of a layer. Must divide the number of experts. 1:
+    every rank gathers all experts."""
     ep_backend: Literal["torch", "deepep"] = "torch"
-    """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
+    """How tokens travel to their experts. torch: all-to-all of NCCL. deepep: DeepEP, made for several nodes; it needs
+    the package `deep_ep`."""
     deepep_num_sms: PositiveInt | None = None
-    """Streaming multiprocessors for DeepEP's kernels; experts lack what it takes. Default: DeepEP's estimate."""
+    """Streaming multiprocessors that DeepEP's kernels use; expert computation cannot use these. Default: DeepEP's own
+    estimate."""
     deepep_token_chunk: PositiveInt | None = None
-    """Tokens of a rank that DeepEP sends at once. Its buffers, and what experts make of tokens, are as large as one
-    chunk needs; each is a dispatch and a combine more. Default: all of a micro batch."""
+    """Tokens per rank that DeepEP sends at once. A smaller chunk needs less memory and more messages. Default: all
+    tokens of a micro batch."""
     reshard_after_forward: bool = True
-    """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
+    """true: free a layer's gathered weights after its forward pass and gather them again for the backward pass. false:
+    keep them, which needs more memory and less communication."""
     reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
-    """When gradients are summed over ranks: after each micro batch, or once a step. The latter sends less, and needs 4
-    bytes for each parameter (experts: divided by ep), as gradients are not split until then."""
+    """When gradients are summed over ranks. micro_batch: after each micro batch. step: once per step, which sends less
+    but needs 4 bytes per parameter on each GPU (for experts divided by `ep`)."""
     gradient_dtype: Dtype = "float32"
-    """In which gradients are summed over ranks; with `reduce_gradients: step`, micro batches are added up in it,
-    too. bfloat16 is half the bytes, and rounds each sum to 2^-9 of itself; what is split is always float32."""
+    """Dtype in which gradients are summed over ranks; with `reduce_gradients: step` also the dtype in which micro
+    batches are added up. bfloat16 halves the bytes and rounds each sum to 2^-9 of its value. Sharded gradients are
+    always float32."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """none: keep all activations. selective: recompute cheap operations in the backward pass. full: keep only the input
+    of each layer and recompute the rest."""
 
 
 class Memory(Section):
-    """What is kept in host memory, or computed in pieces, so that a model fits."""
+    """Options that save GPU memory by using host memory or by computing in pieces."""
 
     optimizer_offload: bool = False
-    """Masters, gradients and optimizer state live in host memory, where the step is made. Not for Muon."""
+    """Keep master weights, gradients and optimizer state in host memory and run the optimizer on the CPU. Saves the
+    most GPU memory and costs the most time. Not for Muon."""
     optimizer_state_offload: bool = False
-    """Optimizer state alone lives in host memory, and is on the GPU, piece by piece, while its parameters are updated.
-    Any optimizer; the step is that of a run without it, bit for bit."""
+    """Keep only the optimizer state in host memory and copy it to the GPU piece by piece during the update. Works with
+    every optimizer and gives bit-identical results."""
     activation_offload: bool = False
-    """What layers save waits in host memory for the backward pass; with full checkpointing that is their input."""
+    """Keep saved activations in host memory until the backward pass. With full checkpointing these are the layer
+    inputs."""
     keep_selected_keys: bool = True
-    """Full checkpointing keeps the keys that sparse attention selected: 4 bytes each, 8 KB of a token in each layer of
-    GLM-5. false: they are selected again."""
+    """With full checkpointing, keep the keys that sparse attention (DSA) selected: 8 KB per token and layer for GLM-5.
+    false: select them again in the backward pass."""
     lm_head_chunk: PositiveInt | None = None
-    """Tokens whose logits exist at once. Default: all of them."""
+    """Number of tokens whose logits exist at once, for example 1024. Default: all tokens of a micro batch."""
 
 
 class Lora(Section):
-    """Low-rank adapters instead of full training. Engines get the model with its adapters added.
+    """Low-rank adapters instead of full training.
 
-    Engines must not quantise the model, because FP8 rounds by more than an adapter changes.
+    Engines receive the model with the adapters merged into its weights. Engines must not quantise the model, because
+    FP8 rounds by more than an adapter changes.
     """
 
     rank: PositiveInt = Field(16, multiple_of=8)
-    """A multiple of 8: the experts' grouped products need it."""
+    """Rank of the adapters. It must be a multiple of 8 because the experts' grouped matrix products need that."""
     alpha: PositiveFloat = 32.0
-    """A weight changes by alpha / rank times the product of its adapter's factors."""
+    """Scale of the adapters: a weight changes by alpha / rank times the product of the adapter's two factors."""
     targets: tuple[str, ...] | None = Field(None, min_length=1)
-    """Linear layers as the checkpoint names them (q_proj, down_proj ...), and `experts`. Default: all the model has."""
+    """Linear layers that get adapters, named as in the checkpoint, and `experts`. For example `[q_proj, v_proj,
+    experts]`. Default: all linear layers of the model."""
     save_adapter: bool = False
-    """Also write the adapter alone, in PEFT's format, to `adapter/` within each published version. Where vLLM wants the
-    adapters of experts stacked (Qwen3-VL-MoE, Qwen3.5-MoE with images), that of gate and up has twice the rank."""
+    """Also write the adapter alone, in PEFT format, to `adapter/` of each published version. If vLLM wants the adapters
+    of experts stacked (Qwen3-VL-MoE, Qwen3.5-MoE with images), the adapter of gate and up has twice the rank."""
 
 
 class Trainer(Section):
     """The torchtitan trainer."""
 
     optimizer: Optimizer = Optimizer()
+    """Optimizer, learning rate and schedule."""
     loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
+    """The RL loss. Default: `{type: dppo}`."""
     parallelism: Parallelism = Parallelism()
+    """How parameters, experts and sequences are split over the trainer's GPUs."""
     memory: Memory = Memory()
+    """Options that trade speed for GPU memory."""
     lora: Lora | None = None
+    """Train low-rank adapters instead of all weights. Default: train all weights."""
     fp8: bool = False
-    """Linear layers and experts compute in block-scaled FP8, as FP8 engines do."""
+    """Compute linear layers and experts in block-scaled FP8, as FP8 engines do. Needs GPUs with SM90."""
     grouped_products: bool = True
-    """The products of a layer's experts are one call. false: one after the other, to look for a fault: slower, and
-    neither compiled nor in FP8."""
+    """true: compute all experts of a layer in one grouped matrix product. false: compute them one by one, to search for
+    a fault; this is slower and excludes compile and FP8."""
     router_replay: bool = False
-    """Train with the experts that the engines chose. Engines then return the routed experts of every token."""
+    """Use the experts that the engines chose for each token instead of the trainer's own routing. Engines then return
+    the routed experts of every token. Only for models with experts."""
     micro_batch_tokens: PositiveInt = 16384
-    """Tokens that a rank computes at once: ranks that share rows (cp) take as many rows together as make so many for
-    each of them, and at least one."""
+    """Tokens that a rank computes at once. The trainer takes as many rows as fit, at least one. Ranks that share rows
+    (`cp`) count together."""
     compile: bool | None = None
-    """Compile each layer by torch.compile: bfloat16 only. The first step takes a minute longer, the others less. null:
-    on GPUs, for families and modes that have been faster with it there."""
+    """Compile each layer with torch.compile; bfloat16 only. The first step takes about a minute longer. null: compile
+    on GPUs for the model families and modes that were measured to be faster."""
     hang_timeout_s: PositiveInt = 300
-    """A rank that the others wait for and that is silent for this long within a step hangs, which ends the attempt. Of
-    torch's collectives, any takes twice as long at most."""
+    """Seconds after which a rank that the others wait for counts as hung within a step; the attempt then ends. A single
+    torch collective may take twice as long."""
     long_phase_timeout_s: PositiveInt | None = None
-    """The same for loading, the first step (which compiles), publishing and checkpoints; and how long ranks wait for
-    one another to load. Default: two hours, and the time in which a node reads its part of model and checkpoint at a
-    tenth of the site's `network.storage_gbytes_per_s`; `plan` shows it."""
+    """The same limit in seconds for loading, the first step, publishing and checkpoints. Default: two hours plus the
+    time that a node needs to read its part of model and checkpoint at a tenth of the site's
+    `network.storage_gbytes_per_s`. `plan` shows it."""
     batch_timeout_s: PositiveInt = 3600
-    """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
+    """Seconds that the trainer waits for a batch. After that the attempt ends and the job is requeued."""
 
     def rows_at_once(self, seq_len: int) -> int:
         """Count the rows of a micro batch, if rows have `seq_len` tokens."""
@@ -191,54 +226,61 @@ class Trainer(Section):
 
 
 class Checkpoint(Section):
-    """Joint checkpoints of trainer and orchestrator; complete only with a COMMITTED manifest."""
+    """Joint checkpoints of trainer and orchestrator.
+
+    A checkpoint counts only once its COMMITTED manifest is written.
+    """
 
     interval: PositiveInt = 10
     """Steps between checkpoints. The last step is always saved."""
     keep: PositiveInt = 2
+    """Number of newest checkpoints to keep. Older ones are deleted, except the best one if `evaluation.keep_best` is
+    set."""
     asynchronous: bool | None = None
-    """Training goes on while a copy in host memory is written. Default: where ranks have GPUs, and every node's free
-    host memory holds their copies and a third as much again."""
+    """true: copy the state to host memory and write it while training continues. false: training waits. Default: true
+    if ranks have GPUs and each node's free host memory holds the copies with a third to spare."""
     moments: Dtype = "float32"
-    """How optimizer moments are stored. In bfloat16 a checkpoint with AdamW's is two thirds of its size; weights stay
-    exact, and a moment comes back within 2^-8 of what it was. Those of a run that goes on are never rounded."""
+    """Dtype in which optimizer moments are stored. bfloat16 makes an AdamW checkpoint a third smaller; weights stay
+    exact and moments are rounded to within 2^-8."""
     local: SearchPath | None = None
-    """Directory of every train node, on its own disk or in its memory (/dev/shm), for copies of the newest checkpoint:
-    of the node's ranks, and of those of another node. Ranks that start again within an attempt, because a spare has
-    replaced a node, read these, and from the shared file system what is not there as it was written."""
+    """Directory on each train node's own disk or in its memory (`/dev/shm/primeslurm`) for a second copy of the newest
+    checkpoint. Each node also keeps the copy of another node. Ranks that restart within an attempt read these copies
+    instead of the shared file system. Default: no local copies."""
 
 
 class Weights(Section):
-    """How a new policy reaches the engines."""
+    """How new weights reach the engines."""
 
     transport: Literal["filesystem", "nccl"] = "filesystem"
-    """filesystem: trainer ranks write it side by side, engines read it. nccl: trainer ranks send it to the engines
-    between two steps (by gloo where there are only CPUs); only the last version is written."""
+    """filesystem: trainer ranks write the weights in parallel and engines read them. nccl: trainer ranks send the
+    weights to the engines between two steps (with gloo on CPUs); only the newest version is written to disk."""
     keep: PositiveInt = 3
-    """Published versions kept on disk (never fewer than engines still need)."""
+    """Number of published versions to keep on disk. Versions that engines still need are always kept."""
     timeout_s: PositiveInt = 600
-    """Longest wait for one engine to take a new policy; then the engine is restarted."""
+    """Seconds that an engine may take to load new weights. After that it is restarted."""
 
 
 class JsonlData(Section):
-    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}.
+    """A file with one JSON object per line.
 
-    Beside `messages`, `tools` may list what the conversation can call, as OpenAI's chat completions do.
-
-    With `model.vlm`, a message's content may be a list of {"type": "text", "text"} and {"type": "image", "image"}; an
-    image is a path relative to the file, or a data URI.
+    Each is {"messages": [...]}, or {"prompt": ..., "completion": ...}. Next to `messages`, `tools` may list the
+    functions that the conversation can call, in OpenAI's format. With `model.vlm`, the content of a message may be a
+    list of {"type": "text", "text": ...} and {"type": "image", "image": ...}. An image is a path relative to the file,
+    or a data URI.
     """
 
     type: Literal["jsonl"] = "jsonl"
     path: str
+    """JSON-lines file on the shared file system, for example `/shared/data/chat.jsonl`."""
     train: Literal["last", "all"] = "last"
-    """Which of a conversation's messages are learned: the last, or all of the assistant. For `all`, the model's chat
-    template must render each turn as the beginning of the next."""
+    """Which assistant messages are trained: the last one, or all of them. For `all`, the model's chat template must
+    render each turn as a prefix of the next."""
 
 
 class Sft(Section):
-    """Supervised fine-tuning: the trainer alone, cross-entropy on completions."""
+    """Supervised fine-tuning: only the trainer runs, with cross-entropy on completions."""
 
     data: JsonlData
+    """The conversations to train on."""
     batch_size: PositiveInt = 64
-    """Sequences per step, over all ranks."""
+    """Sequences per step over all ranks."""

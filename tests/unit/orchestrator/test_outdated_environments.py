@@ -58,7 +58,7 @@ def test_what_verifiers_no_longer_has_tells(module: str, text: str, sign: str, p
     install(packages, module, text, "verifiers>=0.1", "datasets")
     said = refusal(module.replace("_", "-"))
     assert said.startswith(f"it is made for verifiers before 0.4 ({sign}), and verifiers 0.4")
-    assert "(install a version of it for verifiers 0.4, or port it" in said
+    assert "(install a version for verifiers 0.4, or port it" in said
 
 
 @pytest.mark.parametrize(

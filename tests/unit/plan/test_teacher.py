@@ -154,4 +154,4 @@ def test_its_memory_and_rules_are_those_of_engines() -> None:
     texts, _ = found(path="Qwen/Qwen3-235B-A22B-Thinking-2507")
     assert any(text.startswith("error teacher: does not fit") for text in texts)
     texts, _ = found(path="Qwen/Qwen3-30B-A3B", vllm_extra={"port": 1})
-    assert any(text.startswith("error teacher.vllm_extra: Addresses and ranks are the plan's") for text in texts)
+    assert any(text.startswith("error teacher.vllm_extra: The plan sets addresses, ports and ranks") for text in texts)

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from primeslurm.recipe import Recipe
+import pytest
+from pydantic import BaseModel
+
+from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -26,6 +29,26 @@ def test_the_reference_names_every_section_and_field() -> None:
         assert f"## {name}\n" in text
         for field in section["properties"]:
             assert f"| `{field}` |" in text
+
+
+@pytest.mark.parametrize("model", [Recipe, Site])
+def test_every_field_is_described_in_four_words_or_more(model: type[BaseModel]) -> None:
+    schema = model.model_json_schema(by_alias=True)
+    short = [
+        f"{name}.{field}"
+        for name, section in [(model.__name__, schema), *schema["$defs"].items()]
+        for field, data in section["properties"].items()
+        if len(data.get("description", "").split()) < 4
+    ]
+    assert short == []
+
+
+@pytest.mark.parametrize("model", [Recipe, Site])
+def test_every_section_and_field_of_the_reference_has_a_meaning(model: type[BaseModel]) -> None:
+    rows = [line for line in markdown(model).splitlines() if line.startswith("| `")]
+    assert len(rows) > 50
+    for row in rows:
+        assert len(row.split(" | ")[-1].removesuffix(" |").split()) >= 4, row
 
 
 def test_published_numbers_are_those_of_the_results() -> None:
