@@ -1,45 +1,64 @@
-"""An environment of your own: sort the letters of a word. `own_environment.yaml` names it; its workers import it."""
+"""An environment of your own: answer with one word. `own_environment.yaml` uses it."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
 from primeslurm.orchestrator.environments.chat import ChatHarness  # one request to the model is one turn
 
-__all__ = ["ChatHarness", "SortTaskset"]  # where verifiers looks
+__all__ = ["ChatHarness", "OppositesTaskset"]  # verifiers looks for a taskset and a harness here
+
+OPPOSITES = """
+hot cold, big small, fast slow, up down, old young, day night, open closed, wet dry, hard soft, rich poor,
+light dark, full empty, early late, high low, long short, near far, happy sad, left right, loud quiet, clean dirty,
+strong weak, true false, win lose, buy sell, push pull, love hate, begin end, first last, good bad, black white,
+north south, east west, summer winter, inside outside, above below, front back, thick thin, wide narrow, yes no, life death
+"""
+PAIRS = [tuple(pair.split()) for pair in OPPOSITES.replace("\n", " ").split(",")]
 
 
-class SortData(vf.TaskData):
-    """What a task knows that its prompt does not say."""
+class OppositeData(vf.TaskData):
+    """One task. The prompt and the system prompt are fields of the base class."""
 
     answer: str
 
 
-class SortConfig(vf.TasksetConfig):
-    """What `args` may say."""
+class OppositesConfig(vf.TasksetConfig):
+    """The arguments that a recipe can give under `args`."""
 
-    length: int = 5
-
-
-class SortTask(vf.Task[SortData, vf.State, vf.TaskConfig]):
-    """One word to sort, and how an answer is rewarded."""
-
-    @vf.reward
-    async def sorted_letters(self, trace: vf.Trace) -> float:
-        """The share of letters in their right place."""
-        reply, answer = (trace.last_reply or "").strip(), self.data.answer
-        return sum(a == b for a, b in zip(reply, answer, strict=False)) / max(len(reply), len(answer))
+    held_out: bool = False
+    """Use the words that are never trained, for an evaluation."""
 
 
-class SortTaskset(vf.Taskset[SortTask, SortConfig]):
-    """All words to sort."""
+class OppositeTask(vf.Task[OppositeData, vf.State, vf.TaskConfig]):
+    """The rewards of one task. primeslurm adds them up, weighted."""
 
-    def load(self) -> Iterator[SortTask]:
-        """The same words in the same order in every worker."""
-        rng = random.Random(0)
-        for _ in range(10_000):
-            word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=self.config.length))
-            yield SortTask(SortData(prompt=f"Sort: {word}", answer="".join(sorted(word))), self.config.task)
+    @vf.reward(weight=0.5)
+    async def right(self, trace: vf.Trace) -> float:
+        """Return 1 if the reply contains the right word."""
+        return float(self.data.answer in words(trace.last_reply or ""))
+
+    @vf.reward(weight=0.5)
+    async def short(self, trace: vf.Trace) -> float:
+        """Return 1 for a reply of one word, 1/2 for two words, and so on; 0 for an empty reply."""
+        return 1 / len(reply) if (reply := words(trace.last_reply or "")) else 0.0
+
+
+class OppositesTaskset(vf.Taskset[OppositeTask, OppositesConfig]):
+    """All tasks, in the same order in every worker process."""
+
+    def load(self) -> Iterator[OppositeTask]:
+        """Yield the tasks. Every fifth pair of words is held out."""
+        for number, (one, other) in enumerate(PAIRS):
+            if (number % 5 == 4) == self.config.held_out:
+                for word, answer in ((one, other), (other, one)):
+                    prompt = f"What is the opposite of {word}?"
+                    data = OppositeData(prompt=prompt, system_prompt="Answer with one word.", answer=answer)
+                    yield OppositeTask(data, self.config.task)
+
+
+def words(reply: str) -> list[str]:
+    """Return the words of a reply in lower case, without punctuation."""
+    return [word.strip(".,:;!?\"'*()").lower() for word in reply.split()]

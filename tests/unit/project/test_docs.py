@@ -13,10 +13,11 @@ import yaml
 from typer.core import TyperGroup
 
 from primeslurm.cli import app
-from primeslurm.recipe import Recipe, Site
+from tests.support.pages.blocks import blocks_of
+from tests.support.pages.reader import validate
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
 
@@ -29,7 +30,7 @@ def commands() -> list[tuple[str, str]]:
         lines = [line for _, body in FENCE.findall(text) for line in body.splitlines()]
         for line in [*lines, *INLINE.findall(FENCE.sub("", text))]:
             if re.match(r"(primeslurm|\./just) ", line):
-                found.append((page.name, line.split("#")[0].split(">")[0].strip()))
+                found.append((str(page.relative_to(ROOT)), line.split("#")[0].split(">")[0].strip()))
     return found
 
 
@@ -52,18 +53,17 @@ def test_every_command_shown_can_be_typed(page: str, command: str) -> None:
     parser.make_context(words[1], rest)  # raises for an unknown option or a missing argument
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
 
 
 def test_yaml_shown_is_valid() -> None:
-    blocks = [body for page in PAGES for kind, body in FENCE.findall(page.read_text()) if kind == "yaml"]
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.language == "yaml"]
     assert len(blocks) >= 2
     for block in blocks:
-        data = yaml.safe_load(block)
-        (Site if "nodes" in data else Recipe).model_validate(data)
+        validate(yaml.safe_load(block.body))
 
 
 @pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)

@@ -1,0 +1,44 @@
+"""The `hf` of a page's reader: `hf download NAME [--repo-type dataset] [--local-dir DIR]`.
+
+A data set becomes its files with a few rows each. A model in a directory becomes a copy of the reader's small model.
+A model for the cache is not written: `check` then takes its shape from the catalog and says that it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from pathlib import Path
+
+from tests.support.pages.reader import ROWS
+
+
+def main() -> None:
+    """Write what a page's download leaves."""
+    parser = argparse.ArgumentParser(prog="hf")
+    parser.add_argument("verb", choices=["download"])
+    parser.add_argument("name")
+    parser.add_argument("--repo-type", choices=["dataset", "model"], default="model")
+    parser.add_argument("--local-dir", type=Path)
+    asked = parser.parse_args()
+    if asked.repo_type == "model":
+        if asked.local_dir is not None:
+            shutil.copytree(Path(os.environ["HOME"], "model"), asked.local_dir, dirs_exist_ok=True)
+            config = asked.local_dir / "config.json"
+            longest = {"max_position_embeddings": 1 << 20}  # no recipe of a page is too long for the small model
+            config.write_text(json.dumps(json.loads(config.read_text()) | longest))
+        return
+    import pyarrow
+    import pyarrow.parquet
+
+    files, row = ROWS[asked.name]
+    table = pyarrow.table({name: [value] * 64 for name, value in row.items()})
+    for file in files:
+        (asked.local_dir / file).parent.mkdir(parents=True, exist_ok=True)
+        pyarrow.parquet.write_table(table, asked.local_dir / file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""A reader who types the code blocks of one page into one shell, from a checkout of the project.
+
+Programs that need a network, another machine or a long time are replaced (`PROGRAMS`): each checks its words and leaves
+the files that the page uses afterwards. Everything else is the real program, `primeslurm` above all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from primeslurm.recipe import Recipe, Site
+from tests.support.pages.blocks import Block, matches
+from tests.support.unmeasured import unmeasured
+
+ROOT = Path(__file__).resolve().parents[3]
+CHECKOUT = (
+    "recipes",
+    "examples",
+    "sites",
+    "scripts",
+    "docs",
+    "benchmarks",
+    "requirements",
+    "third_party",
+    "pyproject.toml",
+)
+"""What a reader sees of the checkout."""
+TIMEOUT_S = 120
+BASE = {
+    "schema": 1,
+    "name": "base",
+    "seq_len": 32768,
+    "model": {"path": "Qwen/Qwen3-8B"},
+    "environments": [{"id": "math-problems", "args": {"path": "math.jsonl"}}],
+    "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
+}
+"""The recipe that a block with a part of a recipe is put into."""
+SITE = {"schema": 1, "name": "site", "runs": "/runs", "nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96}}}
+"""The same for a block with a part of a site file."""
+ROWS = {
+    "openai/gsm8k": (
+        ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"),
+        {"question": "Ann has 2 apples and buys 3. How many has she?", "answer": "2 + 3 = 5\n#### 5"},
+    ),
+    "open-r1/DAPO-Math-17k-Processed": (
+        ("en/train-00000-of-00001.parquet",),
+        {"prompt": "What is 2 + 3?", "solution": "5"},
+    ),
+}
+"""Files and one row of each data set that pages download."""
+PROGRAMS = {
+    "primeslurm": 'PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} -m tests.support.pages.command primeslurm "$@"',
+    "python": """[[ ${{1:-}} == *.py ]] && set -- -m tests.support.pages.command python "$@"
+PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} "$@\"""",
+    "hf": 'PYTHONPATH="{root}" exec {python} -m tests.support.pages.download "$@"',
+    "git": '[[ $1 == clone ]] || {{ echo "git: only clone is replaced" >&2; exit 9; }}; '
+    '[[ $2 == https://github.com/primeslurm/primeslurm ]] || {{ echo "git: no repository $2" >&2; exit 9; }}; '
+    'cp -r {home}/checkout "${{3:-primeslurm}}"',
+    "uv": "[[ $1 =~ ^(pip|python|tool|venv|run)$ ]]",
+    "uvx": """[[ "$1 $4" == "--from dataset" ]]
+[[ $5 != download ]] || {{ mkdir -p "$8"; cp -r {root}/examples/harbor "$8/${{6##*/}}"; }}""",
+    "just": """cd {root}; {bin}/just --dry-run "$@" 2>/dev/null || {bin}/just --dry-run "$@"
+cd "$OLDPWD"
+case $1 in
+  model) where=$2 ;;
+  warm-start) where=${{2:-reverse-text}} ;;
+  demo) where=reverse-text ;;
+  *) exit 0 ;;
+esac
+[[ -d .primeslurm/$where ]] || {{ mkdir -p .primeslurm/$where; cp -r {home}/model/ .primeslurm/$where/model; }}
+[[ $1 != demo ]] || primeslurm submit "${{2:-recipes/reverse_text.yaml}}" --local --name demo-1128-114820""",
+}
+"""Replaced programs by name, as bash scripts."""
+
+
+class Reader:
+    """The shell, home directory and checkout of a reader. State lasts from block to block.
+
+    Args:
+        home: an empty directory. `/shared` of the pages is `shared` in it.
+        model: a small model that stands for every model that `./just` makes.
+    """
+
+    def __init__(self, home: Path, model: Path) -> None:
+        self.home = home
+        self.shared = home / "shared"
+        self.shared.mkdir()
+        (home / "model").symlink_to(model)
+        self._programs()
+        self._checkout(home / "checkout")
+        shutil.copytree(home / "checkout", home / "primeslurm", symlinks=True)
+        self.output = ""
+        """What the last bash block printed."""
+        (home / "state").write_text(f"cd {home}/primeslurm\n")
+
+    def read(self, block: Block) -> None:
+        """Do what a reader does with a block. Raises AssertionError if it does not do what the page says."""
+        body = block.body.replace("/shared", str(self.shared))
+        if block.title:
+            self._write(block.title, body)
+        match block.language:
+            case "bash":
+                self._type(block, body)
+            case "yaml":
+                self._yaml(block, body)
+            case "python":
+                script = block.title or "block.py"
+                if not block.title:
+                    self._write(script, body)
+                self._run(block, f"python {shlex.quote(script)}")
+            case "json":
+                json.loads(body)
+            case "toml":
+                tomllib.loads(body)
+            case "text" if block.keyword == "output":
+                assert matches(body, self.output), f"{block.where} is not in this output:\n{self.output}"
+
+    def _type(self, block: Block, body: str) -> None:
+        self.output = self._run(block, body, int(block.detail) if block.keyword == "exit" else 0)
+
+    def _yaml(self, block: Block, body: str) -> None:
+        """Validate the fields of a block, and check it if it is a whole recipe that the page gives no file name."""
+        data = yaml.safe_load(body)
+        validate(data)
+        if not block.title and isinstance(data, dict) and {"schema", "extends"} & data.keys() and "nodes" not in data:
+            self._write("block.yaml", body)
+            has_site = (self.home / ".primeslurm" / "site.yaml").exists()
+            self._run(block, f"primeslurm check block.yaml {'' if has_site else '--site sites/h200.yaml'}")
+
+    def _run(self, block: Block, script: str, expected: int = 0) -> str:
+        state = shlex.quote(str(self.home / "state"))
+        keep = f'{{ declare -px; printf "cd %q\\n" "$PWD"; }} >{state}'
+        text = f"set -euo pipefail\nsource {state}\ntrap '{keep}' EXIT\n{script}"
+        own = {
+            "HOME": str(self.home),
+            "PATH": f"{self.home / 'bin'}:{os.environ['PATH']}",
+            "COLUMNS": "120",
+            "HF_HUB_OFFLINE": "1",
+        }
+        # Slurm of this machine, if it has any, is no part of a page.
+        env = {name: value for name, value in unmeasured().items() if not name.startswith("SLURM")} | own
+        env.pop("PYTHONPATH", None)
+        done = subprocess.run(
+            ["bash", "-c", text],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        assert done.returncode == expected, (
+            f"{block.where}: exit code {done.returncode}, expected {expected}\n{script}\n--\n{done.stdout[-4000:]}"
+        )
+        return done.stdout
+
+    def _write(self, title: str, body: str) -> None:
+        """Write a file where the shell stands."""
+        path = title.replace("/shared", str(self.shared)).replace("~", str(self.home))
+        here = shlex.split((self.home / "state").read_text().splitlines()[-1])[1]
+        target = Path(here, path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(body)
+
+    def _programs(self) -> None:
+        programs = self.home / "bin"
+        programs.mkdir()
+        names = {"root": ROOT, "python": sys.executable, "bin": Path(sys.executable).parent, "home": self.home}
+        for name, body in PROGRAMS.items():
+            program = programs / name
+            program.write_text(f"#!/usr/bin/env bash\nset -euo pipefail\n{body.format(**names)}\n")
+            program.chmod(0o755)
+
+    def _checkout(self, checkout: Path) -> None:
+        """Make the files that a reader sees. Recipes are copies, in which `/shared` is the reader's."""
+        checkout.mkdir()
+        for name in CHECKOUT:
+            if name != "recipes" and (ROOT / name).exists():
+                (checkout / name).symlink_to(ROOT / name)
+        (checkout / "recipes").mkdir()
+        for recipe in (ROOT / "recipes").glob("*.yaml"):
+            text = recipe.read_text().replace("/shared", str(self.shared))
+            (checkout / "recipes" / recipe.name).write_text(text)
+        (checkout / "just").symlink_to(self.home / "bin" / "just")
+        (checkout / ".venv" / "bin").mkdir(parents=True)
+        for name in ("primeslurm", "python"):
+            (checkout / ".venv" / "bin" / name).symlink_to(self.home / "bin" / name)
+        (checkout / ".venv" / "bin" / "activate").touch()
+
+
+def validate(data: Any) -> None:
+    """Raise ValueError if a YAML block is neither a recipe nor a site file nor sections of one of them.
+
+    A recipe that extends another is validated with the sections that it sets itself.
+    """
+    if not isinstance(data, dict):
+        raise ValueError(f"neither a recipe nor a site file: {data!r}")
+    data = {key: value for key, value in data.items() if key != "extends"}
+    fields = Recipe.model_fields.keys() | {field.alias for field in Recipe.model_fields.values()}
+    if data.keys() <= fields:
+        Recipe.model_validate(merged(BASE, data))
+    else:
+        Site.model_validate(SITE | data)
+
+
+def merged(base: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """Return a recipe with a part put into it, section by section."""
+    result = dict(base)
+    for key, value in part.items():
+        old = base.get(key)
+        result[key] = merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
