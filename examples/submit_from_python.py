@@ -41,7 +41,7 @@ def main() -> int:
 def dry_run(loaded: primeslurm.LoadedRecipe) -> int:
     """Say what would run where. Needs neither Slurm nor the model."""
     for finding in loaded.check().findings:
-        print(f"{finding.level}: {finding.field}: {finding.text}", file=sys.stderr)
+        print(finding, file=sys.stderr)
     found = loaded.dry_run()
     for what in found.unasked:
         print(what, file=sys.stderr)

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from ipaddress import ip_address
+from pathlib import Path
 
 from primeslurm.errors import Violation
+from primeslurm.paths import is_dir, is_file
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.checks.sft_files import render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
+from primeslurm.wire.environment_probe import UNKNOWN
 
 _FIELD = "environments"
 
 
-def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
+def environment_problems(
+    recipe: Recipe, site: Site, *, local: bool, skip: Collection[str] = ()
+) -> tuple[list[Violation], list[Finding]]:
     """Load every environment of a recipe with the Python that jobs will use, where that is here.
 
     Args:
         recipe: the recipe, with its model's absolute path; without rollouts it has no environments.
         site: names the Python; where it is to run.
         local: without Slurm.
+        skip: environments that are not tried, for example environments.0.
 
     Returns:
         Why the run would fail; and what could not be looked at here, or not everybody wants.
@@ -31,14 +39,17 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
     interpreter = _interpreter(recipe, site, local)
     if isinstance(interpreter, str):
         return [], [_untried(interpreter)]
-    tried = try_all(places(recipe.trained_environments, recipe.evaluation_environments), recipe.model, interpreter)
+    wanted = places(recipe.trained_environments, recipe.evaluation_environments)
+    wanted = {place: each for place, each in wanted.items() if place not in skip}
+    tried = try_all(wanted, recipe.model, interpreter)
     if tried.unprepared:
         lacks = _unprepared(interpreter, tried.unprepared, site, local)
         return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
+    violations = [_with_advice(each) for each in tried.violations]
     notes = [_note(each) for each in tried.notes]
     if local or _is_this_machine(site):
-        return [*tried.violations, *tried.missing], notes
-    return list(tried.violations), [*(_elsewhere(each) for each in tried.missing), *notes]
+        return [*violations, *tried.missing], notes
+    return violations, [*(_elsewhere(each) for each in tried.missing), *notes]
 
 
 def data_rendering_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
@@ -81,6 +92,30 @@ def _unprepared(interpreter: Interpreter, lacks: str, site: Site, local: bool) -
     return Violation("python", interpreter.python, f"this Python has no {lacks}, and jobs run it", fix)
 
 
+def _with_advice(violation: Violation) -> Violation:
+    """Say how to make the module of an unknown environment importable, unless its name is misspelt."""
+    if violation.why != UNKNOWN or violation.fix.startswith("did you mean"):
+        return violation
+    module = violation.value.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    advice = ["install it (`pip install -e DIRECTORY`)"]
+    here = _directory_of(module)
+    directory = "/absolute/directory" if here is None else f"$PWD/{here}".removesuffix("/.")
+    advice.append(f"or `export PYTHONPATH={directory}`, with `pass_env: [PYTHONPATH]` in the recipe")
+    entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if relative := [entry for entry in entries if entry and not entry.startswith("/")]:
+        advice.append(f"relative entries of PYTHONPATH ({', '.join(relative)}) are not used")
+    return replace(violation, why=f"{UNKNOWN}: the module {module} cannot be imported", fix="; ".join(advice))
+
+
+def _directory_of(module: str) -> Path | None:
+    """Find a module in the working directory or one below it: the directory to import it from."""
+    directories = [Path(), *(path for path in sorted(Path().glob("*")) if is_dir(path))]
+    for directory in directories:
+        if is_file(directory / f"{module}.py") or is_file(directory / module / "__init__.py"):
+            return directory
+    return None
+
+
 def _variables(site: Site) -> dict[str, str]:
     """What processes get from the site, as far as it is known before a node is."""
     env = {name: value for name, value in site.env.items() if "${" not in value}
@@ -116,8 +151,8 @@ def _unrendered(why: str) -> Finding:
 
 def _elsewhere(violation: Violation) -> Finding:
     """Nodes may have what this host lacks."""
-    text = f"{violation.value}: {violation.why}; the nodes are looked at when the job starts"
-    return Finding(level="warning", field=violation.field, text=text, fix=violation.fix)
+    text = f"{violation.why}; the nodes are checked when the job starts"
+    return Finding(level="warning", field=violation.field, value=violation.value, text=text, fix=violation.fix)
 
 
 def _note(violation: Violation) -> Finding:

@@ -10,13 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from primeslurm.api.planning import emulated_plan_of, look_at_files, plan_of, strict_plan_of
-from primeslurm.api.sites import find_site, with_python
+from primeslurm.api.planning import (
+    AskSlurm,
+    Check,
+    Examined,
+    SlurmAnswer,
+    ask_nobody,
+    emulated_plan_of,
+    examine,
+    look_at_files,
+)
+from primeslurm.api.sites import draft_site, find_site, with_python
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, refusals, refuse
+from primeslurm.plan.planner import Planned, RecipeFiles, refusals, refuse
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.reading.recipe_files import Draft, load_recipe, read_recipe
 
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
@@ -25,36 +34,6 @@ if TYPE_CHECKING:
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """Values by dotted path, `{"orchestrator.batch_size": 64}`, or words as `--set` takes them, `["max_steps=3"]`."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """What is to be said about a recipe on a site before it runs."""
-
-    plan: Plan | None
-    """None if there are violations."""
-    violations: tuple[Violation, ...] = ()
-    """Why there is no plan that could run."""
-
-    @property
-    def findings(self) -> tuple[Finding, ...]:
-        """All of it, violations too."""
-        return self.plan.findings if self.plan else tuple(as_findings(self.violations, "error"))
-
-    @property
-    def errors(self) -> tuple[Violation, ...]:
-        """What is refused everywhere."""
-        return self.violations or tuple(refusals(self.findings, "error"))
-
-    @property
-    def ok(self) -> bool:
-        """Whether the recipe is sound. It may still be blocked here."""
-        return not self.errors
-
-    @property
-    def blocked(self) -> bool:
-        """Whether a real submission would be refused here and now, for what may be different elsewhere."""
-        return any(finding.level == "blocked" for finding in self.findings)
 
 
 @dataclass(frozen=True)
@@ -73,6 +52,8 @@ class LoadedRecipe:
     """The embedded cluster that an emulated run needs, if it was given no site."""
     planned: Planned | None = None
     """What was worked out before its embedded cluster was up."""
+    draft: Draft[Recipe] | None = None
+    """The recipe's data, by which a check tells causes from consequences."""
 
     @property
     def emulated(self) -> bool:
@@ -89,7 +70,7 @@ class LoadedRecipe:
         """
         if self.files is None:
             return self.to_run().plan
-        return plan_of(self.recipe, self.site, self.files, local=self.local).plan
+        return self._examined(environments=False).refuse().plan
 
     def to_run(self) -> Planned:
         """Work out what is to run, and try it as far as it can be here. Raises UsageError for what cannot be used."""
@@ -97,35 +78,39 @@ class LoadedRecipe:
             return self.planned
         if self.files is None:
             return emulated_plan_of(self.recipe, self.site)
-        return strict_plan_of(self.recipe, self.site, self.files, local=self.local)
+        return self._examined().refuse()
 
-    def check(self) -> Check:
+    def check(self, *, slurm: bool = True) -> Check:
         """Say everything that is wrong or doubtful: placement, compatibility, memory, files, and what Slurm says.
 
-        Raises nothing for it. Slurm is asked if it answers.
-        """
-        violations: tuple[Violation, ...] = ()
-        try:
-            plan = self.to_run().plan
-        except UsageError as error:
-            violations = error.violations
-            try:
-                plan = self.plan()
-            except UsageError:  # these are among the violations
-                return Check(None, violations)
-        problems, unasked = self._ask_slurm(plan)
-        if violations:
-            return Check(None, (*violations, *problems))
-        notes = [Finding(level="note", field="slurm", text=unasked)] if unasked else []
-        findings = (*plan.findings, *as_findings(problems, "error"), *notes)
-        return Check(plan.model_copy(update={"findings": findings}))
+        It raises nothing for what it finds.
 
-    def _ask_slurm(self, plan: Plan) -> tuple[list[Violation], str]:
-        """What Slurm has against the plan, and why it could not be asked; nothing where no cluster is there yet."""
+        Args:
+            slurm: ask Slurm, if it answers.
+        """
+        if self.files is not None:
+            return self._examined(ask=self._ask_slurm if slurm else ask_nobody).check()
+        try:
+            planned = self.to_run()
+        except UsageError as error:
+            return Examined(None, error.violations, ()).check()
+        answer = self._ask_slurm([planned.plan], True) if slurm else SlurmAnswer()
+        notes = [Finding(level="note", field="slurm", text=answer.note)] if answer.note else []
+        errors = (*refusals(planned.plan.findings, "error"), *answer.problems)
+        others = [each for each in planned.plan.findings if each.level != "error"]
+        return Examined(planned, errors, (*others, *notes), (answer.details,) if answer.details else ()).check()
+
+    def _examined(self, *, environments: bool = True, ask: AskSlurm = ask_nobody) -> Examined:
+        recipe = self.draft or Draft(Recipe, lambda _: (), {}, self.recipe)
+        site = Draft(Site, lambda _: (), {}, self.site)
+        return examine(recipe, site, local=self.local, environments=environments, ask=ask)
+
+    def _ask_slurm(self, plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
+        """Ask Slurm, unless the run has none or its cluster is not up yet."""
         from primeslurm.api import submission
 
-        asked = plan.executor == "slurm" and self.cluster is None
-        return submission.ask_slurm(plan, self.site.slurm_conf) if asked else ([], "")
+        asked = plans[0].executor == "slurm" and self.cluster is None
+        return submission.ask_slurm(plans, self.site.slurm_conf, whole=whole) if asked else SlurmAnswer()
 
     def render(self) -> str:
         """Render the batch script, byte for byte as it would be submitted.
@@ -139,17 +124,20 @@ class LoadedRecipe:
         refuse(plan, "error")
         return render(plan)
 
-    def dry_run(self) -> DryRun:
+    def dry_run(self, *, slurm: bool = True) -> DryRun:
         """Do all that `submit` does before it writes anything.
 
-        Slurm is asked if it answers. What could not be asked, or is missing here, is said and is no failure.
+        What could not be asked, or is missing here, is said and is no failure.
+
+        Args:
+            slurm: ask Slurm, if it answers.
 
         Raises:
             UsageError: `submit` would refuse this anywhere; every reason at once.
         """
         from primeslurm.api import submission
 
-        return submission.dry_run(self.plan(), self.site.slurm_conf, ask=self.cluster is None)
+        return submission.dry_run(self.plan(), self.site.slurm_conf, ask=slurm and self.cluster is None)
 
     def submit(self) -> Run:
         """Make the run directory and submit the job. An emulated run's cluster is started first, and stays.
@@ -222,20 +210,35 @@ def load(
     source, site_file, words = Path(recipe), Path(site) if site is not None else None, _words(overrides)
     if emulate:
         return _load_emulated(source, site_file, words, name, local)
-    problems: list[Violation] = []
-    asked: Recipe | None = None
-    where: Site | None = None
-    try:
-        asked = load_recipe(source, words, name)
-    except UsageError as error:
-        problems += error.violations
-    try:
-        where = find_site(site_file, local=local)
-    except UsageError as error:
-        problems += error.violations
-    if asked is None or where is None:
-        raise UsageError(problems)
-    return LoadedRecipe(asked, with_python(where), source, local, look_at_files(asked))
+    asked, where = read_recipe(source, words, name), draft_site(site_file, local=local)
+    if asked.value is None or where.value is None:
+        raise UsageError(examine(asked, where, local=local, environments=False).errors)
+    return LoadedRecipe(asked.value, with_python(where.value), source, local, look_at_files(asked.value), draft=asked)
+
+
+def check(
+    recipe: str | Path,
+    *,
+    site: str | Path | None = None,
+    overrides: Overrides = (),
+    name: str | None = None,
+    local: bool = False,
+    slurm: bool = True,
+) -> Check:
+    """Say everything that is wrong or doubtful about a recipe, although it cannot be loaded.
+
+    Arguments are those of `load` and `LoadedRecipe.check`. It raises nothing for what it finds.
+    """
+    from primeslurm.api import submission
+
+    source, site_file, words = Path(recipe), Path(site) if site is not None else None, _words(overrides)
+    asked, where = read_recipe(source, words, name), draft_site(site_file, local=local)
+    conf = where.value.slurm_conf if where.value else None
+
+    def ask(plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
+        return submission.ask_slurm(plans, conf, whole=whole)
+
+    return examine(asked, where, local=local, ask=ask if slurm else ask_nobody).check()
 
 
 def _load_emulated(

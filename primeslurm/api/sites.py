@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.paths import expanded, is_file
 from primeslurm.recipe import Site
-from primeslurm.recipe.reading.recipe_files import load_site
+from primeslurm.recipe.fields.text import text_problems
+from primeslurm.recipe.reading.explain import InputFault
+from primeslurm.recipe.reading.recipe_files import Draft, read_site
 from primeslurm.recipe.site import Network, NodeKind
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
@@ -28,16 +31,31 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     Raises:
         UsageError: there is no site file, or something is wrong in it.
     """
+    return draft_site(path, local=local).sound()
+
+
+def draft_site(path: Path | None, *, local: bool = False) -> Draft[Site]:
+    """Find the site to use as `find_site` does, whatever is wrong with it."""
     if local and path is None:
-        return _with_libraries(local_site(Path("runs").resolve()))
+        return Draft(Site, text_problems, {}, _with_libraries(local_site(Path("runs").resolve())))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
     for candidate in candidates:
         if path or is_file(candidate):
-            site = load_site(candidate)
-            return _with_libraries(site.model_copy(update={"runs": str(_runs(candidate, site.runs))}))
-    why = f"no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
-    fix = "`primeslurm cluster up` makes an emulated cluster with one, or use --local"
-    raise UsageError([Violation("--site", "", why, fix)])
+            return _located(read_site(candidate), candidate)
+    why = f"there is no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
+    fix = "`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; or use --local"
+    return Draft(Site, text_problems, {}, None, (InputFault(Violation("--site", "", why, fix), ()),))
+
+
+def _located(draft: Draft[Site], file: Path) -> Draft[Site]:
+    """The site of a file, with absolute paths."""
+    if draft.value is None:
+        return draft
+    try:
+        site = draft.value.model_copy(update={"runs": str(_runs(file, draft.value.runs))})
+    except UsageError as error:
+        return replace(draft, value=None, faults=tuple(InputFault(each, ("runs",)) for each in error.violations))
+    return replace(draft, value=_with_libraries(site))
 
 
 def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import socket
 import time
@@ -16,13 +17,15 @@ import msgspec
 
 from primeslurm import durable
 from primeslurm.api.jobs import ANSWER_S, find_job, settle
+from primeslurm.api.planning import SlurmAnswer
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
-from primeslurm.plan.planner import Planned, refuse
+from primeslurm.plan.planner import Planned, refusals, refuse
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.recipe.reading.recipe_files import independent
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.claims import claim_attempt, new_word, owner
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
@@ -54,7 +57,9 @@ class DryRun:
     script: str
     """The batch script; empty for a run without Slurm."""
     unasked: tuple[str, ...] = ()
-    """What could not be asked, and why."""
+    """What could not be checked, and why."""
+    details: str = ""
+    """What a command of Slurm answered then."""
 
 
 @dataclass(frozen=True)
@@ -78,20 +83,22 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
     Raises:
         UsageError: the plan would be refused anywhere; every reason at once.
     """
-    refuse(plan, "error")
-    unasked: tuple[str, ...] = ()
-    problems = name_in_use(Path(plan.run_dir)) + unsafe(Path(plan.run_dir)) + missing_variables(plan)
+    unasked, details = tuple[str, ...](), ""
+    problems = (
+        refusals(plan.findings, "error")
+        + name_in_use(Path(plan.run_dir))
+        + unsafe(Path(plan.run_dir))
+        + missing_variables(plan)
+    )
     if plan.executor == "slurm" and ask:
-        try:
+        with contextlib.suppress(ClusterError):  # the next question is not answered either, and says so
             plan = avoid_bad_nodes(plan, slurm_conf)
-        except ClusterError as error:
-            unasked = (f"bad nodes not looked up, because Slurm gives no answer: {error}",)
-        reasons, why = ask_slurm(plan, slurm_conf)
-        problems += reasons
-        unasked = (why,) if why else unasked
+        answer = ask_slurm([plan], slurm_conf, whole=not problems)
+        problems += answer.problems
+        unasked, details = (answer.note,) if answer.note else (), answer.details
     if problems:
         raise UsageError(problems)
-    return DryRun(plan, _script(plan), unasked)
+    return DryRun(plan, _script(plan), unasked, details)
 
 
 def refuse_unfit(plan: Plan) -> None:
@@ -176,20 +183,26 @@ def _placement(plan: Plan, slurm_conf: str | None) -> list[Violation]:
     return placement_problems(plan, cluster_facts(SlurmClient(slurm_conf)))
 
 
-def ask_slurm(plan: Plan, slurm_conf: str | None) -> tuple[list[Violation], str]:
-    """Ask Slurm whether it would ever run a plan's job. Nothing is submitted.
+def ask_slurm(plans: Sequence[Plan], slurm_conf: str | None, *, whole: bool = True) -> SlurmAnswer:
+    """Ask Slurm whether it would ever run a job. Nothing is submitted.
 
-    Returns:
-        Every reason why not, and why Slurm could not be asked; empty if it could.
+    Args:
+        plans: of one recipe; what is found for all of them is reported.
+        slurm_conf: SLURM_CONF of the cluster, where it is not the system's own.
+        whole: the first plan is what would be submitted: let sbatch judge it, too.
     """
     client = SlurmClient(slurm_conf, ANSWER_S)
     try:
-        problems = placement_problems(plan, cluster_facts(client))
-        if not problems and (words := client.refusal(render(plan))):
+        facts = cluster_facts(client)
+        problems = independent([placement_problems(plan, facts) for plan in plans], ())
+        if whole and not problems and (words := client.refusal(render(plans[0]))):
             problems.append(Violation("slurm", "", f"sbatch would refuse the job: {words}"))
-        return problems, ""
+        return SlurmAnswer(tuple(problems))
     except ClusterError as error:
-        return [], f"placement not checked, because Slurm gives no answer: {error}"
+        command = re.match(r"\w+", str(error))
+        failed = f" ({command[0]} failed; details with --verbose)" if command else ""
+        note = f"Slurm is not reachable from here{failed}, so partitions, limits and accounts were not checked"
+        return SlurmAnswer((), note, str(error))
 
 
 def _start(attempt: Attempt, plan: Plan, script: str, held: HeldSignals) -> Submitted:

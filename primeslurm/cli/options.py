@@ -14,6 +14,8 @@ SiteOpt = Annotated[
     Path | None, typer.Option("--site", help="Site file. Default: ./site.yaml or ~/.primeslurm/site.yaml")
 ]
 LocalOpt = Annotated[bool, typer.Option("--local", help="Run on this machine without Slurm.")]
+NoSlurmOpt = Annotated[bool, typer.Option("--no-slurm", help="Do not ask Slurm.")]
+VerboseOpt = Annotated[bool, typer.Option("--verbose", help="Show what Slurm's commands answered.")]
 JsonOpt = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 AllOpt = Annotated[bool, typer.Option("--all", help="Every row; else rows that are alike are put together.")]
 RunArg = Annotated[str, typer.Argument(help="Name of a run, or its directory.", show_default=False)]

@@ -24,6 +24,7 @@ Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "d
 Restart = Literal["in_place", "unit", "attempt"]
 VLLM_ROLES: tuple[Role, ...] = ("engine", "prefill", "decode", "teacher")
 """Roles whose processes are vLLM's servers."""
+Level = Literal["error", "blocked", "warning", "note"]
 NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher", "environments"]
 
 JOB_OUTPUT = "slurm-{}.out"
@@ -195,11 +196,17 @@ class Totals(Section):
 class Finding(Section):
     """Something a check has to say about the Plan."""
 
-    level: Literal["error", "blocked", "warning", "note"]
+    level: Level
     """error: refused. blocked: sound, but a real submit is refused here and now. warning, note: advice."""
     field: str
     text: str
     fix: str = ""
+    value: str = ""
+    """What the field has; empty where the text says it, or nothing is given."""
+
+    def __str__(self) -> str:
+        given = f" = {self.value}" if self.value else ""
+        return f"{self.level}: {self.field}{given}: {self.text}" + (f" ({self.fix})" if self.fix else "")
 
 
 class Plan(Section):

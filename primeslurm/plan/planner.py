@@ -77,17 +77,32 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once, contradictions of the recipe too.
     """
+    problems, findings, planned = try_plan(recipe, site, run_dir, files, local=local)
+    if planned is None:
+        raise UsageError([*problems, *refusals(findings, "error")])
+    return planned
+
+
+def try_plan(
+    recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False
+) -> tuple[list[Violation], list[Finding], Planned | None]:
+    """Work out a whole run as `make_plan` does, or say everything that is known of a recipe that cannot be placed.
+
+    Returns:
+        Why the recipe cannot be placed on this site, all findings, and the run if there are no such reasons.
+    """
     recipe = decided(recipe, files.model.model_type, site.device)
     requests, problems = requests_of(recipe, site, local=local)
     findings, estimate = review(recipe, site, requests, files.model, files.teacher)
+    about_files = [*files.absent, *as_findings(files.problems, "blocked")]
     if problems:
-        raise UsageError([*problems, *refusals(findings, "error")])
+        return problems, [*findings, *about_files], None
     located, limits = _settled(site, requests, files)
     estimate = estimate and estimate.model_copy(update={"amounts": (*estimate.amounts, *limits)})
     plan = place(located, site, run_dir, requests, local=local)
-    findings += [*advise(recipe, plan), *files.absent, *as_findings(files.problems, "blocked")]
+    findings += [*advise(recipe, plan), *about_files]
     plan = plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
-    return Planned(plan, located)
+    return [], findings, Planned(plan, located)
 
 
 def _settled(site: Site, requests: list[ResourceRequest], files: RecipeFiles) -> tuple[Recipe, list[Amount]]:
@@ -127,15 +142,12 @@ def refuse(plan: Plan, *levels: str) -> None:
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
     """Take findings of these levels as violations."""
-    return [Violation(f.field, "", f.text, f.fix) for f in findings if f.level in levels]
+    return [Violation(f.field, f.value, f.text, f.fix) for f in findings if f.level in levels]
 
 
 def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked"]) -> list[Finding]:
     """Take violations as findings of this level."""
-    return [
-        Finding(level=level, field=v.field, text=f"{v.value}: {v.why}" if v.value else v.why, fix=v.fix)
-        for v in violations
-    ]
+    return [Finding(level=level, field=v.field, value=v.value, text=v.why, fix=v.fix) for v in violations]
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:

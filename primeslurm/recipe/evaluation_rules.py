@@ -12,7 +12,7 @@ def evaluation_violations(recipe: Recipe) -> list[Violation]:
     """Everything about evaluation that contradicts itself or the rest of the recipe."""
     evaluation = recipe.evaluation
     if evaluation is None:
-        fix = "add `evaluation: {environments: [{id: reverse-text}]}`"
+        fix = f"add `evaluation: {{environments: [{_held_out(recipe)}]}}`"
         why = "task eval needs this section"
         return [Violation("evaluation", "", why, fix)] if recipe.task == "eval" else []
     if not recipe.samples:
@@ -28,6 +28,15 @@ def evaluation_violations(recipe: Recipe) -> list[Violation]:
     for i, environment in enumerate(evaluation.environments):
         found += _environment(recipe, environment, f"evaluation.environments.{i}")
     return found + (_best(recipe) if recipe.task == "rl" else [])
+
+
+def _held_out(recipe: Recipe) -> str:
+    """An entry that evaluates on the recipe's first environment, with other data if it reads a file."""
+    if not recipe.environments:
+        return "{id: reverse-text}"
+    first = recipe.environments[0]
+    data = ", args: {path: HELD-OUT-FILE}" if "path" in first.args else ""
+    return f"{{id: {first.id}, name: {first.label}-eval{data}}}"
 
 
 def _labels(recipe: Recipe) -> list[Violation]:

@@ -14,6 +14,8 @@ from primeslurm.errors import Violation
 from primeslurm.wire.decoding import DamagedError
 
 T = TypeVar("T")
+UNKNOWN = "no such environment"
+"""Why an environment does not load that is neither bundled nor a module that can be imported."""
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):

@@ -6,11 +6,22 @@ import sys
 
 import typer
 
-from primeslurm.api.loading import Check, load
-from primeslurm.cli.options import AllOpt, JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt
-from primeslurm.cli.output import count, note, print_json
-from primeslurm.cli.views.verdict import show_findings, totals
-from primeslurm.errors import ExitCode, UsageError
+from primeslurm.api.loading import check as examine
+from primeslurm.api.loading import load
+from primeslurm.cli.options import (
+    AllOpt,
+    JsonOpt,
+    LocalOpt,
+    NameOpt,
+    NoSlurmOpt,
+    RecipeArg,
+    SetOpt,
+    SiteOpt,
+    VerboseOpt,
+)
+from primeslurm.cli.output import note, print_json
+from primeslurm.cli.views.verdict import show_all, summary
+from primeslurm.errors import ExitCode
 from primeslurm.recipe import Recipe, Site
 
 
@@ -49,22 +60,23 @@ def check(
     set_: SetOpt = None,
     name: NameOpt = None,
     local: LocalOpt = False,
+    no_slurm: NoSlurmOpt = False,
+    verbose: VerboseOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
-    try:
-        found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).check()
-    except UsageError as error:
-        found = Check(None, error.violations)
+    """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run.
+
+    It finds everything in one pass, and asks Slurm what `submit` asks. Exit code 0: the recipe is valid. It may still
+    be blocked on this machine, for example by a model that is not here. Exit code 2: it has errors.
+    """
+    found = examine(recipe, site=site, overrides=set_ or (), name=name, local=local, slurm=not no_slurm)
     if as_json:
         print_json([finding.model_dump() for finding in found.findings])
-    elif found.plan is None:
-        raise UsageError(found.violations)
     else:
-        show_findings(found.plan)
-        blocked = "ok, but cannot be submitted here" if found.blocked else "ok"
-        verdict = blocked if found.ok else count(len(found.errors), "error")
-        note(f"{found.plan.run}: {verdict}, {totals(found.plan)}")
+        show_all(found.findings)
+        for text in found.details if verbose else ():
+            note(text)
+        note(summary(found, found.plan.run if found.plan else str(recipe)))
     if not found.ok:
         raise typer.Exit(ExitCode.BAD_INPUT)
 

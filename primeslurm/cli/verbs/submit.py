@@ -11,11 +11,23 @@ import typer
 from primeslurm.api.loading import load
 from primeslurm.api.runs import Run, find_run
 from primeslurm.api.submission import DryRun, Submitted
-from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, RunArg, RunsOpt, SetOpt, SiteOpt
+from primeslurm.cli.options import (
+    JsonOpt,
+    LocalOpt,
+    NameOpt,
+    NoSlurmOpt,
+    RecipeArg,
+    RunArg,
+    RunsOpt,
+    SetOpt,
+    SiteOpt,
+    VerboseOpt,
+)
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.placement import show_plan
 from primeslurm.cli.views.tables import out
 from primeslurm.cli.views.verdict import show_findings
+from primeslurm.errors import UsageError, Violation
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and script; write and submit nothing.")]
 EmulateOpt = Annotated[
@@ -36,13 +48,18 @@ def submit(
     emulate: EmulateOpt = False,
     dry_run: DryRunOpt = False,
     wait: WaitOpt = False,
+    no_slurm: NoSlurmOpt = False,
+    verbose: VerboseOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Validate a recipe, place it, and submit it as one job."""
     loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local, emulate=emulate)
     if dry_run:
-        _show_dry_run(loaded.dry_run(), as_json)
+        _show_dry_run(loaded.dry_run(slurm=not no_slurm), as_json, verbose=verbose)
         return
+    if no_slurm:
+        why = "a submission needs Slurm"
+        raise UsageError([Violation("--no-slurm", "", why, "add --dry-run, or use --local")])
     with loaded.on_cluster(keep=not wait, starting=lambda spec: note(_STARTING.format(spec=spec))) as ready:
         _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
     if loaded.cluster is not None:
@@ -107,7 +124,7 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: boo
             raise
 
 
-def _show_dry_run(found: DryRun, as_json: bool) -> None:
+def _show_dry_run(found: DryRun, as_json: bool, *, verbose: bool = False) -> None:
     if as_json:
         print_json({"plan": found.plan.model_dump(mode="json", by_alias=True), "script": found.script})
     else:
@@ -116,5 +133,7 @@ def _show_dry_run(found: DryRun, as_json: bool) -> None:
             out.print("\njob.sbatch", style="bold")
             out.print(found.script, markup=False, soft_wrap=True)
     for text in found.unasked:
-        note(f"note: {text}")
+        note(f"note: slurm: {text}")
+    if verbose and found.details:
+        note(found.details)
     note("dry run: nothing was written or submitted")

@@ -1,27 +1,84 @@
-"""A plan in few words: its findings and its sums. It prints in plain text, as rich takes long to import."""
+"""Findings, the most severe first, and a plan in one line. Colours are for terminals: rich takes long to import."""
 
 from __future__ import annotations
 
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable
+
+from primeslurm.api.planning import Check, by_severity
 from primeslurm.cli.output import count, note
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import Finding, Level, NodeRole, Plan
+
+_STYLES = {"error": "bold red", "blocked": "bold magenta", "warning": "yellow", "note": "cyan"}
+_ROLES: tuple[NodeRole, ...] = ("train", "inference", "prefill", "decode", "teacher", "environments", "control")
+_WORDS: dict[Level, str] = {"error": "error", "blocked": "blocker", "warning": "warning"}
+"""Levels that a summary counts."""
 
 
 def show_findings(plan: Plan) -> None:
-    """Print findings on stderr."""
-    for finding in plan.findings:
-        note(f"{finding.level}: {finding.field}: {finding.text}" + (f" ({finding.fix})" if finding.fix else ""))
+    """Print a plan's findings on stderr."""
+    show_all(plan.findings)
+
+
+def show_all(findings: Iterable[Finding]) -> None:
+    """Print findings on stderr: level, field, value, why, and what to do."""
+    coloured = sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    for finding in by_severity(findings):
+        if coloured:
+            _print_coloured(finding)
+        else:
+            note(str(finding))
+
+
+def _print_coloured(finding: Finding) -> None:
+    from rich.text import Text
+
+    from primeslurm.cli.views.tables import err
+
+    level, field, rest = finding.level, finding.field, str(finding).removeprefix(f"{finding.level}: {finding.field}")
+    err.print(Text.assemble((level, _STYLES[level]), ": ", (field, "bold"), rest))
+
+
+def summary(found: Check, name: str) -> str:
+    """Say in one line whether a recipe is valid, whether it can be submitted from here, and how many nodes it takes.
+
+    Args:
+        found: what was found.
+        name: of the recipe's run, or of its file.
+    """
+    counts = Counter(finding.level for finding in found.findings)
+    if not found.ok:
+        parts = [count(counts[level], word) for level, word in _WORDS.items() if counts[level]]
+        return f"{name}: {', '.join(parts)}."
+    verdict = "recipe is valid"
+    if found.blocked:
+        blockers = [each for each in found.findings if each.level == "blocked"]
+        what = f": {blockers[0].field} {blockers[0].text}" if len(blockers) == 1 else ""
+        verdict += f"; not submittable from this machine ({count(len(blockers), 'blocker')}{what})"
+    nodes = nodes_by_role(found.plan) if found.plan else ""
+    return f"{name}: {verdict}." + (f" {nodes[0].upper()}{nodes[1:]}." if nodes else "")
+
+
+def nodes_by_role(plan: Plan) -> str:
+    """Write how many nodes the job gets, spares included, and what they are for: `3 nodes: 2 train, 1 spare`."""
+    if plan.layout == "one_node" or plan.executor == "local":
+        where = "this machine, as " if plan.executor == "local" else ""
+        return f"{where}{count(plan.allocated, 'node')}"
+    working = Counter(node.role for node in plan.nodes)
+    parts = [f"{working[role]} {role}" for role in _ROLES if working[role]]
+    if plan.totals.spares:
+        parts.append(count(plan.totals.spares, "spare"))
+    return f"{count(plan.allocated, 'node')}: {', '.join(parts)}"
 
 
 def totals(plan: Plan) -> str:
     """Write derived sums in one line."""
     t = plan.totals
-    parts = [(t.nodes, "node"), (t.gpus, "GPU"), (t.trainer_gpus, "trainer GPU")]
-    if t.spares:
-        parts.insert(1, (t.spares, "spare"))
+    parts = [(t.gpus, "GPU")]
     if plan.task != "sft":
-        parts += [(t.inference_nodes, "inference node"), (t.engines, "engine"), (t.routers, "router")]
+        parts += [(t.engines, "engine"), (t.routers, "router")]
     if t.teacher_engines:
         parts.append((t.teacher_engines, "teacher engine"))
-    if t.environment_nodes:
-        parts.append((t.environment_nodes, "environment node"))
-    return ", ".join(count(number, word) for number, word in parts)
+    return ", ".join([nodes_by_role(plan), *(count(number, word) for number, word in parts)])

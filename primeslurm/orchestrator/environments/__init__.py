@@ -19,6 +19,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
+from primeslurm.wire.environment_probe import UNKNOWN
 
 BUNDLED = ("arithmetic", "harbor-local", "math-problems", "reverse-text", "tool-use")
 HARNESSES = ("chat", "shell")
@@ -43,7 +44,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         env = load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
         known = mistakes.outdated(error, name) or mistakes.absent_part(error) or mistakes.absent_module(error, name)
-        missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
+        missing = known or Violation("environments.id", name, UNKNOWN, _suggestion(name))
         raise UsageError([missing]) from error
     except ValidationError as error:
         raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error

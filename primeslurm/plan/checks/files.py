@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,28 @@ from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import TeacherEngines
 
+_DEMO_FILE = re.compile(r"(?:.*/)?\.primeslurm/([a-z0-9-]+)/(?:model|random|demonstrations\.jsonl)/?")
+_IN_CHECKOUT = {
+    "reverse-text": "./just warm-start",
+    "tool-use": "./just warm-start tool-use",
+    "hangman": "./just warm-start hangman",
+}
+"""Commands of a checkout that make the files of a demo."""
+_ANYWHERE = {"smollm2": "primeslurm install --model smollm2"}
+_REPOSITORY = "https://github.com/primeslurm/primeslurm"
+
+
+def made_by(path: str) -> str:
+    """Say which command makes a model or data of the demos; empty for any other path."""
+    demo = _DEMO_FILE.fullmatch(path)
+    if demo is None:
+        return ""
+    if command := _ANYWHERE.get(demo[1]):
+        return f"`{command}` makes it"
+    command = _IN_CHECKOUT.get(demo[1], "")
+    here = is_file(Path(__file__).resolve().parents[3] / "Justfile")
+    return command and f"`{command}` makes it" + ("" if here else f", in a checkout of {_REPOSITORY}")
+
 
 @dataclass(frozen=True)
 class ModelFiles:
@@ -31,7 +54,7 @@ class ModelFiles:
     problems: tuple[Violation, ...] = ()
     """Why the model cannot be used."""
     absent: Finding | None = None
-    """The model is a known one, but not here."""
+    """The model is not on this machine."""
 
 
 def model_files(recipe: Recipe) -> ModelFiles:
@@ -60,16 +83,22 @@ def model_files(recipe: Recipe) -> ModelFiles:
 
 def _absent(recipe: Recipe, why: str) -> ModelFiles:
     path = recipe.model.path
-    looks_like_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
-    fix = f"`hf download {path}` on the shared file system" if looks_like_hub_id else "give a directory"
+    absent = Finding(level="blocked", field="model.path", value=path, **_missing(path, why))
     entry = catalog().get(path)
     if entry is None:
-        return ModelFiles(None, None, "", (Violation("model.path", path, f"no such directory, and {why}", fix),))
-    text = f"{path} is {why} here"
-    absent = Finding(level="blocked", field="model.path", text=text, fix=fix)
+        return ModelFiles(None, None, "", absent=absent)
     problems = tuple(_too_long(recipe, entry.shape.max_positions))
     source = f"catalog: {entry.source}" + "".join(f"; assumed: {what}" for what in entry.assumed)
     return ModelFiles(entry.shape, entry.shape.model_type, source, problems, absent)
+
+
+def _missing(path: str, why: str) -> dict[str, str]:
+    """Say why a model is not here, and how to get it."""
+    if made := made_by(path):
+        return {"text": "does not exist", "fix": made}
+    if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+        return {"text": f"is {why} on this machine", "fix": f"`hf download {path}` on the shared file system"}
+    return {"text": f"is no directory on this machine, and {why}", "fix": "give a directory, or a hub id in the cache"}
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
@@ -99,8 +128,9 @@ def absent_data(recipe: Recipe) -> Finding | None:
     """Say which training data is not there; None if it is, or none is asked for."""
     if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
-    text = f"{recipe.sft.data.path}: no such file"
-    return Finding(level="blocked", field="sft.data.path", text=text, fix="one JSON object a line")
+    path = recipe.sft.data.path
+    fix = made_by(path) or "give a file with one JSON object per line"
+    return Finding(level="blocked", field="sft.data.path", value=path, text="there is no such file", fix=fix)
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

@@ -1131,7 +1131,7 @@ VALUE_ALIASES: tuple[ValueAlias, ...] = (
         "weights.transport", ("disk", "file", "files", "shared_fs"), "filesystem", "through the shared file system"
     ),
     ValueAlias("model.dtype", ("bf16", "auto"), "bfloat16", "compute dtype"),
-    ValueAlias("model.dtype", ("fp32", "float"), "float32", "compute dtype"),
+    ValueAlias("model.dtype", ("fp32",), "float32", "compute dtype"),
     ValueAlias("model.dtype", ("fp16", "float16", "half"), "bfloat16", "there is no loss scaling for float16"),
     ValueAlias("model.impl", ("transformers", "huggingface"), "hf", "transformers' code"),
     ValueAlias(

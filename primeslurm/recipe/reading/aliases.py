@@ -22,11 +22,12 @@ def keys_of(tool: Tool) -> Iterator[tuple[str, Alias]]:
             yield key, alias
 
 
-def find_alias(path: str) -> Alias | None:
+def find_alias(path: str, least: int = 1) -> Alias | None:
     """Find what a key that no recipe has means in another tool.
 
     Args:
         path: the key as the user wrote it, with dots between sections; only its end must agree.
+        least: parts at the end that must agree.
     """
     parts = _normal(path)
     best: tuple[int, Alias] | None = None
@@ -34,7 +35,7 @@ def find_alias(path: str) -> Alias | None:
         for keys in alias.keys.values():
             for key in keys:
                 agree = _agreement(parts, _normal(key))
-                if agree > (best[0] if best else 0) and alias.field != path:
+                if agree > (best[0] if best else least - 1) and alias.field != path:
                     best = agree, alias
     return best[1] if best else None
 

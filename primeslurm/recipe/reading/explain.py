@@ -1,16 +1,20 @@
-"""From an error of pydantic to a violation: the field as the user writes it, the value, why, and what is nearest."""
+"""From an error of pydantic to a fault: the field as the user writes it, the value, why, and what to write instead."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from primeslurm.errors import Violation
+
+if TYPE_CHECKING:
+    from primeslurm.recipe.reading.alias_table import Alias
 
 _WHOLE, _NUMBER, _SWITCH = "must be a whole number", "must be a number", "must be true or false"
 _SECTION, _LIST = "must be a section of keys and values", "must be a list"
@@ -38,34 +42,105 @@ _MANY = 3
 """A key that has more places than these says nothing about which one was meant."""
 
 
-def violation(model: type[BaseModel], details: Any, source: str) -> Violation:
-    """Say what one error means to whoever wrote the input.
+@dataclass(frozen=True)
+class InputFault:
+    """One thing wrong with the input, and which part of the input it concerns."""
+
+    violation: Violation
+    path: tuple[str, ...]
+    """Keys and list indices from the top of the file."""
+    meant: str = ""
+    """For a key that does not exist: the one field that was probably meant, with dots; empty if there is none."""
+
+
+def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault]:
+    """Explain one error of pydantic to the person who wrote the input.
 
     Args:
         model: what the input was validated as.
         details: one of pydantic's errors, as `ValidationError.errors` gives it.
-        source: the file, for what is missing in it.
+        source: the file, which is named if something is missing in it.
+
+    Returns:
+        One fault. An unknown section that holds keys of other tools has one for each of these keys.
     """
+    from primeslurm.recipe.reading.aliases import find_value  # every process imports this module, and few see faults
+
     path, parent = _walk(model, details["loc"])
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    field = ".".join(path)
     if kind == "extra_forbidden":
-        names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
-        key = path.rsplit(".", 1)[-1]
-        elsewhere = fields_named(model, key)
-        far = 0 < len(elsewhere) <= _MANY
-        fix = f"did you mean {' or '.join(elsewhere)}?" if far else suggestion(key, names)
-        return Violation(path, _show(value), "no such key", fix)
+        return _unknown(model, parent, path, value)
     if kind == "missing":
-        return Violation(path, "", f"is required but missing in {source}")
+        return [InputFault(Violation(field, "", f"is required but missing in {source}"), path)]
     if kind == "union_tag_not_found":
         tags = [tag for member in members(field_type(parent, details["loc"][-1])) if (tag := _tag(member))]
-        return Violation(f"{path}.type", "", f"is required but missing in {source}", suggestion("", tags))
+        missing = Violation(f"{field}.type", "", f"is required but missing in {source}", suggestion("", tags))
+        return [InputFault(missing, (*path, "type"))]
     if kind in {"literal_error", "union_tag_invalid"}:
         expected = str(context.get("expected") or context.get("expected_tags", ""))
         valid = [part.strip(" '\"") for part in expected.replace(" or ", ", ").split(",")]
-        field, given = (path, value) if kind == "literal_error" else (f"{path}.type", value["type"])
-        return Violation(field, _show(given), "is not a valid choice", suggestion(str(given), valid))
-    return Violation(path, _show(value), *_why(kind, context, details["msg"], value))
+        path, given = (path, value) if kind == "literal_error" else ((*path, "type"), value["type"])
+        field = ".".join(path)
+        alias = find_value(field, str(given))
+        fix = alias.advice if alias else suggestion(str(given), valid)
+        return [InputFault(Violation(field, _show(given), "is not a valid choice", fix), path)]
+    return [InputFault(Violation(field, _show(value), *_why(kind, context, details["msg"], value)), path)]
+
+
+def _unknown(
+    model: type[BaseModel], parent: type[BaseModel] | None, path: tuple[str, ...], value: object
+) -> list[InputFault]:
+    """Explain a key that does not exist: by the names of other tools, by the fields elsewhere, or by spelling.
+
+    An unknown section is explained by its keys, because one of them may be a name of another tool.
+    """
+    from primeslurm.recipe.reading.aliases import find_alias
+
+    whole = find_alias(".".join(path))
+    if isinstance(value, Mapping) and value:
+        aliases = [(leaf, given, find_alias(".".join(leaf))) for leaf, given in _leaves(value, path)]
+        if any(alias for _, _, alias in aliases):
+            found = [_foreign(leaf, given, alias) for leaf, given, each in aliases if (alias := each or whole)]
+            others = [leaf for leaf, _, each in aliases if not (each or whole)]
+            return [*found, _no_section(path, others, "")] if others else found
+    names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
+    elsewhere = fields_named(model, path[-1])
+    here = 0 < len(elsewhere) <= _MANY
+    if alias := find_alias(".".join(path), least=2 if here else 1):
+        return [_foreign(path, value, alias)]
+    meant = ""
+    if here:
+        fix, meant = f"did you mean {' or '.join(elsewhere)}?", elsewhere[0] if len(elsewhere) == 1 else ""
+    elif near := _nearest(path[-1], names):
+        fix, meant = f"did you mean {near}?", ".".join((*path[:-1], near))
+    else:
+        fix = suggestion(path[-1], names)
+    if isinstance(value, Mapping) and value:
+        return [_no_section(path, [leaf for leaf, _ in _leaves(value, path)], fix, meant)]
+    return [InputFault(Violation(".".join(path), _show(value), "no such key", fix), path, meant)]
+
+
+def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str, meant: str = "") -> InputFault:
+    """Explain that a section does not exist. One key of it is named as it was typed; more are counted."""
+    above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
+    typed = ".".join(keys[0]) if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
+    return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
+
+
+def _foreign(path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
+    shown = "" if isinstance(value, Mapping) else _show(value)
+    meant = "" if alias.of_site or "[]" in alias.field else alias.field
+    return InputFault(Violation(".".join(path), shown, "no such key", alias.advice), path, meant)
+
+
+def _leaves(value: Mapping[Any, Any], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], object]]:
+    """List the keys of nested sections that hold values, with their paths."""
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _leaves(item, (*above, str(key)))
+        else:
+            yield (*above, str(key)), item
 
 
 def _why(kind: str, context: Mapping[str, Any], message: str, value: object) -> tuple[str, str]:
@@ -89,10 +164,14 @@ def _why(kind: str, context: Mapping[str, Any], message: str, value: object) -> 
 
 def suggestion(given: str, valid: Sequence[str]) -> str:
     """Suggest the nearest choice ('did you mean X?'), or list the valid ones if nothing is near."""
-    near = difflib.get_close_matches(given, valid, n=1, cutoff=0.5)
+    near = _nearest(given, valid)
     if near:
-        return f"did you mean {near[0]}?"
+        return f"did you mean {near}?"
     return f"valid: {', '.join(sorted(valid))}" if valid else ""
+
+
+def _nearest(given: str, valid: Sequence[str]) -> str:
+    return next(iter(difflib.get_close_matches(given, valid, n=1, cutoff=0.5)), "")
 
 
 def fields_named(section: type[BaseModel], key: str, above: str = "") -> list[str]:
@@ -116,7 +195,7 @@ def _show(value: object) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[BaseModel] | None]:
+def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[tuple[str, ...], type[BaseModel] | None]:
     """The path as the user writes it (union tags left out), and the section that holds its last key."""
     path: list[str] = []
     current: Any = model
@@ -132,7 +211,7 @@ def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[B
         path.append(str(part))
         parent = next((m for m in options if isinstance(m, type) and issubclass(m, BaseModel)), None)
         current = field_type(parent, part) if parent else _element(options)
-    return ".".join(path), parent
+    return tuple(path), parent
 
 
 def field_type(section: type[BaseModel] | None, key: int | str) -> Any:

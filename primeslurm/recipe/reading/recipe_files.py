@@ -10,15 +10,17 @@ from __future__ import annotations
 import contextlib
 import stat
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.errors import UsageError, Violation, signature
 from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import suggestion, violation
+from primeslurm.recipe.reading.explain import InputFault, faults, suggestion
+from primeslurm.recipe.reading.repair import Rules, path_of, stand_ins
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.site import Site
@@ -26,27 +28,106 @@ from primeslurm.recipe.site import Site
 M = TypeVar("M", bound=BaseModel)
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Recipe:
-    """Read a recipe, merge what it extends, apply `a.b=value` overrides and another name, validate.
+@dataclass(frozen=True)
+class Draft(Generic[M]):
+    """A recipe or site file as it was read, sound or not."""
 
-    Raises:
-        UsageError: with everything that is wrong.
-    """
-    data = _apply_overrides(_read_extended(path, seen=()), overrides)
+    model: type[M]
+    rules: Rules[M]
+    """Finds contradictions within it."""
+    data: Mapping[str, Any]
+    value: M | None
+    """None if anything is wrong."""
+    faults: tuple[InputFault, ...] = ()
+
+    @property
+    def violations(self) -> list[Violation]:
+        """Everything that is wrong."""
+        return [fault.violation for fault in self.faults]
+
+    def sound(self) -> M:
+        """Return the recipe or site. Raises UsageError with everything that is wrong."""
+        if self.value is None:
+            raise UsageError(self.violations)
+        return self.value
+
+    def variants(self, doubted: Sequence[Violation] = ()) -> list[M]:
+        """List what later checks can look at: the value itself, or stand-ins without its faults.
+
+        Args:
+            doubted: what later checks found; stand-ins have other values in these fields, too.
+        """
+        if self.value is not None and not doubted:
+            return [self.value]
+        found = (*self.faults, *(InputFault(each, path_of(each.field)) for each in doubted))
+        return stand_ins(self.model, self.data, found, self.rules) if self.data else []
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Draft[Recipe]:
+    """Read a recipe, merge what it extends, apply `a.b=value` overrides and another name, and validate it."""
+    try:
+        data = _read_extended(path, seen=())
+    except UsageError as error:
+        return _unreadable(Recipe, error)
+    data, found = _apply_overrides(data, overrides)
     if name is not None:
         data["name"] = name
-    recipe = _validate(Recipe, data, str(path))
-    if found := text_problems(recipe) + violations(recipe):
-        raise UsageError(found)
-    return recipe
+    return _draft(Recipe, data, str(path), lambda recipe: text_problems(recipe) + violations(recipe), found)
+
+
+def read_site(path: Path) -> Draft[Site]:
+    """Read a site file, and validate it."""
+    try:
+        data = {"schema": 1, **read_mapping(path)}
+    except UsageError as error:
+        return _unreadable(Site, error)
+    return _draft(Site, data, str(path), text_problems, [])
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Recipe:
+    """Read a sound recipe, as `read_recipe`. Raises UsageError with everything that is wrong."""
+    return read_recipe(path, overrides, name).sound()
 
 
 def load_site(path: Path) -> Site:
-    """Read a site file. Raises UsageError."""
-    site = _validate(Site, read_mapping(path), str(path))
-    if found := text_problems(site):
-        raise UsageError(found)
-    return site
+    """Read a sound site file. Raises UsageError with everything that is wrong."""
+    return read_site(path).sound()
+
+
+def _unreadable(model: type[M], error: UsageError) -> Draft[M]:
+    return Draft(model, lambda _: (), {}, None, tuple(InputFault(each, ()) for each in error.violations))
+
+
+def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M], found: list[InputFault]) -> Draft[M]:
+    """Validate data. `found`: what is wrong with the data already."""
+    try:
+        value = model.model_validate(data)
+    except ValidationError as error:
+        found = [*found, *(fault for details in error.errors() for fault in faults(model, details, source))]
+        value = None
+    looked_at = [value] if value is not None and not found else stand_ins(model, data, found, lambda _: ())
+    contradictions = independent([rules(each) for each in looked_at], [fault.path for fault in found])
+    found = [*found, *(InputFault(each, path_of(each.field)) for each in contradictions)]
+    return Draft(model, rules, data, None if found else value, tuple(found))
+
+
+def independent(found: Sequence[Sequence[Violation]], faulty: Sequence[Sequence[str]]) -> list[Violation]:
+    """Return what was found in every variant, outside of the fields that are known to be faulty."""
+    if not found:
+        return []
+    everywhere = set.intersection(*({_identity(each) for each in violations} for violations in found))
+    fields = [tuple(path) for path in faulty]
+    return [
+        each
+        for each in found[0]
+        if _identity(each) in everywhere
+        and not any(path and path_of(each.field)[: len(path)] == path for path in fields)
+    ]
+
+
+def _identity(violation: Violation) -> tuple[str, str]:
+    """What makes two violations the same: numbers in the text may follow from other fields."""
+    return violation.field, signature(violation.why)
 
 
 def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -81,26 +162,23 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    problems: list[Violation] = []
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[InputFault]]:
+    """Apply `a.b=value` words. Return the data with those that can be applied, and what is wrong with the others."""
+    found: list[InputFault] = []
     for override in overrides:
         path, equals, text = override.partition("=")
         keys = path.split(".")
         if not equals or not all(keys):
-            problems.append(Violation("--set", override, "must be key.path=value"))
+            found.append(InputFault(Violation("--set", override, "must be key.path=value"), ()))
             continue
         try:
-            value = parse(text)
+            data = _with(data, keys, parse(text))
         except ValueError:
-            problems.append(Violation(f"--set {path}", text, "the value is not valid YAML"))
-            continue
-        try:
-            data = _with(data, keys, value)
+            found.append(InputFault(Violation(f"--set {path}", text, "the value is not valid YAML"), tuple(keys)))
         except LookupError as error:
-            problems.append(Violation(f"--set {path}", text, "there is no such place in the recipe", error.args[0]))
-    if problems:
-        raise UsageError(problems)
-    return data
+            why = "there is no such place in the recipe"
+            found.append(InputFault(Violation(f"--set {path}", text, why, error.args[0]), ()))
+    return data, found
 
 
 def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
@@ -121,15 +199,6 @@ def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
         raise LookupError(f"{above} has {f'entries 0 to {len(node) - 1}' if node else 'no entries'}")
     i = int(key)
     return [*node[:i], _with(node[i], *below), *node[i + 1 :]]
-
-
-def _validate(model: type[M], data: Mapping[str, Any], source: str) -> M:
-    if "schema" not in data:
-        data = {"schema": 1, **data} if model is Site else data
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        raise UsageError([violation(model, details, source) for details in error.errors()]) from None
 
 
 class _Loader(yaml.SafeLoader):

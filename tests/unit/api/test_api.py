@@ -27,7 +27,7 @@ from tests.support.recipes import model_dir, recipe_data, site
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "submit_from_python.py"
-NO_SLURM = "placement not checked, because Slurm gives no answer: sinfo"
+NO_SLURM = "Slurm is not reachable from here (sinfo failed; details with --verbose)"
 
 
 @pytest.fixture
@@ -62,12 +62,12 @@ def test_what_only_looks_needs_neither_slurm_nor_the_model(place: Path) -> None:
     plan = loaded.plan()
     assert (plan.totals.nodes, plan.run_dir) == (3, str(place / "runs" / "x"))
     blocked = [finding for finding in plan.findings if finding.level == "blocked"]
-    assert [finding.text for finding in blocked] == ["org/none: no such directory, and not in the Hugging Face cache"]
+    assert [finding.text for finding in blocked] == ["is not in the Hugging Face cache on this machine"]
     assert loaded.render().startswith("#!/bin/bash\n")
     dry = loaded.dry_run()
     assert dry.plan == plan and dry.script == loaded.render()
     (unasked,) = dry.unasked
-    assert unasked.startswith(NO_SLURM) and "no controller" in unasked
+    assert unasked.startswith(NO_SLURM) and "\n" not in unasked and "no controller" in dry.details
     assert not (place / "runs").exists()
 
 
@@ -76,12 +76,14 @@ def test_check_says_everything_and_submit_refuses_it(place: Path) -> None:
     check = loaded.check()
     assert not check.ok and check.plan is None
     assert [(finding.level, finding.field) for finding in check.findings] == [
-        ("error", "model.path"),
         ("error", "deployment.train.gpus_per_node"),
+        ("blocked", "model.path"),
+        ("note", "slurm"),
     ]
     with pytest.raises(primeslurm.UsageError) as refused:
         loaded.submit()
-    assert refused.value.violations == check.violations == check.errors
+    assert check.violations == check.errors
+    assert [each.field for each in refused.value.violations] == ["deployment.train.gpus_per_node", "model.path"]
     assert not (place / "runs").exists()
 
 
@@ -136,14 +138,14 @@ def test_an_emulated_run_is_worked_out_once_and_listens_where_its_cluster_is(
 def test_commands_that_only_look_end_well_without_slurm_and_model(place: Path) -> None:
     shown = command("submit", "r.yaml", "--dry-run", cwd=place, path=place)
     assert shown.code == 0, shown.err
-    assert "blocked: model.path: org/none: no such directory" in shown.err
-    assert f"note: {NO_SLURM}" in shown.err
+    assert "blocked: model.path = org/none: is not in the Hugging Face cache" in shown.err
+    assert f"note: slurm: {NO_SLURM}" in shown.err
     assert "totals: 3 nodes" in shown.out and "#SBATCH hetjob" in shown.out
     assert command("render", "r.yaml", cwd=place, path=place).code == 0
     planned = command("plan", "r.yaml", cwd=place, path=place)
-    assert planned.code == 0 and "blocked: model.path: org/none" in planned.err
+    assert planned.code == 0 and "blocked: model.path = org/none" in planned.err
     refused = command("submit", "r.yaml", cwd=place, path=place)
-    assert refused.code == 2 and "model.path = org/none: no such directory" in refused.err
+    assert refused.code == 2 and "model.path = org/none: is not in the Hugging Face cache" in refused.err
     write(place, model={"path": str(model_dir(place))})
     assert command("submit", "r.yaml", cwd=place, path=place).code == 3
     assert not (place / "runs").exists()
@@ -153,10 +155,10 @@ def test_the_example_checks_and_shows_without_slurm_and_model(place: Path) -> No
     done = run_python(EXAMPLE, "r.yaml", "--dry-run", cwd=place)
     assert done.code == 0, done.err
     assert done.out.startswith("test-run: 3 nodes, 16 GPUs, 8 engines\n")
-    assert "error: model.path: org/none: no such directory" in done.err and NO_SLURM in done.err
+    assert "blocked: model.path = org/none: is not in the Hugging Face cache" in done.err and NO_SLURM in done.err
     refused = run_python(EXAMPLE, "r.yaml", cwd=place)
     assert (refused.code, refused.out) == (2, "")
-    assert refused.err == "model.path: no such directory, and not in the Hugging Face cache\n"
+    assert refused.err == "model.path: is not in the Hugging Face cache on this machine\n"
     assert run_python(EXAMPLE, "nothing.yaml", cwd=place).code == 2
 
 

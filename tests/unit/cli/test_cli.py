@@ -129,7 +129,7 @@ def test_check_accepts_a_good_recipe_and_gives_advice(place: Path) -> None:
     result = primeslurm("check", "r.yaml", cwd=place)
     assert (result.code, result.out) == (0, "")
     assert "warning: checkpoint.interval: only the last step (4) is saved" in result.err
-    assert "test-run: ok, 3 nodes" in result.err
+    assert "test-run: recipe is valid. 3 nodes: 1 train, 1 inference, 1 control.\n" in result.err
     found = json.loads(primeslurm("check", "r.yaml", "--json", cwd=place).out)
     assert "checkpoint.interval" in [finding["field"] for finding in found]
 
@@ -144,12 +144,13 @@ BAD = [
     (
         {"model": {"path": "./none"}},
         (),
-        "error: model.path = ./none: no such directory, and not in the Hugging Face cache (give a directory)\n",
+        "error: model.path = ./none: is no directory on this machine, and not in the Hugging Face cache "
+        "(give a directory, or a hub id in the cache)\n",
     ),
     (
         {"model": {"path": "org/none"}},
         (),
-        "error: model.path = org/none: no such directory, and not in the Hugging Face cache "
+        "error: model.path = org/none: is not in the Hugging Face cache on this machine "
         "(`hf download org/none` on the shared file system)\n",
     ),
     ({"seq_len": 8192}, (), "error: seq_len = 8192: the model's max_position_embeddings is 4096 (nearest: 4096)\n"),
@@ -218,15 +219,18 @@ def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
 def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
     result = primeslurm("check", "r.yaml", "--json", "--set", "max_steps=0", cwd=place)
     assert (result.code, result.err) == (2, "")
-    text, fix = "0: must be greater than 0", "nearest: 1"
-    assert json.loads(result.out) == [{"level": "error", "field": "max_steps", "text": text, "fix": fix}]
+    first, *others = json.loads(result.out)
+    expected = {"field": "max_steps", "value": "0", "text": "must be greater than 0", "fix": "nearest: 1"}
+    assert first == {"level": "error", **expected}
+    assert "error" not in {finding["level"] for finding in others}
 
 
 @pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
 def test_a_path_that_cannot_be_looked_at_is_not_there(tmp_path: Path, path: str) -> None:
     assert model_directory(path) is None
     recipe = load_recipe(write_recipe(tmp_path / "r.yaml", model={"path": path}))
-    assert [problem.field for problem in model_files(recipe).problems] == ["model.path"]
+    absent = model_files(recipe).absent
+    assert absent is not None and (absent.level, absent.field, absent.value) == ("blocked", "model.path", path)
 
 
 def test_the_directory_of_runs_has_to_be_one_that_can_be_found(place: Path) -> None:
@@ -241,8 +245,8 @@ def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
     result = primeslurm("plan", "r.yaml", cwd=place)
     assert (result.code, result.err) == (
         2,
-        "error: --site: no site file: looked for site.yaml, ~/.primeslurm/site.yaml "
-        "(`primeslurm cluster up` makes an emulated cluster with one, or use --local)\n",
+        "error: --site: there is no site file: looked for site.yaml, ~/.primeslurm/site.yaml "
+        "(`primeslurm init` writes one, `primeslurm cluster up` starts an emulated cluster with one; or use --local)\n",
     )
 
 

@@ -99,9 +99,9 @@ def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> N
     wrong = [environment for environment, _ in WRONG]
     result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], "--local")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: 14 problems\n"), result.err
+    assert result.err.endswith("r.yaml: 14 errors, 2 warnings.\n"), result.err
     for i, (_, text) in enumerate(WRONG):
-        assert f"  environments.{i + 1}.{text}" in result.err, result.err
+        assert f"error: environments.{i + 1}.{text}" in result.err, result.err
     assert "environments.7.harness = needs-container: it cannot use the tools that the environment" in result.err
     assert "environments.3.args.n = many: input should be a valid integer" in result.err
     assert "never_loads.py, line 8, in wait (load less, or allow more: load_timeout_s)" in result.err
@@ -119,7 +119,7 @@ def test_submit_refuses_an_environment_that_is_not_installed(place: Path) -> Non
 def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
     result = run(place, "check", [{"id": "fine-words", "harness": {"id": "bash"}, "runtime": {"type": "podman"}}])
     assert result.code == 0, result.err
-    warning = "warning: environments.0.runtime: podman: `podman` is not installed here; the nodes are looked at when "
+    warning = "warning: environments.0.runtime = podman: `podman` is not installed here; the nodes are checked when "
     assert warning in result.err
     assert "note: environments.0.runtime: podman: each rollout installs harness bash into its container" in result.err
 
@@ -191,10 +191,10 @@ def test_a_model_that_cannot_be_shown_an_environments_tools_is_refused(place: Pa
     ]
     result = run(place, "check", [*silent, *tools], "--local")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: 2 problems\n"), result.err
+    assert result.err.endswith("r.yaml: 2 errors, 2 warnings.\n"), result.err
     why = f"it offers the model tools, but tools cannot be rendered for {place}/model: qwen3: it renders "
-    assert f"  environments.2.harness = tool-use: {why}" in result.err
-    assert f"  environments.3.harness = bash: {why}" in result.err
+    assert f"error: environments.2.harness = tool-use: {why}" in result.err
+    assert f"error: environments.3.harness = bash: {why}" in result.err
     assert "name one that fits in model.renderer (a harness without tools, such as `harness: {id: chat}`" in result.err
     assert run(place, "check", [*silent, *tools], "--local", "--set", "model.renderer=qwen3").code == 0
 

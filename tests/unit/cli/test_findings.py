@@ -38,9 +38,13 @@ def test_a_known_model_that_is_not_here_is_blocked_but_checks(place: Path) -> No
     write(place, FITS)
     result = primeslurm("check", "r.yaml", cwd=place)
     assert (result.code, result.out) == (0, ""), result.err
-    assert "blocked: model.path: zai-org/GLM-5.1 is not in the Hugging Face cache here (`hf download" in result.err
-    assert "test-run: ok, but cannot be submitted here, 26 nodes" in result.err
-    assert result.err.endswith(" 8 engines, 1 router\n")
+    assert (
+        "blocked: model.path = zai-org/GLM-5.1: is not in the Hugging Face cache on this machine (`hf download"
+        in result.err
+    )
+    verdict = "test-run: recipe is valid; not submittable from this machine (1 blocker: model.path is not in the "
+    assert verdict in result.err
+    assert result.err.endswith(". 26 nodes: 24 train, 1 inference, 1 control.\n")
 
 
 def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> None:
@@ -51,7 +55,7 @@ def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> N
     assert shown.code == 0
     refused = primeslurm("submit", "r.yaml", cwd=place)
     assert refused.code == 2
-    assert "model.path: zai-org/GLM-5.1 is not in the Hugging Face cache here (`hf download" in refused.err
+    assert "model.path = zai-org/GLM-5.1: is not in the Hugging Face cache on this machine (`hf download" in refused.err
     assert not (place / "runs").exists()
 
 
@@ -61,9 +65,7 @@ def test_a_served_model_needs_no_trainer(place: Path) -> None:
     (place / "r.yaml").write_text(yaml.safe_dump(data))
     result = primeslurm("check", "r.yaml", "--json", cwd=place)
     assert result.code == 0
-    assert [f["text"] for f in json.loads(result.out) if f["level"] == "blocked"] == [
-        "zai-org/GLM-5.1 is not in the Hugging Face cache here"
-    ]
+    assert [f["value"] for f in json.loads(result.out) if f["level"] == "blocked"] == ["zai-org/GLM-5.1"]
 
 
 def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(place: Path) -> None:
@@ -73,7 +75,7 @@ def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(pla
     assert checked.code == 2
     assert "error: trainer.lora.save_adapter: save_adapter needs weight updates through files" in checked.err
     assert "error: trainer.lora: " in checked.err, "engines that quantise would sample from another policy"
-    assert "test-run: 2 errors, " in checked.err
+    assert "test-run: 2 errors, 1 blocker" in checked.err
     as_json = primeslurm("check", "r.yaml", "--json", cwd=place)
     assert as_json.code == 2
     assert "error" in {finding["level"] for finding in json.loads(as_json.out)}
@@ -98,7 +100,7 @@ def test_missing_training_data_blocks(place: Path) -> None:
     (place / "r.yaml").write_text(yaml.safe_dump(data))
     result = primeslurm("check", "r.yaml", cwd=place)
     assert result.code == 0
-    assert f"blocked: sft.data.path: {place}/none.jsonl: no such file" in result.err
+    assert f"blocked: sft.data.path = {place}/none.jsonl: there is no such file" in result.err
     (place / "none.jsonl").write_text('{"text": "x"}\n')
     result = primeslurm("check", "r.yaml", cwd=place)
     assert (result.code, result.out) == (2, "")

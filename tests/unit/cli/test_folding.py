@@ -54,7 +54,7 @@ def test_plan_shows_sums_first_and_every_process_if_asked() -> None:
     shown = primeslurm("plan", str(LARGE), "--site", str(SITE), cwd=ROOT)
     assert shown.code == 0, shown.err
     assert len(shown.out.splitlines()) <= 80
-    assert shown.out.index("totals: 33 nodes") < shown.out.index("trainer-rank-8..95")
+    assert shown.out.index("totals: 34 nodes: 12 train, ") < shown.out.index("trainer-rank-8..95")
     every = primeslurm("plan", str(LARGE), "--site", str(SITE), "--all", cwd=ROOT)
     assert "trainer-rank-95 " in every.out and "trainer-rank-8.." not in every.out
 

@@ -1,0 +1,143 @@
+"""A check finds every fault of a recipe in one pass, each once, and no consequences of them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.api.planning import Examined, examine
+from primeslurm.api.sites import draft_site
+from primeslurm.recipe.reading.recipe_files import read_recipe
+from tests.support.cli import primeslurm
+from tests.support.recipes import model_dir, write_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+RECIPE = ROOT / "recipes" / "qwen3_30b_a3b_math.yaml"
+SITE = ROOT / "sites" / "h200.yaml"
+HELD_OUT = "{id: math-problems, name: held-out, args: {path: /data/x.jsonl}}"
+EVALUATED = f"evaluation={{interval: 20, environments: [{HELD_OUT}]}}"
+FAULTS = {
+    # What is no field, or has a value of a wrong kind
+    "max_step=3": "max_step",
+    "foo.bar=1": "foo.bar",
+    "learning_rate=1e-6": "learning_rate",
+    "slurm.partition=h100": "slurm.partition",
+    "trainer.kl_coef=0.1": "trainer.kl_coef",
+    "inference.vllm.enable_dbo=true": "inference.vllm.enable_dbo",
+    "seed=many": "seed",
+    "trainer.optimizer.lr=fast": "trainer.optimizer.lr",
+    "trainer.optimizer.type=adam": "trainer.optimizer.type",
+    "trainer.loss.type=ppo": "trainer.loss.type",
+    "trainer.memory.activation_offload=maybe": "trainer.memory.activation_offload",
+    "trainer.lora.rank=12": "trainer.lora.rank",
+    "checkpoint.keep=0": "checkpoint.keep",
+    "weights.transport=rdma": "weights.transport",
+    "orchestrator.advantages=gae": "orchestrator.advantages",
+    "orchestrator.oversampling=0.5": "orchestrator.oversampling",
+    "inference.gpu_memory_utilization=2": "inference.gpu_memory_utilization",
+    "inference.decode.max_num_seqs=0": "inference.decode.max_num_seqs",
+    "environments.0.workers=none": "environments.0.workers",
+    "evaluation.interval=often": "evaluation.interval",
+    "monitor.tensorboard=perhaps": "monitor.tensorboard",
+    "slurm.time=soon": "slurm.time",
+    "pass_env=[A-B]": "pass_env.0",
+    # What contradicts another field
+    "orchestrator.batch_size=250": "orchestrator.batch_size",
+    "orchestrator.sampling.max_tokens=16384": "orchestrator.sampling.max_tokens",
+    "model.max_len=64": "model.max_len",
+    "model.renderer=qwen33": "model.renderer",
+    "evaluation.keep_best=held-out/pass@7": "evaluation.keep_best",
+    # What contradicts the model or the site
+    "trainer.parallelism.ep=7": "trainer.parallelism.ep",
+    "inference.parallel.tp=5": "inference.parallel.tp",
+    "inference.prefill.vllm_extra={port: 1}": "inference.vllm_extra",
+    "deployment.spares.environments=1": "deployment.spares.environments",
+}
+"""Overrides of the recipe, and the field that each should be reported for."""
+
+
+def found(*overrides: str, site: Path = SITE) -> Examined:
+    draft = read_recipe(RECIPE, [EVALUATED, *overrides])
+    return examine(draft, draft_site(site), local=False, environments=False)
+
+
+def fields(examined: Examined) -> list[str]:
+    return sorted(error.field for error in examined.errors)
+
+
+def test_the_recipe_is_sound_without_faults() -> None:
+    assert found().errors == () and found().planned is not None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_fault_is_one_finding(fault: str) -> None:
+    examined = found(fault)
+    assert fields(examined) == [FAULTS[fault]], examined.errors
+
+
+def samples() -> list[tuple[str, ...]]:
+    chance = random.Random(44)
+    return [tuple(chance.sample(sorted(FAULTS), chance.randint(2, 7))) for _ in range(40)]
+
+
+@pytest.mark.parametrize("faults", samples(), ids=lambda faults: " ".join(fault.partition("=")[0] for fault in faults))
+def test_several_faults_are_as_many_findings(faults: tuple[str, ...]) -> None:
+    examined = found(*faults)
+    assert fields(examined) == sorted(FAULTS[fault] for fault in faults), examined.errors
+
+
+def site_file(place: Path, **changes: Any) -> Path:
+    data = yaml.safe_load(SITE.read_text())
+    (place / "site.yaml").write_text(yaml.safe_dump(data | changes))
+    return place / "site.yaml"
+
+
+def test_faults_of_the_site_hide_none_of_the_recipe(tmp_path: Path) -> None:
+    faulty = site_file(tmp_path, device="tpu", partitions=["a"], node_silent_s="long")
+    examined = found("trainer.parallelism.ep=7", "seed=many", site=faulty)
+    assert fields(examined) == ["device", "node_silent_s", "partitions", "seed", "trainer.parallelism.ep"]
+
+
+def test_a_missing_site_file_hides_nothing_of_the_recipe(tmp_path: Path) -> None:
+    examined = found("trainer.parallelism.ep=7", "seed=many", site=tmp_path / "none.yaml")
+    assert fields(examined) == sorted([str(tmp_path / "none.yaml"), "seed", "trainer.parallelism.ep"])
+
+
+def test_a_recipe_that_cannot_be_read_is_the_only_finding(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("a: [1,")
+    examined = examine(read_recipe(tmp_path / "r.yaml"), draft_site(SITE), local=False)
+    (error,) = examined.errors
+    assert "not valid YAML" in error.why
+
+
+def test_memory_that_follows_from_a_fault_is_no_second_finding() -> None:
+    tight = "trainer.parallelism.activation_checkpointing=none"
+    alone = found(tight)
+    assert fields(alone) == ["deployment.train"]
+    assert fields(found(tight, "trainer.parallelism.cp=many")) == ["trainer.parallelism.cp"]
+    assert fields(found(tight, "seed=many")) == ["deployment.train", "seed"]
+
+
+def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
+    """A misspelt key, an environment that nobody has, and a batch of no whole groups."""
+    write_recipe(
+        tmp_path / "r.yaml",
+        model={"path": str(model_dir(tmp_path))},
+        environments=[{"id": "no-such-environment"}],
+        orchestrator={"batch_size": 58},
+        max_step=3,
+    )
+    result = primeslurm("check", "r.yaml", "--local", "--no-slurm", cwd=tmp_path)
+    assert result.code == 2
+    errors = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert [line.split(":")[1].partition(" =")[0].strip() for line in errors] == [
+        "max_step",
+        "orchestrator.batch_size",
+        "environments.0.id",
+    ]
+    assert result.err.splitlines()[-1].startswith("r.yaml: 3 errors")
+    assert list(tmp_path.glob("runs")) == []
