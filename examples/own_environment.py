@@ -14,7 +14,8 @@ OPPOSITES = """
 hot cold, big small, fast slow, up down, old young, day night, open closed, wet dry, hard soft, rich poor,
 light dark, full empty, early late, high low, long short, near far, happy sad, left right, loud quiet, clean dirty,
 strong weak, true false, win lose, buy sell, push pull, love hate, begin end, first last, good bad, black white,
-north south, east west, summer winter, inside outside, above below, front back, thick thin, wide narrow, yes no, life death
+north south, east west, summer winter, inside outside, above below, front back, thick thin, wide narrow, yes no,
+life death
 """
 PAIRS = [tuple(pair.split()) for pair in OPPOSITES.replace("\n", " ").split(",")]
 

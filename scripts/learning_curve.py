@@ -1,4 +1,4 @@
-"""Draw the learning curve of SmolLM2 from the recorded results; with --check, only compare it with the figure."""
+"""Draw the learning curve of SmolLM2 from recorded results; with --check, only tell whether the figure is current."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def main() -> None:
     text = draw()
     if "--check" in sys.argv:
         current = FIGURE.is_file() and FIGURE.read_text() == text
-        sys.exit(
-            0 if current else f"not current: {FIGURE}; run PYTHONPATH=. .venv/bin/python scripts/learning_curve.py"
-        )
+        sys.exit(0 if current else f"not current: {FIGURE}; run PYTHONPATH=. python scripts/learning_curve.py")
     FIGURE.write_text(text)
 
 

@@ -53,7 +53,7 @@ class FakeEngine:
         delay_s: how long a completion takes.
         broken: answers 500 to this many generate requests first.
         routed: answers say that the token at position p went to expert p % 200, in each of 3 layers, 2 places.
-        answer: what it says to the word after a prompt's colon.
+        answer: what it says to the word after a prompt's colon, or to the last message of a prompt without a colon.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class FakeEngine:
 
     def _sample(self, prompt: list[int], number: int) -> list[int]:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False).replace(" ", "")
-        answer = self._answer(text.rsplit(":", 1)[1].split("<")[0])
+        answer = self._answer(text.rsplit(":" if ":" in text else "<user>", 1)[1].split("<")[0])
         if number % 2:
             answer = "z" * self._mistakes + answer[self._mistakes :]
         return [*self._tokenizer.convert_tokens_to_ids(list(answer)), self._tokenizer.eos_token_id]

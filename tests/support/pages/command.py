@@ -68,7 +68,9 @@ def export(words: list[str]) -> None:
     """Leave a small model where `export RUN DIR` would leave the run's."""
     if "--help" not in words:
         assert RunDirectory(Path("runs", words[0])).exists(), f"no run is called {words[0]}"
-        shutil.copytree(Path(os.environ["HOME"], "model"), words[1])
+        target = Path(words[1])
+        assert target.absolute().parent.is_dir() and not target.exists(), f"{target} cannot be made"
+        shutil.copytree(Path(os.environ["HOME"], "model"), target)
         sys.argv.append("--help")
 
 

@@ -57,21 +57,26 @@ def test_the_algorithm_gives_batches_leave_one_out_advantages() -> None:
     assert found == {i: pytest.approx(value, abs=1e-6) for i, value in enumerate(exact) if value}
 
 
-@pytest.mark.parametrize(("right", "reward"), [(4, 1.0), (2, 0.5)])
-async def test_the_environment_is_loaded_by_its_name_and_scores_answers(
-    right: int, reward: float, tmp_path: Path
+@pytest.mark.parametrize(("reply", "reward"), [("Cold.", 1.0), ("It is cold", 0.5 + 0.5 / 3), ("It is warm", 0.5 / 3)])
+async def test_the_environment_is_loaded_by_its_name_and_scores_replies(
+    reply: str, reward: float, tmp_path: Path
 ) -> None:
-    """An engine gets the first `right` of four letters right."""
     tokenizer = write_tokenizer(tmp_path)
     model = recipe("own_environment").model.model_copy(update={"path": str(tokenizer)})
-    words: list[str] = []
+    prompts: list[str] = []
 
-    def answer(word: str) -> str:
-        words.append(word)
-        return "".join(sorted(word))[:right] + "?" * (4 - right)
+    def answer(prompt: str) -> str:
+        prompts.append(prompt)
+        return reply
 
     with FakeEngine(tokenizer, mistakes=0, answer=answer) as engine:
         engine.version = 3
         (rollout,) = await rollouts(engine, recipe("own_environment", model=model))
-    assert rollout.info.reward == reward
-    assert [len(word) for word in words] == [4], "its recipe says so"
+    assert rollout.info.reward == pytest.approx(reward)
+    assert prompts == ["Whatistheoppositeofhot?"]
+
+
+def test_the_tutorial_shows_the_environment() -> None:
+    page = (ROOT / "docs" / "tutorials" / "own-environment.md").read_text()
+    code = (EXAMPLES / "own_environment.py").read_text().partition("\n")[2].strip()
+    assert code in page

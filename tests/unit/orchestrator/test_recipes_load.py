@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -27,13 +26,10 @@ NAMED = [
 @pytest.mark.parametrize("environment", NAMED)
 def test_it_loads(environment: Environment, tmp_path: Path) -> None:
     """Where it reads a path of the cluster, something of the same form stands there."""
-    problems = tmp_path / "math.jsonl"
-    problems.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}))
     dapo = tmp_path / "dapo.parquet"
     row = {"prompt": "In triangle ABC, ...", "solution": "34"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), dapo)
     stand_ins = {
-        "/shared/data/math.jsonl": str(problems),
         "/shared/data/dapo/en/train-00000-of-00001.parquet": str(dapo),
         "/shared/data/swe": str(ROOT / "examples" / "harbor"),
     }
