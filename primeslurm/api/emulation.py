@@ -44,8 +44,7 @@ def for_emulation(recipe: Recipe) -> Recipe:
 
 def cluster_for(recipe: Recipe) -> ClusterSpec:
     """Describe an embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
-    name = _cluster_name(recipe.name)
-    spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
+    spec = _spec(recipe.name)
     requests = resource_requests(recipe, site_of(spec))
     without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
     total = sum(request.nodes + request.spares for request in requests)
@@ -54,12 +53,17 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     return sized
 
 
-def _cluster_name(run: str) -> str:
-    """`emulate-<run>`; what is no name of a cluster is cut, and ends with a digest: no two runs share a cluster."""
-    name = f"emulate-{run}"
-    if is_name(name):
-        return name
-    return f"{re.sub(r'[^a-z0-9-]', '-', name)[:22]}-{zlib.crc32(run.encode()):08x}"
+def _spec(run: str) -> ClusterSpec:
+    """Return a cluster named `emulate-<run>`.
+
+    A name that is not valid, or too long for Unix sockets below the home directory, is cut and ends with a digest, so
+    that no two runs share a cluster.
+    """
+    name, digest = f"emulate-{run}", f"{zlib.crc32(run.encode()):08x}"
+    names = [name] if is_name(name) else []
+    names += [f"{re.sub(r'[^a-z0-9-]', '-', name)[:22]}-{digest}", f"emulate-{digest}"]
+    specs = [ClusterSpec(each, default_directory(each), Path("runs").absolute()) for each in names]
+    return next((spec for spec in specs if spec.has_short_path), specs[-1])
 
 
 def site_of(spec: ClusterSpec) -> Site:

@@ -83,15 +83,20 @@ def cpus_given(environ: Mapping[str, str]) -> int | None:
     return _number(environ.get("SLURM_CPUS_ON_NODE"))
 
 
+def is_started_by_slurm(environ: Mapping[str, str]) -> bool:
+    """Return whether Slurm started this process on a node: in a step, a batch script or an interactive shell there."""
+    return "SLURMD_NODENAME" in environ
+
+
 def allocated_elsewhere(environ: Mapping[str, str], host: str) -> list[str]:
     """Return the nodes of this shell's allocation if the shell is on none of them, as after `salloc` on a login node.
 
     Args:
-        environ: of the shell. Slurm sets SLURMD_NODENAME only where it starts processes itself.
+        environ: of the shell.
         host: name of this machine.
     """
     nodes = environ.get("SLURM_JOB_NODELIST", "")
-    if not nodes or "SLURMD_NODENAME" in environ:
+    if not nodes or is_started_by_slurm(environ):
         return []
     try:
         names = expand(nodes)

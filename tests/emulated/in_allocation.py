@@ -2,7 +2,7 @@
 
 It runs where this program is started: in an allocation of Slurm, on the node that Slurm gave.
 
-Usage: python -m tests.emulated.in_allocation RECIPE DIRECTORY STEPS. One JSON object on stdout.
+Usage: python -m tests.emulated.in_allocation RECIPE DIRECTORY [PATH=VALUE ...]. One JSON object on stdout.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 from primeslurm.api.runs import Run
@@ -21,10 +22,10 @@ from primeslurm.run.records import rows
 from tests.support.runs import start_local
 
 
-def main(recipe_path: Path, directory: Path, steps: int) -> None:
-    """Start the run, look at its processes once it has trained, and wait for its end."""
+def main(recipe_path: Path, directory: Path, settings: list[str]) -> None:
+    """Start the run, look at its processes, and wait for its end."""
     os.chdir(directory)
-    recipe = load_recipe(recipe_path, [f"max_steps={steps}"])
+    recipe = load_recipe(recipe_path, settings)
     site = with_python(find_site(None, local=True))
     plan = emulate(derive(recipe, site, directory / "runs" / recipe.name, local=True))
     start_local(recipe, plan, recipe_path)
@@ -34,6 +35,7 @@ def main(recipe_path: Path, directory: Path, steps: int) -> None:
         for process in run.status(processes=True).processes:
             if process.pid and process.role in ("trainer", "engine"):
                 gpus[process.name] = _gpus_of(process.pid) or gpus.get(process.name, "")
+        time.sleep(0.1)
     kind = site.nodes["default"]
     print(
         json.dumps(
@@ -52,4 +54,4 @@ def _gpus_of(pid: int) -> str:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -26,6 +26,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("un
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "recipes"
 STEPS = 2
+SMALL = (
+    "orchestrator.batch_size=16",
+    "orchestrator.group_size=4",
+    "orchestrator.sampling.max_tokens=16",
+    "evaluation=null",
+)
+"""Stand-ins take as long as the tokens that a step has."""
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +72,9 @@ def primeslurm(cluster: Cluster, *args: str | Path) -> subprocess.CompletedProce
 def test_a_one_node_recipe_trains_to_its_end_on_a_cluster_of_one_node(
     cluster: Cluster, recipe: str, gpus: int, trainers: list[int], engines: list[int]
 ) -> None:
-    site = ("--site", cluster.spec.site_file)
-    done = primeslurm(
-        cluster, "submit", RECIPES / f"{recipe}.yaml", "--emulate", *site, "--wait", "--set", f"max_steps={STEPS}"
-    )
+    options = ["--emulate", "--site", cluster.spec.site_file, "--wait"]
+    settings = [word for setting in (f"max_steps={STEPS}", *SMALL) for word in ("--set", setting)]
+    done = primeslurm(cluster, "submit", RECIPES / f"{recipe}.yaml", *options, *settings)
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(cluster.spec.runs / recipe.replace("_", "-"))
     plan, end = run.attempt(1).plan(), run.attempt(1).end()
@@ -97,7 +103,7 @@ def test_a_local_run_inside_an_allocation_uses_the_gpus_that_slurm_gave(cluster:
     step = ("srun", "--ntasks=1", "--cpus-per-task=4")
     program = (sys.executable, "-m", "tests.emulated.in_allocation", RECIPES / "smollm2_arithmetic.yaml")
     try:
-        done = command(cluster, *allocation, *step, *program, cluster.spec.directory, str(STEPS))
+        done = command(cluster, *allocation, *step, *program, cluster.spec.directory, f"max_steps={STEPS}", *SMALL)
         assert done.returncode == 0, done.stdout + done.stderr
         said = json.loads(done.stdout)
         assert said["site"] == [2, min(4, len(os.sched_getaffinity(0)))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -29,6 +30,7 @@ from primeslurm.cli.views.tables import out
 from primeslurm.cli.views.verdict import show_findings
 from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe import Recipe
+from primeslurm.slurm.environment import is_started_by_slurm
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show plan and batch script, but submit nothing.")]
 EmulateOpt = Annotated[
@@ -136,6 +138,8 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: boo
         show_findings(plan)
         out.print(f"submitted {plan.run} as {plan.executor} job {submitted.job_id}")
         note(f"watch it with: primeslurm status {shlex.quote(plan.run_dir)} --watch")
+    if not wait and plan.executor == "local" and is_started_by_slurm(os.environ):
+        note("warning: Slurm ends this run together with the step or script that started it. Use --wait in both.")
     if wait:
         from primeslurm.cli.verbs.watch import watch_until_done
 

@@ -78,13 +78,22 @@ class ClusterSpec:
         for field, path in (("directory", self.directory), ("runs", self.runs)):
             if not path.is_absolute() or re.search(r"[\s#\"'\\%]", str(path)):
                 found.append(Violation(field, str(path), "must be an absolute path without spaces, quotes, # and %"))
-        # The longest is that of a job's step: <directory>/spool/<node>/<node>_<job>.<step>, up to 16 bytes of numbers.
-        longest = LONGEST_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
-        if len(str(self.directory)) > longest:
-            why = f"is longer than {longest} characters, too long for the Unix sockets in it"
+        if not self.has_short_path:
+            why = f"is longer than {self._longest_path} characters, too long for the Unix sockets in it"
             found.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
         if found:
             raise UsageError(found)
+
+    @property
+    def has_short_path(self) -> bool:
+        """Whether Unix sockets can be made in the directory."""
+        return len(str(self.directory)) <= self._longest_path
+
+    @property
+    def _longest_path(self) -> int:
+        # The longest socket is that of a job's step: <directory>/spool/<node>/<node>_<job>.<step>, up to 16 bytes of
+        # numbers.
+        return LONGEST_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
 
     @property
     def wide(self) -> bool:

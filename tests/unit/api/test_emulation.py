@@ -27,6 +27,13 @@ def test_no_two_runs_share_a_cluster() -> None:
     assert names[0] == "emulate-try-1"
 
 
+@pytest.mark.parametrize("home", ["/root", "/home/alice", "/home/a-long-user-name"])
+def test_a_run_of_any_name_has_a_cluster_below_an_ordinary_home(home: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", home)
+    for run in ("r", "qwen3-30b-a3b-one-node", "smollm2-arithmetic-one-gpu", f"{CUT}-{CUT}"):
+        emulation.cluster_for(Recipe.model_validate({"name": run, **FIELDS})).check()
+
+
 @pytest.mark.parametrize("started", [True, False])
 def test_only_a_cluster_that_was_started_here_is_ended(started: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ClusterSpec("emulate-r", Path("/c"), Path("/runs"))
