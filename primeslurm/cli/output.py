@@ -34,8 +34,8 @@ def _finite(value: Any) -> Any:
 
 
 def count(number: int, word: str) -> str:
-    """Write a number of things: `1 node`, `2 nodes`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """Write a number of things: `1 node`, `10,752 nodes`."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def note(text: str) -> None:
