@@ -79,6 +79,8 @@ def verdict(plan: Plan, rows: list[RoleRow]) -> str:
         text = "cannot run"
     elif "may not fit" in meanings:
         text = "may not fit"
+    elif plan.emulated:
+        text = "can run with stand-ins"
     elif plan.device != "cuda":
         text = "can run on CPUs (memory is not estimated)"
     else:
