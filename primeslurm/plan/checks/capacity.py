@@ -34,7 +34,7 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     fix = _REMEDIES[largest]
     if largest == "gradients" and recipe.trainer.parallelism.reduce_gradients == "step":
         fix = "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
-    text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB a GPU: {sizes}"
+    text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB per GPU: {sizes}"
     if role.needed_gib > role.limit_gib * (1 + MARGIN):
         return [Finding(level="error", field="deployment.train", text=f"does not fit: {text}", fix=fix)]
     return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=fix)]

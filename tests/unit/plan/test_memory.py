@@ -343,7 +343,7 @@ def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "
 
 def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     trainer, engines = found({})
-    assert trainer.startswith("error deployment.train: does not fit: needs 2375.5 of 139.8 GiB a GPU")
+    assert trainer.startswith("error deployment.train: does not fit: needs 2375.5 of 139.8 GiB per GPU")
     assert "optimizer 692.8" in trainer
     assert engines.startswith("error inference: does not fit: weights 1")
 
