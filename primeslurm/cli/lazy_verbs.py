@@ -103,16 +103,20 @@ def without_type_of_flags(params: Any) -> Any:
     return params
 
 
-class HelpingGroup(TyperGroup):
+class ReadableGroup(TyperGroup):
+    """A command with subcommands, with the same help as `ReadableHelp`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options of the group itself."""
+        return without_type_of_flags(super().get_params(ctx))
+
+
+class HelpingGroup(ReadableGroup):
     """A command with subcommands. Without a subcommand it shows its help and succeeds, which click calls an error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the words of the command line."""
         return super().parse_args(ctx, args or ["--help"])
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the options of the group itself."""
-        return without_type_of_flags(super().get_params(ctx))
 
 
 class VerbGroup(HelpingGroup):
@@ -170,10 +174,20 @@ def load_verb(name: str) -> Any:
     with without_plugins():  # importing a verb defines nearly all pydantic models of the project
         verb = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
     if isinstance(verb, typer.Typer):
-        return typer.main.get_command(verb)
+        return typer.main.get_command(readable(verb))
     app = typer.Typer(add_completion=False)
     add_command(app, name, verb, VERBS[name].fails)
     return typer.main.get_command(app)
+
+
+def readable(app: typer.Typer) -> typer.Typer:
+    """Set the classes of this module on an app and on its commands, where they have typer's default."""
+    if not isinstance(app.info.cls, type):
+        app.info.cls = ReadableGroup
+    for command in app.registered_commands:
+        if command.cls is TyperCommand:
+            command.cls = ReadableHelp
+    return app
 
 
 def add_command(
