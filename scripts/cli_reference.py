@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from primeslurm.cli.lazy_verbs import EXAMPLES, GROUPS, load_verb
+from primeslurm.cli.lazy_verbs import EXAMPLES, GROUPS, VERBS, load_verb
 from primeslurm.errors import EXIT_CODES
 
 INTRODUCTION = """This page lists every command, its options and its exit codes.
@@ -31,9 +31,8 @@ def cli_reference() -> str:
         lines += [f"| [`{name}`](#{name}) | {verb.help} |" for name, verb in verbs.items()] + [""]
     lines += ["## Exit codes", "", "| code | meaning |", "|---|---|"]
     lines += [f"| {int(code)} | {_cell(meaning)} |" for code, meaning in EXIT_CODES.items()] + [""]
-    for name, verb in ((name, verb) for verbs in GROUPS.values() for name, verb in verbs.items()):
+    for name in VERBS:
         lines += [f"## {name}", "", *_command(load_verb(name), f"primeslurm {name}", "###")]
-        lines += [f"Exit code {int(code)}: {meaning}\n" for code, meaning in verb.fails.items()]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import takewhile
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import typer
@@ -28,11 +29,11 @@ class Verb(NamedTuple):
     """Module of `cli.verbs` and name in it."""
     help: str
     """One imperative line, which is also the first line of the function's docstring."""
-    fails: Mapping[ExitCode, str] = {}
-    """What an exit code means for this verb, where it says more than `EXIT_CODES`."""
+    fails: Mapping[ExitCode, str] = MappingProxyType({})
+    """What an exit code means for this verb, if that is more than `EXIT_CODES` says. Help shows it."""
 
 
-_RUN_FAILED = {ExitCode.FAILED: "With `--wait`: the run did not complete."}
+_RUN_FAILED = {ExitCode.FAILED: "with `--wait`, the run did not complete."}
 GROUPS: dict[str, dict[str, Verb]] = {
     "Prepare": {
         "install": Verb("install:install", "Install what nodes need at run time, or a small model."),
@@ -41,15 +42,15 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "check": Verb(
             "inspect:check",
             "Check a recipe against site, model files and Slurm.",
-            {ExitCode.BAD_INPUT: "The recipe cannot run."},
+            {ExitCode.BAD_INPUT: "the recipe cannot run."},
         ),
         "plan": Verb("inspect:plan", "Show whether a recipe fits, and what it needs."),
-        "diff": Verb("diff:diff_", "Compare two recipes or runs.", {ExitCode.FAILED: "They differ."}),
+        "diff": Verb("diff:diff_", "Compare two recipes or runs.", {ExitCode.FAILED: "they differ."}),
         "render": Verb("inspect:render_", "Print the batch script that submit sends to Slurm."),
         "images": Verb(
             "images:images",
             "Build the container images of Harbor tasks.",
-            {ExitCode.FAILED: "An image could not be built."},
+            {ExitCode.FAILED: "an image could not be built."},
         ),
         "convert": Verb("export:convert", "Convert an INT4, MXFP4 or FP8 checkpoint to bfloat16."),
         "schema": Verb("inspect:schema", "Print the JSON schema of recipes or of site files."),
@@ -64,13 +65,13 @@ GROUPS: dict[str, dict[str, Verb]] = {
         "status": Verb(
             "watch:status",
             "Show what a run is doing.",
-            {ExitCode.FAILED: "With `--watch`: the run did not complete."},
+            {ExitCode.FAILED: "with `--watch`, the run did not complete."},
         ),
         "logs": Verb("watch:logs", "Print the logs of a run's processes."),
         "doctor": Verb(
             "doctor:doctor",
             "Find out why a run failed, or check an installation.",
-            {ExitCode.FAILED: "The run failed or is invalid, or a required part is missing or has another version."},
+            {ExitCode.FAILED: "the run failed or is invalid, or a required part is missing or has another version."},
         ),
         "attach": Verb("attach:attach", "Open a shell next to a process of a run."),
         "runs": Verb("runs:runs", "List all runs."),
@@ -82,11 +83,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     },
     "Cluster": {
         "nodes": Verb("nodes:nodes", "List nodes that new jobs avoid because they failed."),
-        "cluster": Verb(
-            "cluster:app",
-            "Manage an embedded Slurm cluster on this machine.",
-            {ExitCode.FAILED: "`cluster status`: not all daemons are alive."},
-        ),
+        "cluster": Verb("cluster:app", "Manage an embedded Slurm cluster on this machine."),
     },
 }
 """Every verb by its group, in the order in which a person needs them."""
@@ -109,16 +106,20 @@ def without_type_of_flags(params: Any) -> Any:
     return params
 
 
-class HelpingGroup(TyperGroup):
+class ReadableGroup(TyperGroup):
+    """A command with subcommands, with the same help as `ReadableHelp`."""
+
+    def get_params(self, ctx: Any) -> Any:
+        """Return the options of the group itself."""
+        return without_type_of_flags(super().get_params(ctx))
+
+
+class HelpingGroup(ReadableGroup):
     """A command with subcommands. Without a subcommand it shows its help and succeeds, which click calls an error."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the words of the command line."""
         return super().parse_args(ctx, args or ["--help"])
-
-    def get_params(self, ctx: Any) -> Any:
-        """Return the options of the group itself."""
-        return without_type_of_flags(super().get_params(ctx))
 
 
 class VerbGroup(HelpingGroup):
@@ -176,15 +177,35 @@ def load_verb(name: str) -> Any:
     with without_plugins():  # importing a verb defines nearly all pydantic models of the project
         verb = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
     if isinstance(verb, typer.Typer):
-        return typer.main.get_command(verb)
+        return typer.main.get_command(readable(verb))
     app = typer.Typer(add_completion=False)
-    add_command(app, name, verb)
+    add_command(app, name, verb, VERBS[name].fails)
     return typer.main.get_command(app)
 
 
-def add_command(app: typer.Typer, name: str, function: Callable[..., None]) -> None:
-    """Add a function as a command. Its docstring is the help text, and the examples in it come after the options."""
+def readable(app: typer.Typer) -> typer.Typer:
+    """Set the classes of this module on an app and on its commands, where they have typer's default."""
+    if not isinstance(app.info.cls, type):
+        app.info.cls = ReadableGroup
+    for command in app.registered_commands:
+        if command.cls is TyperCommand:
+            command.cls = ReadableHelp
+    return app
+
+
+def add_command(
+    app: typer.Typer, name: str, function: Callable[..., None], fails: Mapping[ExitCode, str] = MappingProxyType({})
+) -> None:
+    """Add a function as a command.
+
+    Args:
+        app: gets the command.
+        name: of the command.
+        function: its docstring is the help text. The section `Examples:` of it comes after the options.
+        fails: what exit codes mean. They become the last paragraphs of the help text.
+    """
     text, examples = split_examples(inspect.getdoc(function) or "")
+    text = "\n\n".join([text, *(f"Exit code {int(code)}: {meaning}" for code, meaning in fails.items())])
     app.command(name, cls=ReadableHelp, help=text, epilog=examples and f"{EXAMPLES}\n{examples}")(function)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from primeslurm.errors import PrimeslurmError, UsageError
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
-"""Control characters but tab and newline, C1 among them, and marks that change the direction of text."""
+"""Control characters except tab and newline, including C1, and marks that change the direction of text."""
 
 
 def plain(text: str) -> str:
@@ -34,8 +34,8 @@ def _finite(value: Any) -> Any:
 
 
 def count(number: int, word: str) -> str:
-    """Write a number of things: `1 node`, `2 nodes`."""
-    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+    """Write a number of things: `1 node`, `10,752 nodes`."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def note(text: str) -> None:

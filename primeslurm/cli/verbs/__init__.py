@@ -1,1 +1,1 @@
-"""The verbs of the command line, one file a family."""
+"""The verbs of the command line."""

@@ -27,7 +27,7 @@ def diff_(
     """Compare two recipes or runs.
 
     It shows the fields of the recipes that differ, and what that changes: nodes, GPUs, memory, KV cache, times. Names
-    and directories of runs are not compared. The exit code is 0 if there is no difference, and 1 if there is one.
+    and directories of runs are not compared.
 
     Examples:
         primeslurm diff recipes/glm5_pd.yaml recipes/glm5_r3.yaml

@@ -39,7 +39,7 @@ def doctor(
 
     With RUN, doctor names the first failure, what followed from it, and what to do. It reports a run as invalid if the
     run trains but learns nothing useful. Without RUN, it compares the packages on this host, or on nodes of the
-    cluster, with the locked versions. The exit code is 1 if it found a failure.
+    cluster, with the locked versions.
 
     Examples:
         primeslurm doctor my-run

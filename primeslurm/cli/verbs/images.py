@@ -34,7 +34,7 @@ def images(
     """Build the container images of Harbor tasks.
 
     Tasks that have a Dockerfile get an image. Tasks with the same Dockerfile share one image, and images that exist
-    are not built again. The exit code is 1 if a build fails.
+    are not built again.
 
     Examples:
         primeslurm images /shared/data/swe --jobs 8

@@ -10,6 +10,7 @@ from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json, warn
+from primeslurm.cli.views.dashboard import phase_of
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.errors import RunError
 from primeslurm.run.status.run_status import RunStatus
@@ -34,7 +35,7 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     for row in rows:
         steps = f"{row.metrics.get('step', row.step or 0)}/{row.max_steps}"
         committed = "-" if row.committed_step is None else str(row.committed_step)
-        table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", steps, committed)
+        table.add_row(row.run, phase_of(row), str(row.attempt), row.job_id or "-", steps, committed)
     out.print(table)
 
 

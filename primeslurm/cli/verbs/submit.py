@@ -129,7 +129,7 @@ def resume(
 
 
 def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: bool = True) -> None:
-    """Say what was submitted, and wait for its end if asked to. `continues`: the run outlives this command."""
+    """Print what was submitted, and wait for its end if `wait` is set. `continues`: the run outlives this command."""
     plan = submitted.plan
     if as_json:
         fields = {"attempt": submitted.attempt, "job_id": submitted.job_id}

@@ -68,9 +68,14 @@ def process_table(status: RunStatus) -> Table:
 
 def one_line(status: RunStatus) -> str:
     """Write progress in one line, for logs."""
-    parts = [f"{status.run} {status.phase}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
+    parts = [f"{status.run} {phase_of(status)}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
     parts += [f"{label} {value}" for label, value in numbers_of(status)]
     return "  ".join(parts)
+
+
+def phase_of(status: RunStatus) -> str:
+    """Return the word for a run's phase. `--json` says `silent` if the head sends no heartbeat."""
+    return "unresponsive" if status.phase == "silent" else status.phase
 
 
 def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
@@ -93,7 +98,7 @@ def _head(status: RunStatus) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     job = f"job {status.job_id}" if status.job_id else "no job"
     reason = status.reason.removeprefix(f"{status.phase}: ")
-    table.add_row(Text(status.run, style="bold"), status.phase, f"attempt {status.attempt}", job, reason)
+    table.add_row(Text(status.run, style="bold"), phase_of(status), f"attempt {status.attempt}", job, reason)
     step = status.metrics.get("step", status.step or 0)
     committed = status.committed_step if status.committed_step is not None else "-"
     times = [f"elapsed {duration(status.elapsed_s)}"] if status.elapsed_s is not None else []

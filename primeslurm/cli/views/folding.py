@@ -1,4 +1,4 @@
-"""Texts that differ in numbers alone, told as one: `trainer-rank-0`, `trainer-rank-1`, ... as `trainer-rank-0..7`."""
+"""Fold texts that differ in numbers alone: `trainer-rank-0`, `trainer-rank-1`, ... become `trainer-rank-0..7`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import re
 from collections.abc import Iterable, Sequence
 
 MAX_RANGES = 4
-"""Of one number; where there are more, the first and the last are told, and how many there are."""
+"""Longest list of ranges. A longer one is written as its first number, its last number and its length."""
 _NUMBER = re.compile(r"\d+")
 
 
 def pattern(text: str) -> str:
-    """Find what texts have in common that are told as one."""
+    """Return the text without its numbers. Texts with the same pattern can be folded."""
     return _NUMBER.sub("#", text)
 
 
 def fold(texts: Iterable[str]) -> list[str]:
-    """Tell texts of one pattern as one each, in order of the first of them."""
+    """Fold the texts of each pattern into one text, in the order in which the patterns first occur."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         alike.setdefault(pattern(text), []).append(text)

@@ -18,10 +18,10 @@ from primeslurm.units import duration, number, size
 
 @dataclass(frozen=True)
 class PlacementRow:
-    """Like processes of like nodes."""
+    """Similar processes on similar nodes."""
 
     nodes: str
-    """Empty if they are those of the row above."""
+    """Empty if the row above has the same nodes."""
     role: str
     process: str
     ports: str
@@ -95,7 +95,7 @@ def every_row(nodes: Iterable[Node]) -> list[PlacementRow]:
 
 
 def folded_rows(nodes: Iterable[Node]) -> list[PlacementRow]:
-    """Make a row for all like processes of all like nodes: those that run as many of each kind, on the same GPUs."""
+    """Make a row for similar processes on similar nodes, which run equally many of each kind on the same GPUs."""
     alike: dict[object, list[Node]] = {}
     for node in nodes:
         alike.setdefault(_kind_of_node(node), []).append(node)
@@ -118,7 +118,7 @@ def _row(processes: Sequence[Process]) -> tuple[str, str, str, str]:
 
 
 def _runs(node: Node) -> list[list[Process]]:
-    """The node's processes, those of one kind together."""
+    """The processes of a node, grouped by kind."""
     alike: dict[object, list[Process]] = {}
     for process in node.processes:
         alike.setdefault(_kind(process), []).append(process)

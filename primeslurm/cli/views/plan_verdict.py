@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rich.table import Table
@@ -78,6 +79,8 @@ def verdict(plan: Plan, rows: list[RoleRow]) -> str:
         text = "cannot run"
     elif "may not fit" in meanings:
         text = "may not fit"
+    elif plan.emulated:
+        text = "can run with stand-ins"
     elif plan.device != "cuda":
         text = "can run on CPUs (memory is not estimated)"
     else:
@@ -94,9 +97,10 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
         on_gpus = f", {count(gpus, 'GPU')}" if plan.device == "cuda" else ""
         return {"nodes": f"this machine, as {count(plan.totals.nodes, 'node')}{on_gpus}"}
     if plan.device == "cuda":
-        kinds = sorted({row.memory.gpu.upper() for row in rows if row.memory})
+        kinds = "/".join(sorted({row.memory.gpu.upper() for row in rows if row.memory}))
         with_gpus = sum(group.nodes for group in plan.groups if group.asked_gres)
-        nodes = [(with_gpus, f"{count(with_gpus, 'GPU node')} ({gpus} {'/'.join(kinds) or 'GPUs'})")]
+        what = f"{gpus} {kinds}" if kinds else count(gpus, "GPU")
+        nodes = [(with_gpus, f"{count(with_gpus, 'GPU node')} ({what})")]
         nodes += [(plan.allocated - with_gpus, count(plan.allocated - with_gpus, "CPU node"))]
         parts = [text for number_of_nodes, text in nodes if number_of_nodes]
     else:
@@ -104,7 +108,7 @@ def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:
     if plan.totals.spares:
         parts.append(f"including {count(plan.totals.spares, 'spare')}")
     limit = minutes(plan.job.time)
-    hours = f"at most {number(gpus * limit / 60)} GPU-hours, " if plan.device == "cuda" else ""
+    hours = f"at most {count(math.ceil(gpus * limit / 60), 'GPU-hour')}, " if plan.device == "cuda" else ""
     return {"nodes": ", ".join(parts), "time": f"{hours}time limit {duration(limit * 60)}"}
 
 

@@ -171,7 +171,7 @@ _CODES = {
 }
 _SLURM = {
     "TIMEOUT": Cause("the time limit was reached", "a longer slurm.time; the run resumes from its last commit"),
-    "DEADLINE": Cause("the job's deadline was reached", "submit it anew"),
+    "DEADLINE": Cause("the job's deadline was reached", "submit it again"),
     "PREEMPTED": Cause("the job was preempted", "nothing: it resumes; or a qos that is not preempted"),
     "NODE_FAIL": Cause("a node of the job went down", "nothing: it resumes on others; spare nodes avoid the wait"),
     "OUT_OF_MEMORY": Cause("the node's own memory ran out", "ask Slurm for more (`mem` of the component)"),

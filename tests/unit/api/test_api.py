@@ -192,7 +192,7 @@ def test_a_run_is_found_and_read(finished: RunDirectory) -> None:
     assert not run.cancel()
     with pytest.raises(primeslurm.UsageError, match="there is nothing to resume"):
         run.resume()
-    with pytest.raises(primeslurm.UsageError, match="did you mean done"):
+    with pytest.raises(primeslurm.RunError, match="did you mean done"):
         primeslurm.find_run("don")
 
 

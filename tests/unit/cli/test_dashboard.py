@@ -167,3 +167,13 @@ def test_sparklines_and_lines_for_logs() -> None:
     status = status_of(1, 0)
     assert numbers_of(status) == [("reward", "0.500"), ("staleness", "1.25")]
     assert one_line(status) == "glm5 running  step 12/400  reward 0.500  staleness 1.25"
+
+
+def test_silence_is_shown_as_unresponsive() -> None:
+    rank = ProcessStatus("trainer-rank-0", "trainer", "n1", "SILENT", 4, 0, silent="silent for 12 s, phase loop")
+    silent = {"trainer": {"SILENT": 1, "HEALTHY": 7}}
+    status = msgspec.structs.replace(status_of(1, 0), phase="silent", roles=silent, unhealthy=[rank])
+    text = "\n".join(picture(status))
+    assert "glm5  unresponsive  attempt 2" in text and "1 UNRESPONSIVE  7 HEALTHY" in text
+    assert "UNRESPONSIVE for 12 s, phase loop" in text and "silent" not in text.lower()
+    assert one_line(status).startswith("glm5 unresponsive")

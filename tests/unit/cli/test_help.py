@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from primeslurm.cli.lazy_verbs import GROUPS, VERBS, load_verb, split_examples
+from primeslurm.cli.lazy_verbs import GROUPS, VERBS, load_verb, readable, split_examples
 from tests.support.cli import primeslurm
 from tests.support.golden import assert_golden
 
@@ -47,3 +49,19 @@ def test_examples_are_split_from_the_text() -> None:
     docstring = "Do it.\n\nLong\ntext.\n\nExamples:\n    primeslurm do\n    primeslurm do --it"
     assert split_examples(docstring) == ("Do it.\n\nLong text.", "primeslurm do\nprimeslurm do --it")
     assert split_examples("Do it.") == ("Do it.", "")
+
+
+def test_a_verb_with_commands_of_its_own_shows_its_flags_alike() -> None:
+    app = typer.Typer()
+
+    @app.callback()
+    def whole(deep: bool = typer.Option(False, "--deep")) -> None:
+        pass
+
+    @app.command("part")
+    def part(wide: bool = typer.Option(False, "--wide")) -> None:
+        pass
+
+    for words in (["--help"], ["part", "--help"]):
+        shown = CliRunner().invoke(readable(app), words, catch_exceptions=False).stdout
+        assert "--help" in shown and "bool" not in shown

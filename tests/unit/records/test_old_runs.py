@@ -1,8 +1,8 @@
-"""A run directory that release 0.1.0 wrote is shown as that release showed it.
+"""A run directory that release 0.1.0 wrote is shown with the facts that that release showed, in today's words.
 
 `tests/data/run_of_0_1_0` was left by an emulated run: an engine and a router were killed, a node was lost and replaced,
 a rank of the trainer was killed, which ended the first attempt; the second one completed. `events_of_0_1_0.jsonl` has
-every kind of event in that release's words. `shown_by_0_1_0` is what 0.1.0 made of them.
+every kind of event as that release wrote it. `shown_by_0_1_0` is what 0.1.0 showed; only its words have changed since.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def of_then(found: Any, then: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_it_is_shown_as_it_was_shown_then(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_shown_with_the_same_facts(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     found, then = shown(place, name), (SHOWN / name).read_text()
     if name.endswith(".json"):
