@@ -13,6 +13,9 @@ from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import note, print_json
 
 app = typer.Typer(
+    help="List, show and copy the ready recipes.\n\n"
+    "Every command that takes a recipe also takes the name of a ready one.\n\n"
+    "Examples:\n    primeslurm recipes\n    primeslurm recipes copy glm5_pd my_run.yaml",
     invoke_without_command=True,
     add_completion=False,
 )
@@ -22,14 +25,7 @@ NameArg = Annotated[str, typer.Argument(help="Name of a ready recipe, for exampl
 
 @app.callback()
 def list_(context: typer.Context, as_json: JsonOpt = False) -> None:
-    """List, show and copy the ready recipes.
-
-    Every command that takes a recipe also takes the name of a ready one.
-
-    Examples:
-    primeslurm recipes
-    primeslurm recipes copy glm5_pd my_run.yaml
-    """
+    """List the ready recipes, unless a subcommand was given."""
     if context.invoked_subcommand is not None:
         return
     recipes = list_recipes()

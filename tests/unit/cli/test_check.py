@@ -89,7 +89,9 @@ def test_the_last_line_says_what_the_job_takes(place: Path) -> None:
     assert run(place, "check", "r.yaml", *spare).err.splitlines()[-1] == (
         "test-run: recipe is valid. 5 nodes: 1 train, 1 inference, 1 control, 2 spares."
     )
-    assert "totals: 5 nodes: 1 train, 1 inference, 1 control, 2 spares, " in run(place, "plan", "r.yaml", *spare).out
+    planned = run(place, "plan", "r.yaml", "--verbose", *spare).out
+    assert "3 GPU nodes (16 GPUs), 2 CPU nodes, including 2 spares" in planned
+    assert "totals: 5 nodes: 1 train, 1 inference, 1 control, 2 spares, " in planned
     local = run(place, "check", "r.yaml", "--local", "--set", "deployment.train.gpus_per_node=1")
     assert local.err.splitlines()[-1].startswith(("test-run: recipe is valid. This machine, as ", "r.yaml: 1 error"))
 
@@ -119,9 +121,9 @@ def test_a_model_of_the_demos_names_the_command_that_makes_it(
     monkeypatch: pytest.MonkeyPatch, path: str, command: str
 ) -> None:
     assert files.made_by(path) == command
-    monkeypatch.setattr(files, "is_file", lambda _: False)
+    monkeypatch.setattr(files, "in_checkout", lambda: False)
     installed = files.made_by(path)
-    assert installed == (f"{command}, in a checkout of {files.REPOSITORY}" if "./just" in command else command)
+    assert installed == (f"a checkout of {files.REPOSITORY} makes it" if "./just" in command else command)
 
 
 def test_the_most_severe_comes_first_and_nothing_twice() -> None:
