@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
+from primeslurm import files
 from primeslurm.errors import Violation
 from primeslurm.paths import is_dir, is_file
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
@@ -111,7 +113,9 @@ def _with_advice(violation: Violation) -> Violation:
 
 def _directory_of(module: str) -> Path | None:
     """Find a module in the working directory or one below it: the directory to import it from."""
-    directories = [Path(), *(path for path in sorted(Path().glob("*")) if is_dir(path))]
+    directories = [Path()]
+    with contextlib.suppress(OSError):  # the working directory may not be readable
+        directories += [path for path in files.listing(Path()) if is_dir(path)]
     for directory in directories:
         if is_file(directory / f"{module}.py") or is_file(directory / module / "__init__.py"):
             return directory

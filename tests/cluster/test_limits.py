@@ -75,20 +75,20 @@ def errors(result: Result) -> list[str]:
             {"gpus": 8, "cpus": 32, "gres": "gpu:h200", "mem": "1000G"},
             {"slurm": {"time": "05:00:00", "reservation": "lab"}},
             [
-                "slurm.reservation: lab: no such reservation",
-                "slurm.train.cpus_per_task: 32: nodes of partition debug have at most 8 CPU cores",
-                "slurm.train.mem: 1024000M: nodes of partition debug have at most",
-                "site: nodes.train.gres: gpu:h200: nodes of partition debug have gpu",
-                'slurm.time: 05:00:00: partition debug allows 00:30:00 (nearest: "00:30:00")',
+                "slurm.reservation = lab: no such reservation",
+                "slurm.train.cpus_per_task = 32: nodes of partition debug have at most 8 CPU cores",
+                "slurm.train.mem = 1024000M: nodes of partition debug have at most",
+                "site: nodes.train.gres = gpu:h200: nodes of partition debug have gpu",
+                'slurm.time = 05:00:00: partition debug allows 00:30:00 (nearest: "00:30:00")',
             ],
         ),
         (
             "secret",
             {},
             {"deployment": {"train": {"nodes": 2}}},
-            ["deployment.train.nodes: 2 nodes: partition secret gives a job at most 1"],
+            ["deployment.train.nodes = 2 nodes: partition secret gives a job at most 1"],
         ),
-        ("closed", {}, {}, ["slurm.train.partition: closed: is down: it starts no jobs"]),
+        ("closed", {}, {}, ["slurm.train.partition = closed: is down: it starts no jobs"]),
     ],
 )
 def test_what_can_never_start_is_refused_with_every_mistake_named(
@@ -101,7 +101,7 @@ def test_what_can_never_start_is_refused_with_every_mistake_named(
     for text, beginning in zip(found, expected, strict=True):
         assert text.startswith(beginning)
     refused = primeslurm("submit", "r.yaml", "--site", "site.yaml", cwd=tmp_path)
-    assert refused.code == 2 and expected[-1].partition(":")[0] in refused.err
+    assert refused.code == 2 and expected[-1].partition(" =")[0] in refused.err
     assert not (tmp_path / "runs").exists()
 
 

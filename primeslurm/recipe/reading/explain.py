@@ -44,6 +44,18 @@ _TYPO = 0.8
 """Likeness, from 0 to 1, from which on a key is a misspelt one and no name of another tool."""
 
 
+RECIPE, SITE_FILE = "recipe", "site file"
+
+
+@dataclass(frozen=True)
+class OtherFile:
+    """The site file of a recipe, or the recipe for a site file."""
+
+    name: str
+    """`RECIPE` or `SITE_FILE`."""
+    model: type[BaseModel]
+
+
 @dataclass(frozen=True)
 class InputFault:
     """One thing wrong with the input, and which part of the input it concerns."""
@@ -55,13 +67,14 @@ class InputFault:
     """For a key that does not exist: the one field that was probably meant, with dots; empty if there is none."""
 
 
-def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault]:
+def faults(model: type[BaseModel], details: Any, source: str, other: OtherFile | None = None) -> list[InputFault]:
     """Explain one error of pydantic to the person who wrote the input.
 
     Args:
         model: what the input was validated as.
         details: one of pydantic's errors, as `ValidationError.errors` gives it.
         source: the file, which is named if something is missing in it.
+        other: the file that a key may belong in instead.
 
     Returns:
         One fault. An unknown section that holds keys of other tools has one for each of these keys.
@@ -72,7 +85,7 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     field = ".".join(path)
     if kind == "extra_forbidden":
-        return _unknown(model, parent, path, value)
+        return _unknown(model, parent, path, value, other)
     if kind == "missing":
         return [InputFault(Violation(field, "", f"is required but missing in {source}"), path)]
     if kind == "union_tag_not_found":
@@ -91,7 +104,11 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault
 
 
 def _unknown(
-    model: type[BaseModel], parent: type[BaseModel] | None, path: tuple[str, ...], value: object
+    model: type[BaseModel],
+    parent: type[BaseModel] | None,
+    path: tuple[str, ...],
+    value: object,
+    other: OtherFile | None,
 ) -> list[InputFault]:
     """Explain a key that does not exist: by the names of other tools, by the fields elsewhere, or by spelling.
 
@@ -101,19 +118,20 @@ def _unknown(
 
     names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
     typo = bool(difflib.get_close_matches(path[-1], names, n=1, cutoff=_TYPO))
-    if not path[1:] and (place := _other_file(model, path[0])):
-        return [InputFault(Violation(path[0], "", f"belongs in the {place}", f"move it to the {place}"), path)]
+    if other and not path[1:] and field_type(other.model, path[0]) is not None:
+        violation = Violation(path[0], "", f"belongs in the {other.name}", f"move it to the {other.name}")
+        return [InputFault(violation, path)]
     whole = find_alias(".".join(path))
     if isinstance(value, Mapping) and value and not typo:
         aliases = [(leaf, given, find_alias(".".join(leaf))) for leaf, given in _leaves(value, path)]
         if any(alias for _, _, alias in aliases):
-            found = [_foreign(model, leaf, given, alias) for leaf, given, alias in aliases if alias]
+            found = [_foreign(other, leaf, given, alias) for leaf, given, alias in aliases if alias]
             others = [leaf for leaf, _, alias in aliases if not alias]
             return [*found, _no_section(path, others, whole.advice if whole else "")] if others else found
     elsewhere = fields_named(model, path[-1])
     here = 0 < len(elsewhere) <= _MANY
     if alias := find_alias(".".join(path), least=2 if here or typo else 1):
-        return [_foreign(model, path, value, alias)]
+        return [_foreign(other, path, value, alias)]
     meant = ""
     if here:
         fix, meant = f"did you mean {' or '.join(elsewhere)}?", elsewhere[0] if len(elsewhere) == 1 else ""
@@ -133,22 +151,11 @@ def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str
     return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 
-def _other_file(model: type[BaseModel], key: str) -> str:
-    """Say in which file a section of a recipe or of a site file belongs, if it is in the other one."""
-    from primeslurm.recipe.recipe import Recipe
-    from primeslurm.recipe.site import Site
-
-    if model is Recipe:
-        return "site file" if field_type(Site, key) is not None else ""
-    return "recipe" if model is Site and field_type(Recipe, key) is not None else ""
-
-
-def _foreign(model: type[BaseModel], path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
-    from primeslurm.recipe.site import Site
-
+def _foreign(other: OtherFile | None, path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
     shown = "" if isinstance(value, Mapping) else _show(value)
-    meant = "" if alias.of_site or "[]" in alias.field or model is Site else alias.field
-    advice = f"in the recipe, {alias.advice}" if model is Site and not alias.of_site else alias.advice
+    of_other = alias.of_site != (other is not None and other.name == RECIPE)
+    meant = "" if of_other or "[]" in alias.field else alias.field
+    advice = f"in the recipe, {alias.advice}" if of_other and not alias.of_site else alias.advice
     return InputFault(Violation(".".join(path), shown, "no such key", advice), path, meant)
 
 

@@ -22,13 +22,14 @@ from primeslurm import files
 from primeslurm.errors import UsageError, Violation, signature
 from primeslurm.paths import exists, is_file, shipped
 from primeslurm.recipe.fields.text import text_problems
-from primeslurm.recipe.reading.explain import InputFault, closest, faults, suggestion
+from primeslurm.recipe.reading.explain import RECIPE, SITE_FILE, InputFault, OtherFile, closest, faults, suggestion
 from primeslurm.recipe.reading.repair import Rules, path_of, sound_variants
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.site import Site
 
 M = TypeVar("M", bound=BaseModel)
+_OTHER: dict[type[BaseModel], OtherFile] = {Recipe: OtherFile(SITE_FILE, Site), Site: OtherFile(RECIPE, Recipe)}
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,10 @@ def _draft(model: type[M], data: Mapping[str, Any], source: str, rules: Rules[M]
     try:
         value = model.model_validate(data)
     except ValidationError as error:
-        found = [*found, *(fault for details in error.errors() for fault in faults(model, details, source))]
+        found = [
+            *found,
+            *(fault for details in error.errors() for fault in faults(model, details, source, _OTHER.get(model))),
+        ]
         value = None
     looked_at = [value] if value is not None and not found else sound_variants(model, data, found, lambda _: ())
     contradictions = independent([rules(each) for each in looked_at], [fault.path for fault in found])
