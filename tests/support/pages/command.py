@@ -12,7 +12,9 @@ import os
 import runpy
 import shutil
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +22,7 @@ from pathlib import Path
 from primeslurm.api.loading import LoadedRecipe
 from primeslurm.api.submission import Submitted
 from primeslurm.cli import main
+from primeslurm.plan.checks import environments
 from primeslurm.plan.planner import refuse
 from primeslurm.recipe.reading import recipe_files
 from primeslurm.records.attempt import EndRecord, JobRecord
@@ -46,6 +49,37 @@ def finish(loaded: LoadedRecipe) -> Submitted:
 def here(loaded: LoadedRecipe, **_: object) -> Iterator[LoadedRecipe]:
     """Start no embedded cluster for an emulated run."""
     yield loaded
+
+
+def run_forked(
+    interpreter: environments.Interpreter, module: str, asked: str, limit_s: float, tmp: Path | None = None
+) -> tuple[int, str, str]:
+    """Run a probe as `run_module` does, but fork it: this process has imported most of what probes import."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(dir=tmp) as directory:
+        files = [Path(directory, name) for name in ("stdin", "stdout", "stderr")]
+        files[0].write_text(asked)
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                for target, file in enumerate(files):
+                    os.dup2(os.open(file, os.O_RDWR | os.O_CREAT), target)
+                os.environ.update({"HF_HUB_OFFLINE": "1", **interpreter.env, "TMPDIR": directory})
+                os.chdir(directory)
+                sys.argv = [module]
+                runpy.run_module(module, run_name="__main__", alter_sys=True)
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            except BaseException:
+                traceback.print_exc()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        _, status = os.waitpid(pid, 0)
+        return os.waitstatus_to_exitcode(status), files[1].read_text(), files[2].read_text()
 
 
 def shipped(name: str) -> Path:
@@ -75,7 +109,11 @@ def export(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    # Those of the process that forked this one may be of another kind: a file, where these are pipes.
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     recipe_files.shipped = shipped
+    environments.run_module = run_forked
     LoadedRecipe.start = finish  # type: ignore[method-assign]
     LoadedRecipe.on_cluster = here  # type: ignore[method-assign, assignment]
     program, *words = sys.argv[1:]

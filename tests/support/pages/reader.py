@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import yaml
 
 from primeslurm.recipe import Recipe, Site
+from tests.support.forks import server
 from tests.support.pages.blocks import Block, matches
 from tests.support.unmeasured import unmeasured
 
@@ -36,6 +38,14 @@ CHECKOUT = (
 )
 """What a reader sees of the checkout."""
 TIMEOUT_S = 120
+COMMAND = (
+    "tests.support.pages.command",
+    "primeslurm.api.runs",
+    "primeslurm.api.environments",
+    "primeslurm.orchestrator.environments.reverse_text",
+    "verifiers.v1.tasksets",
+)
+"""Modules that most commands import, and those of environments, which `check` tries."""
 BASE = {
     "schema": 1,
     "name": "base",
@@ -59,7 +69,14 @@ ROWS = {
 }
 """Files and one row of each data set that pages download."""
 PROGRAMS = {
-    "primeslurm": 'PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} -m tests.support.pages.command primeslurm "$@"',
+    "primeslurm": """exec 8>&1 9>&2  # bash itself redirects 1 while it echoes
+answer={home}/answer.$$
+mkfifo $answer
+printf '%s\\0' "$PWD" "$@" >{home}/words.$$
+env -0 >{home}/env.$$
+echo $$ >{home}/requests
+read -r code <$answer
+exit $code""",
     "python": """[[ ${{1:-}} == *.py ]] && set -- -m tests.support.pages.command python "$@"
 PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} "$@\"""",
     "hf": 'PYTHONPATH="{root}" exec {python} -m tests.support.pages.download "$@"',
@@ -97,6 +114,8 @@ class Reader:
         self.shared.mkdir()
         (home / "model").symlink_to(model)
         self._programs()
+        os.mkfifo(home / "requests")
+        threading.Thread(target=self._serve, daemon=True).start()
         self._checkout(home / "checkout")
         shutil.copytree(home / "checkout", home / "primeslurm", symlinks=True)
         self.output = ""
@@ -124,6 +143,28 @@ class Reader:
                 tomllib.loads(body)
             case "text" if block.keyword == "output":
                 assert matches(body, self.output), f"{block.where} is not in this output:\n{self.output}"
+
+    def _serve(self) -> None:
+        """Fork the shell's `primeslurm` commands from a process that has imported what they need."""
+        with os.fdopen(os.open(self.home / "requests", os.O_RDWR)) as requests:  # also written here: it never ends
+            for pid in map(str.strip, requests):
+                directory, *words = (self.home / f"words.{pid}").read_text().split("\0")[:-1]
+                pairs = (self.home / f"env.{pid}").read_text().split("\0")[:-1]
+                env = dict(pair.split("=", 1) for pair in pairs)
+                env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
+                streams = [os.open(f"/proc/{pid}/fd/{number}", os.O_WRONLY | os.O_APPEND) for number in (8, 9)]
+                command = server(COMMAND).start(
+                    "tests.support.pages.command",
+                    "primeslurm",
+                    *words,
+                    stdout=streams[0],
+                    stderr=streams[1],
+                    env=env,
+                    cwd=Path(directory),
+                )
+                for stream in streams:
+                    os.close(stream)
+                (self.home / f"answer.{pid}").write_text(f"{command.wait(TIMEOUT_S)}\n")
 
     def _type(self, block: Block, body: str) -> None:
         self.output = self._run(block, body, int(block.detail) if block.keyword == "exit" else 0)
