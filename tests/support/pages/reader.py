@@ -52,6 +52,7 @@ BASE = {
     "seq_len": 32768,
     "model": {"path": "Qwen/Qwen3-8B"},
     "environments": [{"id": "math-problems", "args": {"path": "math.jsonl"}}],
+    "evaluation": {"environments": [{"id": "math-problems", "name": "test", "args": {"path": "test.jsonl"}}]},
     "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
 }
 """The recipe that a block with a part of a recipe is put into."""
