@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.reading.recipe_files import read_recipe
 from tests.support.forks import server
 from tests.support.pages.blocks import Block, matches
 from tests.support.unmeasured import unmeasured
@@ -244,11 +245,14 @@ class Reader:
 def validate(data: Any) -> None:
     """Raise ValueError if a YAML block is neither a recipe nor a site file nor sections of one of them.
 
-    A recipe that extends another is validated with the sections that it sets itself.
+    A recipe that extends a ready one is validated with it, and one that extends another with the sections that it sets.
     """
     if not isinstance(data, dict):
         raise ValueError(f"neither a recipe nor a site file: {data!r}")
+    base = ROOT / str(data.get("extends", ""))
     data = {key: value for key, value in data.items() if key != "extends"}
+    if base.is_file():
+        data = merged(dict(read_recipe(base).data), data)
     fields = Recipe.model_fields.keys() | {field.alias for field in Recipe.model_fields.values()}
     if data.keys() <= fields:
         Recipe.model_validate(merged(BASE, data))

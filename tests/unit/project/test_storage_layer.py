@@ -131,6 +131,7 @@ WALL_CLOCKS = {
     "run/diagnosis/doctor.py": COMPARED,
     "run/directory.py": SHOWN,
     "run/status/run_status.py": COMPARED,
+    "slurm/local/controller.py": COMPARED,
 }
 """Modules that may look at the wall clock, and what for."""
 WALL = ("time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today")
