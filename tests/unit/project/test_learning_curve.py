@@ -25,3 +25,9 @@ def test_the_readme_says_what_was_measured() -> None:
     assert f"from {first:.0%} to {last:.0%} in {len(results['steps'])} steps".replace("%", " %") in text
     seconds = statistics.mean(row["seconds"] for row in results["steps"][1:])
     assert f"a step takes {seconds:.1f} seconds on average" in text
+
+
+def test_the_readme_says_what_one_gpu_reached() -> None:
+    text = " ".join((ROOT / "README.md").read_text().split())
+    results = json.loads(RESULTS.with_name("smollm2_arithmetic_h200x1.json").read_bytes())
+    assert f"it reaches {results['held_out'][-1]['solved']:.0%}".replace("%", " %") in text
