@@ -35,7 +35,7 @@ def turns_on_policy(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
 def model() -> Path:
     """The warm-started model of the demo, made if it is not there yet."""
     directory = ROOT / ".primeslurm" / "reverse-text"
-    subprocess.run(["scripts/warm_start.sh", str(directory)], cwd=ROOT, env=unmeasured(), check=True, timeout=600)
+    subprocess.run(["scripts/warm_start.sh", str(directory)], cwd=ROOT, env=unmeasured(), check=True, timeout=2400)
     return directory / "model"
 
 
