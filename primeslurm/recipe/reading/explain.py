@@ -26,7 +26,6 @@ _WORDS = {
     **dict.fromkeys(("tuple_type", "list_type"), _LIST),
     "finite_number": "must be a finite number",
     "string_type": "must be text",
-    "invalid_key": "a key must be text",
 }
 """Types of pydantic's errors whose own words speak of Python."""
 _BOUNDS = {
@@ -73,6 +72,9 @@ def faults(model: type[BaseModel], details: Any, source: str) -> list[InputFault
     field = ".".join(path)
     if kind == "extra_forbidden":
         return _unknown(model, parent, path, value)
+    if kind == "invalid_key":  # pydantic makes numbers of `on` and `yes`, which YAML reads as true
+        path = (*path[:-1], str(value))
+        return [InputFault(Violation(".".join(path), "", "a key must be text", "write it in quotes"), path)]
     if kind == "missing":
         return [InputFault(Violation(field, "", f"is required but missing in {source}"), path)]
     if kind == "union_tag_not_found":
@@ -101,7 +103,7 @@ def _unknown(
 
     names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
     typo = bool(difflib.get_close_matches(path[-1], names, n=1, cutoff=_TYPO))
-    if not path[1:] and (place := _other_file(model, path[0])):
+    if not path[1:] and (place := _other_file(model, path[0], value)):
         return [InputFault(Violation(path[0], "", f"belongs in the {place}", f"move it to the {place}"), path)]
     whole = find_alias(".".join(path))
     if isinstance(value, Mapping) and value and not typo:
@@ -133,14 +135,24 @@ def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str
     return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 
-def _other_file(model: type[BaseModel], key: str) -> str:
-    """Say in which file a section of a recipe or of a site file belongs, if it is in the other one."""
+def _other_file(model: type[BaseModel], key: str, value: object) -> str:
+    """Say in which file a section of a recipe or of a site file belongs, if it is in the other one.
+
+    A single value where the other file has a section is no section of it: `nodes: 4` comes from another tool.
+    """
     from primeslurm.recipe.recipe import Recipe
     from primeslurm.recipe.site import Site
 
-    if model is Recipe:
-        return "site file" if field_type(Site, key) is not None else ""
-    return "recipe" if model is Site and field_type(Recipe, key) is not None else ""
+    if model not in (Recipe, Site):
+        return ""
+    other, place = (Site, "site file") if model is Recipe else (Recipe, "recipe")
+    kinds = [get_origin(kind) or kind for kind in members(field_type(other, key)) if kind is not None]
+    single = isinstance(value, str | int | float) and kinds and all(_holds_keys(kind) for kind in kinds)
+    return place if kinds and not single else ""
+
+
+def _holds_keys(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Mapping | BaseModel)
 
 
 def _foreign(model: type[BaseModel], path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
@@ -168,7 +180,7 @@ def _why(kind: str, context: Mapping[str, Any], message: str, value: object) -> 
     if kind in _BOUNDS:
         name, words, step = _BOUNDS[kind]
         bound = f"{context[name]:g}" if isinstance(context[name], float) else context[name]
-        if step and not isinstance(value, int):
+        if step and not (isinstance(value, int) and isinstance(context[name], int)):  # of a fraction, none is nearest
             return words.format(bound), ""
         return words.format(bound), f"nearest: {int(context[name]) + step if step else bound}"
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)
