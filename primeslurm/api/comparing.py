@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from primeslurm import files
 from primeslurm.api.loading import RECIPES, load
 from primeslurm.api.runs import find_run
 from primeslurm.api.sites import runs_directory
+from primeslurm.errors import UsageError, Violation
 from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.recipe_files import file_or_ready
@@ -59,12 +60,29 @@ def compare(a: str, b: str, *, site: Path | None = None, runs: Path | None = Non
         UsageError: a recipe cannot be planned.
         RunError: there is no such run, or its plan cannot be read.
     """
-    one, other = (_side(side, site, runs, local) for side in (a, b))
+    one, other = _sides((a, b), site, runs, local)
     if one.is_run or other.is_run:  # a run keeps its resolved recipe only
         fields = recipe_diff(one.resolved, other.resolved) if one.resolved and other.resolved else []
     else:
         fields = recipe_diff(one.recipe, other.recipe)
     return Comparison(one.plan, other.plan, fields, diff(one.plan, other.plan))
+
+
+def _sides(sides: Sequence[str], site: Path | None, runs: Path | None, local: bool) -> list[_Side]:
+    """Plan both sides. Raises UsageError with what is wrong with either; what is wrong with both is said once."""
+    planned, wrong = list[_Side](), dict[str, Sequence[Violation]]()
+    for side in sides:
+        try:
+            planned.append(_side(side, site, runs, local))
+        except UsageError as error:
+            wrong[side] = error.violations
+    if wrong:
+        both = [each for each in wrong.get(sides[0], ()) if each in wrong.get(sides[1], ())]
+        own = [
+            replace(each, field=f"{side}: {each.field}") for side in wrong for each in wrong[side] if each not in both
+        ]
+        raise UsageError([*both, *own])
+    return planned
 
 
 def _side(side: str, site: Path | None, runs: Path | None, local: bool) -> _Side:

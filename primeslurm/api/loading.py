@@ -216,10 +216,12 @@ def load(
     Raises:
         UsageError: recipe or site are wrong; everything that is, at once.
     """
-    source, site_file, words = find_recipe(Path(recipe)), Path(site) if site is not None else None, _words(overrides)
+    site_file, words = Path(site) if site is not None else None, _words(overrides)
     if emulate:
-        return _load_emulated(source, site_file, words, name, local)
-    asked, where = read_recipe(source, words, name), draft_site(site_file, local=local)
+        return _load_emulated(find_recipe(Path(recipe)), site_file, words, name, local)
+    where = draft_site(site_file, local=local)
+    source = _find_source(recipe, where)
+    asked = read_recipe(source, words, name)
     if asked.value is None or where.value is None:
         raise UsageError(examine(asked, where, local=local, environments=False).errors)
     return LoadedRecipe(asked.value, with_python(where.value), source, local, look_at_files(asked.value), draft=asked)
@@ -240,18 +242,26 @@ def check(
     """
     from primeslurm.api import submission
 
+    where = draft_site(Path(site) if site is not None else None, local=local)
     try:
-        source = find_recipe(Path(recipe))
+        source = _find_source(recipe, where)
     except UsageError as error:
         return Check(None, tuple(as_findings(error.violations, "error")))
-    site_file, words = Path(site) if site is not None else None, _words(overrides)
-    asked, where = read_recipe(source, words, name), draft_site(site_file, local=local)
+    asked = read_recipe(source, _words(overrides), name)
     conf = where.value.slurm_conf if where.value else None
 
     def ask(plans: Sequence[Plan], whole: bool) -> SlurmAnswer:
         return submission.ask_slurm(plans, conf, whole=whole)
 
     return examine(asked, where, local=local, ask=ask if slurm else ask_nobody).check()
+
+
+def _find_source(recipe: str | Path, where: Draft[Site]) -> Path:
+    """Find the file of a recipe. Raises UsageError, also with what is wrong with the site, if there is none."""
+    try:
+        return find_recipe(Path(recipe))
+    except UsageError as error:
+        raise UsageError([*error.violations, *where.violations]) from None
 
 
 def _load_emulated(

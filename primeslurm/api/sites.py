@@ -124,13 +124,25 @@ def _text(path: Path) -> str:
 
 
 def runs_directory(runs: str | Path | None) -> Path:
-    """Find where runs live: as given, else as the site file says, else ./runs."""
+    """Find where runs live: as given, else as the site file says, else ./runs.
+
+    Other mistakes in the site file do not matter here: runs can be watched and cancelled while it is edited.
+
+    Raises:
+        UsageError: the site file does not say it, because it cannot be read, or its `runs` is wrong.
+    """
     if runs is not None:
         return Path(runs)
-    try:
-        return Path(find_site(None).runs)
-    except UsageError:
+    file = next((path for path in map(expanded, SITE_FILES) if is_file(path)), None)
+    if file is None:
         return Path("runs")
+    draft = _located(read_site(file), file)
+    if draft.value is not None:
+        return Path(draft.value.runs)
+    said = draft.data.get("runs", Site.model_fields["runs"].default)
+    if not draft.data or not isinstance(said, str):
+        raise UsageError(draft.violations)
+    return _runs(file, said)
 
 
 def with_python(site: Site) -> Site:

@@ -10,14 +10,19 @@ from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Orchestrator
+from primeslurm.recipe.sections.slurm import Component, Slurm
 from primeslurm.recipe.sections.teacher import PolicyTeacher
+
+ROLES = tuple(name for name, info in Slurm.model_fields.items() if info.annotation is Component)
+"""Roles that options of Slurm can be given for."""
 
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve, "eval": _eval}[recipe.task](recipe)
     found += _colocated(recipe) + _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
-    found += evaluation_violations(recipe) + sandbox_rules.tunnel_violations(_with_workers(recipe))
+    found += _component_options(recipe) + evaluation_violations(recipe)
+    found += sandbox_rules.tunnel_violations(_with_workers(recipe))
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
@@ -108,11 +113,23 @@ def _colocated(recipe: Recipe) -> list[Violation]:
         why = f"deployment.colocated: the trainer has {deployment.train.gpus_per_node} GPUs, and both use the same ones"
         fix = "set the same number for both, or leave one out"
         found.append(Violation("deployment.inference.gpus_per_node", str(inference.gpus_per_node), why, fix))
-    if recipe.inference.gpu_memory_utilization is None:
+    share = recipe.inference.gpu_memory_utilization
+    if share is None or share == 1:
         why = "must say which share of each GPU's memory the engines get, because the trainer gets the rest"
         fix = "deployment.colocated needs it, for example 0.4"
-        found.append(Violation("inference.gpu_memory_utilization", "", why, fix))
+        given = "" if share is None else f"{share:g}"
+        found.append(Violation("inference.gpu_memory_utilization", given, why, fix))
     return found
+
+
+def _component_options(recipe: Recipe) -> list[Violation]:
+    """Return options of Slurm for roles that have no component of their own."""
+    layout = recipe.deployment.layout
+    if layout == "het":
+        return []
+    unread = [role for role in ROLES if role != "train" and getattr(recipe.slurm, role) != Component()]
+    why = f"is not read with deployment.layout: {layout}, because the roles share one allocation"
+    return [Violation(f"slurm.{role}", "", why, "move its options to slurm.train") for role in unread]
 
 
 def _environment_nodes(recipe: Recipe) -> list[Violation]:

@@ -53,7 +53,8 @@ def write_first_files(directory: Path) -> FirstFiles:
         directory: where both are written. It is created if it does not exist.
 
     Raises:
-        UsageError: a file exists; every one of them. Nothing is written then.
+        UsageError: a file exists; every one of them. Or the directory cannot be created or written. Nothing is written
+            then.
     """
     recipe, site = directory / "recipe.yaml", directory / "site.yaml"
     existing = [path for path in (recipe, site) if files.exists(path)]
@@ -62,7 +63,11 @@ def write_first_files(directory: Path) -> FirstFiles:
         raise UsageError([Violation(str(path), "", "exists already", fix) for path in existing])
     proposal, why = _ask_slurm()
     if not is_dir(directory):
-        directory.mkdir(parents=True)
+        try:
+            directory.mkdir(parents=True)
+        except OSError as error:
+            why = f"cannot be created: {error.strerror}"
+            raise UsageError([Violation("DIR", str(directory), why, "give another directory")]) from None
     if proposal is None or proposal.gpu is None:
         write_new({recipe: _recipe_text(proposal)})
         return FirstFiles(recipe, None, proposal, why)

@@ -26,7 +26,7 @@ from typing import Literal, cast
 
 from primeslurm import __version__
 from primeslurm.errors import PrimeslurmError, UsageError, Violation
-from primeslurm.paths import in_checkout, is_dir, is_file, shipped
+from primeslurm.paths import exists, in_checkout, is_dir, is_file, shipped
 
 Flavour = Literal["cpu", "gpu"]
 PYTHONS: Mapping[Flavour, str] = {"cpu": "3.11", "gpu": "3.12"}
@@ -112,7 +112,7 @@ def runtime(flavour: Flavour, directory: Path, *, python: str | None = None) -> 
     Raises:
         UsageError: the directory holds something else, or uv is missing.
     """
-    directory = directory.absolute()
+    directory = _new_directory(directory)
     if (there := flavour_of(directory)) not in (None, flavour):
         why = f"holds the {there} environment, which is not replaced by the {flavour} one"
         raise UsageError([Violation("--to", str(directory), why, "choose another directory, or remove this one first")])
@@ -142,10 +142,10 @@ def harness(name: str, environment: Path) -> Installation:
     """Plan the packages of a harness that runs on the node itself, in an environment of its own below another one.
 
     Raises:
-        UsageError: no lock has this name, or uv is missing.
+        UsageError: no lock has this name, the other one is no environment, or uv is missing.
     """
     lock = _lock("--harness", "harnesses", name)
-    environment = environment.absolute()
+    environment = _environment(environment)
     place, uv = environment / "harnesses" / name, find_uv()
     python = str(environment / "bin" / "python")
     steps = (
@@ -158,7 +158,7 @@ def harness(name: str, environment: Path) -> Installation:
 def games(environment: Path) -> Installation:
     """Plan TextArena's games: a directory of packages, which a recipe's PYTHONPATH names. Raises UsageError."""
     lock = shipped("requirements") / "games.txt"
-    environment = environment.absolute()
+    environment = _environment(environment)
     place = environment / "games"
     target = ("--no-deps", "--target", str(place), "--requirement", str(lock))
     steps = (
@@ -180,7 +180,7 @@ def model(name: str, directory: Path | None = None) -> Installation:
             missing.
     """
     lock = _lock("--model", "models", name)
-    target = (directory or Path(".primeslurm") / name / "model").absolute()
+    target = _new_directory(directory or Path(".primeslurm") / name / "model")
     result = target / "config.json"
     if is_dir(target) and not is_file(result) and any(target.iterdir()):
         raise UsageError([Violation("--to", str(target), "is neither empty nor a model", "choose a new directory")])
@@ -188,7 +188,8 @@ def model(name: str, directory: Path | None = None) -> Installation:
         why = "is converted with torch and transformers, which this environment lacks"
         fix = f"`primeslurm install --cpu --to DIR` (or --gpu), then DIR/bin/primeslurm install --model {name}"
         raise UsageError([Violation("--model", name, why, fix)])
-    packages, part = target.with_name("packages"), target.with_name(f"{target.name}.part")
+    # Both are removed whatever they hold, so their names must be nobody else's.
+    packages, part = target.with_name(f"{target.name}.packages"), target.with_name(f"{target.name}.part")
     script = shipped("scripts") / "models" / f"{name}.py"
     steps = (
         InstallStep(("rm", "-rf", str(packages), str(part))),
@@ -207,6 +208,24 @@ def model(name: str, directory: Path | None = None) -> Installation:
         InstallStep(("rm", "-rf", str(packages))),
     )
     return Installation(f"the model {name}", steps, result, None)
+
+
+def _new_directory(path: Path) -> Path:
+    """Return the absolute path of a directory that exists or can be made. Raises UsageError if a file is there."""
+    path = path.absolute()
+    there = next(each for each in (path, *path.parents) if exists(each))
+    if not is_dir(there):
+        raise UsageError([Violation("--to", str(path), f"{there} is no directory", "choose another directory")])
+    return path
+
+
+def _environment(path: Path) -> Path:
+    """Return the absolute path of a Python environment. What is installed below another directory replaces files."""
+    path = path.absolute()
+    if not is_file(path / "bin" / "python"):
+        fix = "install it first: primeslurm install --gpu (or --cpu) --to DIR"
+        raise UsageError([Violation("--to", str(path), "is no Python environment", fix)])
+    return path
 
 
 def flavour_of(directory: Path) -> Flavour | None:

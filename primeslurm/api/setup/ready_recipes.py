@@ -87,7 +87,7 @@ def write_new(texts: dict[Path, str]) -> None:
     """Write files that must not exist. If one exists, none is written.
 
     Raises:
-        UsageError: files exist, or their directory does not; every one of them.
+        UsageError: files exist, or their directory does not; every one of them. Or a file cannot be written.
     """
     problems = [
         Violation(str(path), "", "already exists", "it is never overwritten; move it, or choose another name")
@@ -102,4 +102,8 @@ def write_new(texts: dict[Path, str]) -> None:
     if problems:
         raise UsageError(problems)
     for path, text in texts.items():
-        durable.write(path, text)
+        try:
+            durable.write(path, text)
+        except OSError as error:  # its own words would name a temporary file
+            why = f"cannot be written: {error.strerror}"
+            raise UsageError([Violation(str(path), "", why, "choose another directory")]) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -46,5 +47,5 @@ def init(
     else:
         note(f"Read {first.site}: lines with LOOK AT THIS need your eyes.")
     option = " --local" if first.site is None else ""
-    place = "" if directory == Path() else f"cd {directory} && "
+    place = "" if directory == Path() else f"cd {shlex.quote(str(directory))} && "
     note(f"Next: {place}primeslurm check {first.recipe.name}{option}")

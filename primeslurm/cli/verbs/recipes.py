@@ -20,7 +20,9 @@ app = typer.Typer(
     add_completion=False,
 )
 
-NameArg = Annotated[str, typer.Argument(help="Name of a ready recipe, for example glm5_pd.", show_default=False)]
+NameArg = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of a ready recipe, for example glm5_pd.", show_default=False)
+]
 
 
 @app.callback()

@@ -72,11 +72,20 @@ def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
         text = f"does not fit: the KV cache of a GPU holds {number(role.kv_tokens)} tokens; "
         text += f"one sequence may have {number(recipe.max_len)}"
         return [_finding(level, field, text, fix)]
-    if recipe.colocated and sum(role.parts.values()) > role.limit_gib * (1 + MARGIN):
+    there = role.limit_gib if recipe.colocated else role.gpu_gib  # vLLM takes kv_cache_bytes without asking its share
+    if sum(role.parts.values()) > there * (1 + MARGIN):
         text = f"does not fit: weights {role.parts['weights']:g}, reserve {role.parts['reserve']:g} and KV cache "
-        text += f"{role.parts['KV']:g} GiB, of {role.limit_gib:g} GiB that the trainer leaves of a GPU"
-        return [_finding("error", f"{field}.kv_cache_bytes", text, "lower it, or raise gpu_memory_utilization")]
+        text += f"{role.parts['KV']:g} GiB, of {there:g} GiB "
+        text += "that the trainer leaves of a GPU" if recipe.colocated else "of a GPU"
+        fix = "lower it, or raise gpu_memory_utilization" if recipe.colocated else "lower it"
+        return [_finding("error", _kv_field(recipe, role), text, fix)]
     return []
+
+
+def _kv_field(recipe: Recipe, role: RoleMemory) -> str:
+    """Return the field that sets the size of a role's KV cache."""
+    own = {"prefill": recipe.inference.prefill, "decode": recipe.inference.decode}.get(role.role)
+    return f"inference.{role.role}.kv_cache_bytes" if own and own.kv_cache_bytes else "inference.kv_cache_bytes"
 
 
 def _finding(level: str, field: str, text: str, fix: str) -> Finding:

@@ -88,7 +88,7 @@ def _colocated(recipe: Recipe, plan: Plan) -> list[Finding]:
     text = f"trainer and engines share {which}: {1 - share:.0%} of the memory is for engines and {share:.0%} for the "
     text += "trainer. The trainer starts after the engines. They take turns to compute, so steps take longer than "
     text += "estimated."
-    found = [Finding(level="note", field="deployment.colocated", text=text)]
+    found = [Finding(level="note", field="inference.gpu_memory_utilization", text=text)]
     if plan.device == "cuda" and recipe.inference.kv_cache_bytes is None:
         text = "is not known from the model and the type of the GPUs, so each engine measures it when it starts. An "
         text += "engine that restarts while the trainer computes may measure too much or too little."

@@ -46,6 +46,13 @@ class _Ask:
     gpus: int | None
     nodes_per_replica: int = 0
 
+    @property
+    def asked_nodes(self) -> tuple[str, str]:
+        """Return the field that says how many nodes, and its value. Nodes of engines follow from several fields."""
+        if self.nodes_per_replica:
+            return self.field, f"{self.nodes} nodes"
+        return f"{self.field}.nodes", f"{self.nodes}"
+
 
 def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
     """List nodes and GPUs of each role, in het-group order. The head runs on the first node.
@@ -88,7 +95,7 @@ def _on_one_node(recipe: Recipe, asks: Sequence[_Ask], site: Site, problems: lis
     """Divide the GPUs of one node among the roles. At most one role may leave open how many it gets: the rest."""
     field, why = "deployment.layout", "all roles share one node"
     problems += [
-        Violation(ask.field, f"{ask.nodes} nodes", why, "use 1 node and 1 replica, or layout: single or het")
+        Violation(*ask.asked_nodes, why, "use 1 node and 1 replica, or layout: single or het")
         for ask in asks
         if ask.nodes != 1
     ]
@@ -183,7 +190,8 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
     gpus = kind.gpus if ask.gpus is None else ask.gpus
     if gpus > kind.gpus:
         why = f"nodes of partition {kind.partition} have {kind.gpus} GPUs"
-        problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
+        fix = f"nearest: {kind.gpus}" if kind.gpus else "use nodes that have GPUs"
+        problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, fix))
     if ask.role not in WITHOUT_GPUS and gpus == 0:
         problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
     cpus = recipe.deployment.environments.cpus if recipe.deployment.environments else None

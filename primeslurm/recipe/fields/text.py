@@ -1,4 +1,4 @@
-"""What every string of a recipe or site must be, so that it reaches Slurm, a shell or a command line as it was written.
+"""What every string and whole number of a recipe or site must be, so that it reaches processes as it was written.
 
 Syntax of single fields is in `syntax.py`. These rules are the same for all of them, and so a new field has them too.
 """
@@ -16,6 +16,8 @@ MAX_LENGTH = 1024
 """Slurm refuses longer values of an option."""
 MAX_VALUE_LENGTH = 8192
 """Of environment variables and of options of vLLM."""
+MAX_INTEGER = 2**63 - 1
+"""MessagePack and numpy have no larger integers."""
 
 _VALUES = ("env", "prefill_env", "decode_env", "vllm_extra")
 """Mappings whose values go to processes as they are: they may begin with a dash, and be long."""
@@ -28,30 +30,46 @@ Path = tuple[str, ...]
 
 
 def text_problems(model: BaseModel) -> list[Violation]:
-    """Find every string of a recipe or site that cannot be carried, or that is a secret."""
+    """Find every string and number of a recipe or site that cannot be carried, and every secret."""
     found = []
     for path, value in strings(model):
         why, fix = _problem(path, value)
         if why:
             shown = repr(value)
             found.append(Violation(".".join(path), shown if len(shown) <= 60 else shown[:57] + "...", why, fix))
-    return found + _secrets(model, ())
+    return found + _too_large(model) + _secrets(model, ())
 
 
-def strings(value: object, path: Path = ()) -> Iterator[tuple[Path, str]]:
+def _too_large(model: BaseModel) -> list[Violation]:
+    """Find every whole number that messages between processes cannot carry."""
+    numbers = [(path, value) for path, value in leaves(model) if isinstance(value, int) and abs(value) > MAX_INTEGER]
+    return [
+        Violation(
+            ".".join(path), f"{value:.3g}", "is too large", f"nearest: {MAX_INTEGER if value > 0 else -MAX_INTEGER}"
+        )
+        for path, value in numbers
+    ]
+
+
+def strings(value: object) -> Iterator[tuple[Path, str]]:
     """List every string below a model, keys of mappings included, with the path as the user writes it."""
-    if isinstance(value, str):
+    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, str))
+
+
+def leaves(value: object, path: Path = ()) -> Iterator[tuple[Path, str | int]]:
+    """List every string and whole number below a model, keys of mappings included, with the path as it is written."""
+    if isinstance(value, str | int):
         yield path, value
     elif isinstance(value, BaseModel):
         for name, info in type(value).model_fields.items():
-            yield from strings(getattr(value, name), (*path, info.alias or name))
+            yield from leaves(getattr(value, name), (*path, info.alias or name))
     elif isinstance(value, Mapping):
         for key, item in value.items():
             yield (*path, str(key)), str(key)
-            yield from strings(item, (*path, str(key)))
+            yield from leaves(item, (*path, str(key)))
     elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
-            yield from strings(item, (*path, str(i)))
+            yield from leaves(item, (*path, str(i)))
 
 
 def _problem(path: Path, value: str) -> tuple[str, str]:

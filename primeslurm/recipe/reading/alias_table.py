@@ -130,7 +130,7 @@ ALIASES: tuple[Alias, ...] = (
         slime="hf-checkpoint",
         prime_rl="model.name trainer.model.name orchestrator.model.name inference.vllm.model",
         vllm="model.tokenizer",
-        hf="model_name_or_path model_id pretrained_model_name_or_path",
+        hf="model_name model_name_or_path model_id pretrained_model_name_or_path",
     ),
     _alias(
         "model.dtype",
@@ -473,7 +473,6 @@ ALIASES: tuple[Alias, ...] = (
         slime="update-weight-transport update-weight-mode",
         prime_rl="weight_broadcast.type trainer.weight_broadcast weight_broadcast",
         vllm="weight-transfer-config",
-        hf="vllm_mode",
     ),
     _alias("weights.timeout_s", "longest wait for one engine to take new weights", prime_rl="weight_broadcast.timeout"),
     _alias(
@@ -580,12 +579,13 @@ ALIASES: tuple[Alias, ...] = (
         verl=f"{_ROLLOUT}.n",
         slime="n-samples-per-prompt",
         prime_rl="orchestrator.rollouts_per_example",
+        vllm="sampling.n",
         hf="num_generations",
     ),
     _alias(
         "orchestrator.advantages",
         "grpo, max_rl, opd, rae or hierarchical_grpo; there is no critic",
-        verl="algorithm.adv_estimator algorithm.gamma algorithm.lam critic",
+        verl="algorithm.adv_estimator algorithm.gamma algorithm.lam critic critic.optim.lr critic.model.path",
         slime="advantage-estimator gamma lambd value-clip",
         prime_rl="orchestrator.algo.type orchestrator.algo orchestrator.advantage algo",
         hf="lam vf_coef value_model_path",
@@ -976,10 +976,15 @@ ALIASES: tuple[Alias, ...] = (
     _alias(
         "deployment.layout",
         "het, single or one_node",
-        verl="actor_rollout_ref.hybrid_engine",
-        slime="colocate",
         prime_rl="deployment.type",
         hf="use_vllm",
+    ),
+    _alias(
+        "deployment.colocated",
+        "trainer and engines share the same GPUs, with `deployment.layout: one_node`",
+        verl="actor_rollout_ref.hybrid_engine",
+        slime="colocate",
+        hf="vllm_mode",
     ),
     # Slurm
     _alias(
@@ -1158,7 +1163,7 @@ VALUE_ALIASES: tuple[ValueAlias, ...] = (
         "deployment.layout",
         ("colocate", "colocated", "hybrid", "hybrid_engine", "single_node"),
         "one_node",
-        "all roles share one node",
+        "all roles share one node; with `deployment.colocated: true` also the same GPUs",
     ),
     ValueAlias("deployment.layout", ("multi_node", "heterogeneous", "hetjob"), "het", "one Slurm component per role"),
     ValueAlias("orchestrator.concurrency", ("fixed", "constant"), "static", "always max_inflight_rollouts"),

@@ -26,7 +26,6 @@ _WORDS = {
     **dict.fromkeys(("tuple_type", "list_type"), _LIST),
     "finite_number": "must be a finite number",
     "string_type": "must be text",
-    "invalid_key": "a key must be text",
 }
 """Types of pydantic's errors whose own words speak of Python."""
 _BOUNDS = {
@@ -86,6 +85,9 @@ def faults(model: type[BaseModel], details: Any, source: str, other: OtherFile |
     field = ".".join(path)
     if kind == "extra_forbidden":
         return _unknown(model, parent, path, value, other)
+    if kind == "invalid_key":  # pydantic makes numbers of `on` and `yes`, which YAML reads as true
+        path = (*path[:-1], str(value))
+        return [InputFault(Violation(".".join(path), "", "a key must be text", "write it in quotes"), path)]
     if kind == "missing":
         return [InputFault(Violation(field, "", f"is required but missing in {source}"), path)]
     if kind == "union_tag_not_found":
@@ -118,7 +120,7 @@ def _unknown(
 
     names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
     typo = bool(difflib.get_close_matches(path[-1], names, n=1, cutoff=_TYPO))
-    if other and not path[1:] and field_type(other.model, path[0]) is not None:
+    if other and not path[1:] and _belongs_in(other.model, path[0], value):
         violation = Violation(path[0], "", f"belongs in the {other.name}", f"move it to the {other.name}")
         return [InputFault(violation, path)]
     whole = find_alias(".".join(path))
@@ -151,6 +153,20 @@ def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str
     return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 
+def _belongs_in(model: type[BaseModel], key: str, value: object) -> bool:
+    """Say whether a key is one of another file's.
+
+    A single value where the other file has a section is no section of it: `nodes: 4` comes from another tool.
+    """
+    kinds = [get_origin(kind) or kind for kind in members(field_type(model, key)) if kind is not None]
+    single = isinstance(value, str | int | float) and all(_holds_keys(kind) for kind in kinds)
+    return bool(kinds) and not single
+
+
+def _holds_keys(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Mapping | BaseModel)
+
+
 def _foreign(other: OtherFile | None, path: tuple[str, ...], value: object, alias: Alias) -> InputFault:
     shown = "" if isinstance(value, Mapping) else _show(value)
     of_other = alias.of_site != (other is not None and other.name == RECIPE)
@@ -175,7 +191,7 @@ def _why(kind: str, context: Mapping[str, Any], message: str, value: object) -> 
     if kind in _BOUNDS:
         name, words, step = _BOUNDS[kind]
         bound = f"{context[name]:g}" if isinstance(context[name], float) else context[name]
-        if step and not isinstance(value, int):
+        if step and not (isinstance(value, int) and isinstance(context[name], int)):  # of a fraction, none is nearest
             return words.format(bound), ""
         return words.format(bound), f"nearest: {int(context[name]) + step if step else bound}"
     plain = isinstance(value, str | int | float) and not isinstance(value, bool)

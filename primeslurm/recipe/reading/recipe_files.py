@@ -30,6 +30,8 @@ from primeslurm.recipe.site import Site
 
 M = TypeVar("M", bound=BaseModel)
 _OTHER: dict[type[BaseModel], OtherFile] = {Recipe: OtherFile(SITE_FILE, Site), Site: OtherFile(RECIPE, Recipe)}
+_MOST_VALUES = 100_000
+"""Values in one file, those that YAML aliases repeat included. A recipe has a few hundred."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,16 @@ def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML lets the last of several equal keys win, and makes dates of text that looks like one."""
+    """PyYAML lets the last of several equal keys win, and makes dates of text that looks like one.
+
+    It also shares what an alias repeats: a few lines can stand for billions of values, or contain themselves.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None and _count_values(node, {}) > _MOST_VALUES:
+            raise yaml.constructor.ConstructorError(None, None, f"aliases repeat more than {_MOST_VALUES:,} values")
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -253,6 +264,23 @@ class _Loader(yaml.SafeLoader):
                     raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
                 seen.add((key.tag, key.value))
         return node
+
+
+def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
+    """Count the values of a node, with those that aliases repeat. `counts`: by node; None for those above this one."""
+    count = counts.get(id(node), 0)
+    if count is None:
+        raise yaml.constructor.ConstructorError(None, None, "an alias contains itself", node.start_mark)
+    if count:
+        return count
+    counts[id(node)] = None
+    below: list[yaml.Node] = []
+    if isinstance(node, yaml.MappingNode):
+        below = [part for pair in node.value for part in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        below = node.value
+    counts[id(node)] = count = 1 + sum(_count_values(each, counts) for each in below)
+    return count
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -307,5 +335,5 @@ def _read(path: Path) -> str:
 
 def _recipes_beside(path: Path) -> list[str]:
     with contextlib.suppress(OSError):
-        return sorted(file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml"))
+        return sorted(file.name for file in path.parent.iterdir() if file.suffix in (".yaml", ".yml") and is_file(file))
     return []

@@ -37,13 +37,14 @@ _PLACEHOLDERS: dict[KeyPath, Any] = {
     ("sft",): {"data": {"type": "jsonl", "path": "unknown.jsonl"}},
     ("sft", "data"): {"type": "jsonl", "path": "unknown.jsonl"},
     ("sft", "data", "path"): "unknown.jsonl",
+    ("inference", "gpu_memory_utilization"): 0.4,
     ("device",): "cuda",
     ("runs",): "runs",
     ("nodes",): {"default": {"partition": "unknown", "gpus": 8, "cpus": 192}},
     ("nodes", "*", "partition"): "unknown",
     ("nodes", "*", "cpus"): 192,
 }
-"""Values of fields that have no default. `*` stands for any key or index."""
+"""Values of fields that have no default, or not always one that is sound. `*` stands for any key or index."""
 _NEAREST = re.compile(r"nearest: ([^,;(]+)")
 _DROP = object()
 

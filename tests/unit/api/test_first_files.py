@@ -11,6 +11,8 @@ import yaml
 from primeslurm.api.setup import first_files
 from primeslurm.api.setup.first_files import runs_directory, write_first_files
 from primeslurm.api.setup.proposal import Proposal, propose
+from primeslurm.api.setup.ready_recipes import write_new
+from primeslurm.errors import UsageError
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.slurm.partitions import Partition
 from tests.support.cli import primeslurm
@@ -99,3 +101,26 @@ def test_runs_are_put_on_a_network_file_system_if_there_is_one(tmp_path: Path, m
     assert runs_directory(here, {"SCRATCH": str(scratch)}, mounts) == (scratch / "primeslurm" / "runs", True)
     assert runs_directory(scratch, {}, mounts) == (scratch / "runs", True)
     assert runs_directory(here, {"SCRATCH": str(tmp_path / "gone")}, mounts) == (here / "runs", False)
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_place_where_no_directory_can_be_is_a_usage_error(place: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = primeslurm("init", place, cwd=tmp_path)
+    assert answer.code == 2 and answer.err.startswith(f"error: DIR = {place}: cannot be created"), answer
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, text: str) -> None:
+        raise PermissionError(13, "Permission denied", f"{path}.tmp")
+
+    monkeypatch.setattr("primeslurm.durable.write", refuse)
+    with pytest.raises(UsageError) as caught:
+        write_new({tmp_path / "site.yaml": ""})
+    assert str(caught.value) == f"{tmp_path}/site.yaml: cannot be written: Permission denied (choose another directory)"
+
+
+def test_the_next_command_can_be_pasted(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    answer = primeslurm("init", "my runs", cwd=tmp_path, path=no_slurm(tmp_path / "bin"))
+    assert "Next: cd 'my runs' && primeslurm check recipe.yaml --local" in answer.err

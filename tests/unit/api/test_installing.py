@@ -130,6 +130,10 @@ def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
         (("--gpu", "--cpu", "--to", "x"), "install: --gpu and --cpu cannot be combined"),
         (("--gpu",), "--to: --gpu needs a directory"),
         (("--gpu", "--to", "full"), "is neither empty nor a Python environment"),
+        (("--cpu", "--to", "full/notes.txt/x"), "full/notes.txt is no directory"),
+        (("--model", "smollm2", "--to", "full/notes.txt"), "full/notes.txt is no directory"),
+        (("--games", "--to", "full"), "full: is no Python environment"),
+        (("--harness", "mini_swe_agent", "--to", "nowhere"), "nowhere: is no Python environment"),
         (("--games", "--python", "3.12"), "--python = 3.12: goes with --gpu and --cpu, not with --games"),
         (("--harness", "nosuch"), "--harness = nosuch: there is no lock of this name (one of mini_swe_agent)"),
         (("--model", "nosuch"), "--model = nosuch: there is no lock of this name (one of smollm2)"),
@@ -185,3 +189,9 @@ def test_uv_installs_packages_from_a_lock(tmp_path: Path, monkeypatch: pytest.Mo
     assert plan.done
     (found,) = (environment / "harnesses" / "toy").glob("lib/python3*/site-packages/triton-*.dist-info")
     assert found.name == "triton-3.9.0+stub.dist-info"
+
+
+def test_a_model_removes_nothing_but_its_own_parts(tmp_path: Path) -> None:
+    steps = installing.model("smollm2", tmp_path / "mine").steps
+    removed = {word for step in steps if step.argv[0] == "rm" for word in step.argv[2:]}
+    assert removed == {f"{tmp_path}/mine.packages", f"{tmp_path}/mine.part"}

@@ -123,7 +123,7 @@ def test_memory_that_follows_from_a_fault_is_no_second_finding() -> None:
 
 
 def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
-    """A misspelt key, an environment that nobody has, and a batch of no whole groups."""
+    """A misspelt key, an environment that nobody has, a batch of no whole groups, and a model without a template."""
     write_recipe(
         tmp_path / "r.yaml",
         model={"path": str(model_dir(tmp_path))},
@@ -137,6 +137,7 @@ def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
     assert [line.split(":")[1].partition(" =")[0].strip() for line in errors] == [
         "max_step",
         "orchestrator.batch_size",
+        "model.renderer",
         "environments.0.id",
     ]
     assert result.err.splitlines()[-1].startswith("r.yaml: 3 errors")
@@ -148,3 +149,38 @@ def test_nothing_is_said_about_the_placeholder_of_a_faulty_model(fault: str) -> 
     examined = found(fault, "trainer.parallelism.cp=many")
     assert fields(examined) == sorted([fault.partition("=")[0], "trainer.parallelism.cp"])
     assert not [each for each in examined.others if "model" in each.field or "unknown" in str(each)]
+
+
+@pytest.mark.parametrize("share", ["null", "0", "-0.1", "1", "40"])
+def test_an_impossible_share_of_colocated_engines_is_one_finding(share: str) -> None:
+    """No trainer is said not to fit into what an impossible share leaves of a GPU."""
+    shape = "deployment={layout: one_node, colocated: true}"
+    examined = found(
+        *(shape, "trainer.parallelism.ep=1", "inference={}", "trainer.memory.optimizer_state_offload=true"),
+        *("slurm={}", "weights.transport=filesystem", f"inference.gpu_memory_utilization={share}"),
+    )
+    assert fields(examined) == ["inference.gpu_memory_utilization"], examined.errors
+
+
+def test_everything_that_one_node_cannot_hold_is_found() -> None:
+    shape = "{layout: one_node, train: {nodes: 2, gpus_per_node: 4}, spares: {train: 1}, environments: {nodes: 1}"
+    engines = "inference: {type: multi_node, num_replicas: 2}}"
+    examined = found(f"deployment={shape}, {engines}", "slurm.inference={partition: other}")
+    wrong = ["environments", "inference", "spares", "train.nodes"]
+    assert fields(examined) == [*(f"deployment.{field}" for field in wrong), "slurm.inference"], examined.errors
+
+
+@pytest.mark.parametrize("verb", ["check", "plan"])
+def test_a_recipe_and_a_site_that_are_both_missing_are_both_named(verb: str, tmp_path: Path) -> None:
+    answer = primeslurm(verb, "none.yaml", "--site", "nowhere.yaml", cwd=tmp_path)
+    assert answer.code == 2 and "RECIPE = none.yaml: " in answer.err and "nowhere.yaml: cannot be read" in answer.err
+
+
+def test_both_sides_of_a_comparison_are_read_in_one_pass(tmp_path: Path) -> None:
+    site_file(tmp_path, device="tpu")
+    write_recipe(tmp_path / "a.yaml", max_step=1)
+    write_recipe(tmp_path / "b.yaml", seeds=1)
+    answer = primeslurm("diff", "a.yaml", "b.yaml", cwd=tmp_path)
+    starts = [line.strip().partition(":")[0] for line in answer.err.splitlines()]
+    assert answer.code == 2 and starts == ["error", "device = 'tpu'", "a.yaml", "b.yaml"], answer.err
+    assert "a.yaml: max_step = 1: no such key" in answer.err and "b.yaml: seeds = 1: no such key" in answer.err

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.api.sites import find_site, local_site
+from primeslurm.api.sites import find_site, local_site, runs_directory
 from primeslurm.errors import UsageError
 from primeslurm.recipe.site import NodeKind
 
@@ -111,3 +111,23 @@ def test_a_shell_outside_of_the_node_that_slurm_gave_it_starts_nothing(monkeypat
     for name, value in {**ALLOCATION, "SLURMD_NODENAME": "gpu07"}.items():
         monkeypatch.setenv(name, value)
     assert find_site(None, local=True).name == "local"
+
+
+@pytest.mark.parametrize("more", ["", "foo: 1\n", "device: tpu\n"])
+def test_runs_are_where_the_site_file_says_whatever_else_is_wrong_in_it(
+    more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("site.yaml").write_text(f"name: x\nruns: mine\nnodes: {{default: {{partition: p, cpus: 1}}}}\n{more}")
+    assert runs_directory(None) == tmp_path / "mine"
+    assert runs_directory("others") == Path("others")
+
+
+@pytest.mark.parametrize("text", ["\t", "runs: [a]\n"])
+def test_a_site_file_that_does_not_say_where_runs_are_is_an_error(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("site.yaml").write_text(text)
+    with pytest.raises(UsageError):
+        runs_directory(None)

@@ -364,6 +364,24 @@ def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
     assert any("the KV cache of a GPU holds 10,922 tokens; one sequence may have 40,960" in text for text in texts)
 
 
+@pytest.mark.parametrize(
+    ("inference", "fields"),
+    [
+        ({"kv_cache_bytes": 2 * 10**11}, ["inference.kv_cache_bytes"]),
+        ({"kv_cache_bytes": 10**11}, []),
+        ({"kv_cache_bytes": 10**10, "decode": {"kv_cache_bytes": 2 * 10**11}}, ["inference.decode.kv_cache_bytes"]),
+    ],
+    ids=str,
+)
+def test_a_kv_cache_larger_than_the_gpu_is_refused(inference: dict[str, Any], fields: list[str]) -> None:
+    shape = {"layout": "het", "train": {"nodes": 4}}
+    if "decode" in inference:
+        shape["inference"] = {"type": "disaggregated"}
+    findings = errors({"inference": inference, "deployment": shape})
+    assert [finding.field for finding in findings] == fields
+    assert all("of 139.8 GiB of a GPU" in finding.text for finding in findings)
+
+
 COLOCATED: dict[str, Any] = {
     "deployment": {"layout": "one_node", "colocated": True, "train": {"gpus_per_node": 8}},
     "trainer": {"parallelism": {"activation_checkpointing": "full"}},
@@ -402,7 +420,7 @@ def test_colocated_engines_have_a_kv_cache_of_the_size_that_the_plan_says(tmp_pa
     size = int(argv[argv.index("--kv-cache-memory-bytes") + 1])
     assert size == engine.kv_tokens * engine.kv_bytes_per_token
     assert sum(engine.parts.values()) == pytest.approx(engine.limit_gib, abs=0.2)
-    assert [f.field for f in plan.findings if "GPUs 0 to 7" in f.text] == ["deployment.colocated"]
+    assert [f.field for f in plan.findings if "GPUs 0 to 7" in f.text] == ["inference.gpu_memory_utilization"]
     unknown = make_plan(recipe, site(), tmp_path, look_at_files(recipe)).plan
     assert "--kv-cache-memory-bytes" not in unknown.process("engine-r0-0").argv
     assert [f.fix for f in unknown.findings if f.field == "inference.kv_cache_bytes"] == ["set it"]

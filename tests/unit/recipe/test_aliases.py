@@ -71,6 +71,12 @@ def test_there_are_enough_names_of_each_tool() -> None:
         ("orchestrator.train.sampling.max_completion_tokens", "orchestrator.sampling.max_tokens"),
         ("trainer.model.ac", "trainer.parallelism.activation_checkpointing"),
         ("slurm.gres", "site: nodes.default.gres"),
+        ("colocate", "deployment.colocated"),
+        ("actor_rollout_ref.hybrid_engine", "deployment.colocated"),
+        ("vllm_mode", "deployment.colocated"),
+        ("critic.optim.lr", "orchestrator.advantages"),
+        ("orchestrator.sampling.n", "orchestrator.group_size"),
+        ("model_name", "model.path"),
     ],
 )
 def test_a_key_is_found_by_its_end(typed: str, field: str) -> None:

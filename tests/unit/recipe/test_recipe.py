@@ -13,7 +13,7 @@ import yaml
 from primeslurm.errors import UsageError
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.slurm_syntax import minutes
-from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, read_recipe
 from tests.support.recipes import recipe_data, write_recipe
 
 
@@ -221,12 +221,16 @@ def test_bad_input_gives_every_violation_at_once(tmp_path: Path, changes: dict[s
     assert messages(path) == [line.format(path=path) for line in expected]
 
 
+DOUBLED = "a0: &a0 [1, 1]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40))
+"""A terabyte of values in 40 lines."""
 BROKEN = [
     ("a: [1,\nb: 2", "{path}:2:5: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("", "{path}: must be a mapping of keys to values, is empty"),
     ("- a\n", "{path}: must be a mapping of keys to values, is a list"),
     ("\t: x", "{path}:1:1: not valid YAML: found character '\\t' that cannot start any token"),
     ("a:\n  b: 1\n  b: 2\n", "{path}:3:3: not valid YAML: b is given twice"),
+    ("a: &x {b: *x}\n", "{path}:1:4: not valid YAML: an alias contains itself"),
+    (DOUBLED, "{path}: not valid YAML: aliases repeat more than 100,000 values"),
     ("a: !!int x", "{path}: not valid YAML: invalid literal for int() with base 10: 'x'"),
     ("a: " + "[" * 2000, "{path}: not valid YAML: nested too deeply"),
     ("a: \0", "{path}: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
@@ -344,3 +348,35 @@ def test_site_files_are_checked_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("text", "expected"), [("00:30:00", 30), ("1-00:00:00", 1440), ("00:00:01", 1)])
 def test_slurm_time_in_minutes(text: str, expected: int) -> None:
     assert minutes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.optimizer.lr=-1", "trainer.optimizer.lr = -1: must be greater than 0"),
+        ("checkpoint.interval=-1", "checkpoint.interval = -1: must be greater than 0 (nearest: 1)"),
+        ("max_steps=9223372036854775808", "max_steps = 9.22e+18: is too large (nearest: 9223372036854775807)"),
+        (
+            "environments.0.args={top: -1" + "0" * 30 + "}",
+            "environments.0.args.top = -1e+30: is too large (nearest: -9223372036854775807)",
+        ),
+        (
+            "nodes=4",
+            "nodes = 4: no such key (did you mean teacher.nodes or deployment.train.nodes or "
+            "deployment.environments.nodes?)",
+        ),
+        ("nodes={default: {}}", "nodes: belongs in the site file (move it to the site file)"),
+    ],
+)
+def test_advice_would_be_accepted(tmp_path: Path, override: str, expected: str) -> None:
+    path = write_recipe(tmp_path / "r.yaml")
+    assert [str(each) for each in read_recipe(path, [override]).violations] == [expected]
+
+
+@pytest.mark.parametrize(("key", "shown"), [("on", "True"), ("3", "3"), ("~", "None")])
+def test_a_key_that_is_no_text_is_named_and_hides_nothing(tmp_path: Path, key: str, shown: str) -> None:
+    path = write_recipe(tmp_path / "r.yaml", seed=-1)
+    path.write_text(f"{key}: 4\n{path.read_text()}")
+    assert sorted(str(each) for each in read_recipe(path).violations) == sorted(
+        [f"{shown}: a key must be text (write it in quotes)", "seed = -1: must be at least 0 (nearest: 0)"]
+    )
