@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from primeslurm.api.loading import load
-from primeslurm.api.planning import plan_of
 from primeslurm.files import write_json
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
@@ -146,7 +145,7 @@ def test_fields_of_recipes_are_compared_by_path() -> None:
 
 def test_a_run_is_compared_with_the_recipe_that_it_was_made_of(place: Path) -> None:
     loaded = load(place / "a.yaml", site=place / "site.yaml")
-    planned = plan_of(loaded.recipe, loaded.site, loaded.files, local=False)  # type: ignore[arg-type]
+    planned = loaded.resolve()
     create(planned.recipe, planned.plan.model_copy(update={"run_dir": str(place / "runs" / "a")}), place / "a.yaml")
     (place / "c.yaml").write_text("extends: a.yaml\nmax_steps: 9\n")
     result = primeslurm("diff", str(place / "runs" / "a"), "c.yaml", cwd=place)
