@@ -17,12 +17,12 @@ from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
-from primeslurm.cli.output import count, note, plain, print_json, warn
+from primeslurm.cli.output import note, plain, print_json, warn
 from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
 from primeslurm.records.fleet import outcome_text
-from primeslurm.units import duration, number
+from primeslurm.units import count, duration, number
 
 REFRESH_S = 1.0
 """Interval between two queries of a run's status."""

@@ -47,6 +47,7 @@ class ClusterStatus:
     name: str
     directory: str
     site_file: str
+    slurm_conf: str
     daemons: dict[str, bool]
     """Daemon name to whether it is alive."""
     nodes: dict[str, str]
@@ -107,6 +108,7 @@ class Cluster:
             name=self.spec.name,
             directory=str(self.spec.directory),
             site_file=str(self.spec.site_file),
+            slurm_conf=str(self.spec.slurm_conf),
             daemons={daemon.name: daemon.alive for daemon in self.daemons},
             nodes=nodes,
         )
