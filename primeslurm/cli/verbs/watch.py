@@ -22,6 +22,7 @@ from primeslurm.cli.views.dashboard import failures_text, one_line, process_tabl
 from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
 from primeslurm.records.fleet import outcome_text
+from primeslurm.run.status.run_status import EMULATED
 from primeslurm.units import count, duration, number
 
 REFRESH_S = 1.0
@@ -145,6 +146,8 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         return
     time_taken = f"{count(found.steps, 'step')} in {duration(found.seconds)}"
     out.print(f"{found.run}: {time_taken}, {count(found.attempts, 'attempt')}")
+    if found.emulated:
+        out.print(EMULATED)
     for record in found.evaluations:
         out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
     if found.task == "eval":
