@@ -73,6 +73,8 @@ def submit(
     loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local, emulate=emulate)
     if dry_run:
         _show_dry_run(loaded.dry_run(slurm=not no_slurm), loaded.recipe, as_json, verbose=verbose)
+        if loaded.emulated:
+            note("Stand-ins load no model, data and environments: `primeslurm check` looks at them.")
         return
     if no_slurm:
         why = "a submission needs Slurm"
