@@ -50,6 +50,11 @@ def number(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def count(number: int, word: str) -> str:
+    """Write a number of things: `1 node`, `10,752 nodes`."""
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
 def _digits(value: float) -> str:
     """Two digits at least: 8.9, 12, 746."""
     return f"{value:.1f}".removesuffix(".0") if abs(round(value, 1)) < 10 else f"{value:.0f}"

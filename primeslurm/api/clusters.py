@@ -7,7 +7,7 @@ from pathlib import Path
 from primeslurm.slurm.embedded.cluster import Cluster, ClusterStatus, default_directory, up
 from primeslurm.slurm.embedded.config import ClusterSpec
 
-__all__ = ["Cluster", "ClusterStatus", "find_cluster", "start_cluster"]
+__all__ = ["Cluster", "ClusterSpec", "ClusterStatus", "find_cluster", "start_cluster"]
 
 
 def start_cluster(

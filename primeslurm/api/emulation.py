@@ -21,7 +21,7 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 from primeslurm.slurm.embedded import equal_pages
 from primeslurm.slurm.embedded.cluster import default_directory, up
 from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name, site
-from primeslurm.units import gib
+from primeslurm.units import count, gib
 
 KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
 """What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""
@@ -87,7 +87,7 @@ def refuse_too_large(plan: Plan, available_mib: int | None = None, *, merged: bo
     needed = memory_mib(plan, merged=merged)
     if needed <= available_mib:
         return
-    size = f"{plan.allocated} nodes, {sum(1 for _ in plan.processes())} processes"
+    size = f"{count(plan.allocated, 'node')}, {sum(1 for _ in plan.processes())} processes"
     why = f"stand-ins take about {gib(needed / 1024)} of memory, and {gib(available_mib / 1024)} are free here"
     fix = f"about {plan.allocated * available_mib // needed} such nodes would fit: fewer nodes, replicas, GPUs a node"
     raise UsageError([Violation("deployment", size, why, fix)])

@@ -48,7 +48,8 @@ def environment_problems(
         lacks = _unprepared(interpreter, tried.unprepared, site, local)
         return ([lacks], []) if isinstance(lacks, Violation) else ([], [_untried(lacks)])
     violations = [_with_advice(each) for each in tried.violations]
-    notes = [_note(each) for each in tried.notes]
+    warnings = [_note(each).model_copy(update={"level": "warning"}) for each in tried.warnings]
+    notes = [*warnings, *map(_note, tried.notes)]
     if local or _is_this_machine(site):
         return [*violations, *tried.missing], notes
     return violations, [*(_elsewhere(each) for each in tried.missing), *notes]

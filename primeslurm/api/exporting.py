@@ -14,7 +14,7 @@ from primeslurm.api.runs import Run
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.families.stored import in_four_bits, in_fp8_blocks, storage
 from primeslurm.model_files import model_directory
-from primeslurm.paths import expanded, is_dir
+from primeslurm.paths import expanded
 from primeslurm.records import recipe as recipe_record
 from primeslurm.wire.stored import checkpoints, manifest
 
@@ -24,7 +24,7 @@ def export(run: Run, directory: Path, step: int | None = None) -> Path:
 
     Args:
         run: which run.
-        directory: made by this.
+        directory: is created, with its parents. It must not exist.
         step: a committed step; by default the newest.
 
     Returns:
@@ -43,6 +43,7 @@ def export(run: Run, directory: Path, step: int | None = None) -> Path:
     old = checkpoints.unchecked_shards(checkpoint)
     if damage := checkpoints.damage_at_sight(checkpoint) or manifest.differing(checkpoint, old):
         raise RunError("\n".join(damage))
+    _make_parent(target)
     argv = [sys.executable, "-m", "primeslurm.trainer.checkpoints.export", "--checkpoint", str(checkpoint)]
     argv += ["--recipe", str(run.path / recipe_record.FILE), "--out", str(target)]
     _run(argv)
@@ -60,11 +61,17 @@ def _problems(run: Run, step: int | None, target: Path) -> list[Violation]:
     return [*problems, *_no_place(target)]
 
 
+def _make_parent(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"{target.parent} cannot be created: {error.strerror}"
+        raise UsageError([Violation("DIR", str(target), why)]) from None
+
+
 def _no_place(target: Path) -> list[Violation]:
     if os.path.lexists(target):
         return [Violation("DIR", str(target), "exists already")]
-    if not is_dir(target.parent):
-        return [Violation("DIR", str(target), f"there is no directory {target.parent}")]
     return []
 
 
@@ -95,7 +102,7 @@ def convert(model: str, directory: Path, progress: Callable[[str], None] | None 
 
     Args:
         model: a directory, or a hub id that the Hugging Face cache has.
-        directory: made by this.
+        directory: is created, with its parents. It must not exist.
         progress: told how many files are done.
 
     Returns:
@@ -110,6 +117,7 @@ def convert(model: str, directory: Path, progress: Callable[[str], None] | None 
     problems = [*_unconvertible(model, source), *_no_place(target)]
     if problems or source is None:
         raise UsageError(problems)
+    _make_parent(target)
     argv = [sys.executable, "-m", "primeslurm.trainer.weights.convert", "--source", str(source), "--out", str(target)]
     _run(argv, progress)
     return target

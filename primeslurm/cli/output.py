@@ -33,11 +33,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def count(number: int, word: str) -> str:
-    """Write a number of things: `1 node`, `10,752 nodes`."""
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
 def note(text: str) -> None:
     """Print prose for a person on stderr."""
     print(plain(text), file=sys.stderr)

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from primeslurm import files
-from primeslurm.emulated.rollouts import Script, reward, script
+from primeslurm.emulated.rollouts import FAILURES, Script, reward, script
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.rollouts.generate_endpoint import (
     SESSION_HEADER,
@@ -93,12 +93,12 @@ class EmulatedEnvironment:
         """One conversation.
 
         Raises:
-            RolloutError: a tool of the environment failed, as some do.
+            RolloutError: the script of this rollout fails, so that runs of stand-ins also handle failures.
         """
         started = time.monotonic()
         plan = script(self._recipe.seed, job.environment, job.example if job.task is None else job.task, job.id)
         if plan.fails:
-            raise RolloutError("an emulated tool failed")
+            raise RolloutError(f"made-up failure: {FAILURES:.0%} of the rollouts of an emulated run fail on purpose")
         talk, finish = await self._converse(job, plan)
         versions = [version for version in talk.versions if version >= 0]
         info = RolloutInfo(

@@ -30,6 +30,7 @@ from primeslurm.slurm.partitions import (
     is_broken,
     parse_gres,
 )
+from primeslurm.units import count
 
 _FEATURES = re.compile(r"[\w.+-]+(&[\w.+-]+)*")
 _NODES = {
@@ -211,7 +212,7 @@ def _partition_size_problems(
     qos = facts.accounting.qos.get(qos_of(plan, partition, facts.accounting))
     flags = qos.flags if qos else frozenset[str]()
     for group in groups:
-        field, value = _NODES.get(group.name, "deployment"), f"{group.nodes} nodes"
+        field, value = _NODES.get(group.name, "deployment"), count(group.nodes, "node")
         most, least = partition.max_nodes, partition.min_nodes
         if most is not None and group.nodes > most and "PartitionMaxNodes" not in flags:
             why = f"partition {partition.name} gives a job at most {most}"
@@ -238,10 +239,10 @@ def _node_problems(group: HetGroup, partition: Partition, nodes: Sequence[Partit
         yield from _gres_problems(group, partition, nodes, wanted)
     if group.constraint and _FEATURES.fullmatch(group.constraint):
         for feature in group.constraint.split("&"):
-            count = sum(feature in node.features for node in nodes)
-            if count < min(group.nodes, len(nodes)):
+            having = sum(feature in node.features for node in nodes)
+            if having < min(group.nodes, len(nodes)):
                 known = sorted({name for node in nodes for name in node.features})
-                why = f"{count} nodes of partition {partition.name} have this feature, {group.nodes} are needed"
+                why = f"{having} nodes of partition {partition.name} have this feature, {group.nodes} are needed"
                 yield Violation(_field(group, "constraint"), feature, why, suggestion(feature, known))
 
 

@@ -17,6 +17,7 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.records.job_output import MARK
 from primeslurm.slurm.launch_failures import START
 from primeslurm.templating import environment
+from primeslurm.units import count
 
 LOAD = "primeslurm.node.load"
 """Module that a job starts on every node, with the folder of the pickled agent."""
@@ -37,6 +38,7 @@ def render(plan: Plan) -> str:
     _check(plan)
     templates = environment(autoescape=False)
     templates.filters["quote"] = lambda value: shlex.quote(str(value))
+    templates.filters["counted"] = count
     python = (*plan.job.launcher, plan.python)
     return templates.get_template("job.sbatch.j2").render(
         plan=plan,

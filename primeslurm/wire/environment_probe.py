@@ -36,6 +36,9 @@ class EnvironmentAnswer(msgspec.Struct, frozen=True):
     """What rollouts do that not everybody wants."""
     tools: list[tuple[str, str]] = []
     """Agents that offer the model tools: where the recipe says their harness, and its name."""
+    tasks: int | None = None
+    """Number of tasks in the local file that the environment reads. None: it reads none, or the file has more tasks
+    than were read."""
 
 
 class ModelAnswer(msgspec.Struct, frozen=True):

@@ -53,7 +53,8 @@ def test_names_that_resolve_on_no_node_end_the_run_and_blame_no_node(cluster: Cl
     assert submitted.code == 0, submitted.err
     status = find_run("nameless", tmp_path / "runs").wait(timeout_s=120, poll_s=0.5)
     assert (status.phase, status.attempt) == ("failed", 1)
-    assert "no node is to blame" in status.reason and "network.addresses of the site file" in status.reason
+    assert "preflight failed on" in status.reason and "so none is excluded" in status.reason
+    assert "network.addresses of the site file" in status.reason
     assert status.reason.endswith("another attempt would end in the same way")
     nodes = primeslurm("nodes", "--runs", "runs", "--json", cwd=tmp_path)
     assert json.loads(nodes.out) == []

@@ -16,6 +16,7 @@ from primeslurm.api.sites import local_site
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.paths import REPOSITORY, is_dir
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.placement import cluster_facts
 from primeslurm.templating import environment
 
@@ -44,6 +45,8 @@ class FirstFiles:
     proposal: Proposal | None
     why_local: str = ""
     """Why there is no site file."""
+    embedded: str = ""
+    """Name of the embedded cluster that `SLURM_CONF` belongs to; empty if it is another Slurm's."""
 
 
 def write_first_files(directory: Path) -> FirstFiles:
@@ -71,8 +74,11 @@ def write_first_files(directory: Path) -> FirstFiles:
     if proposal is None or proposal.gpu is None:
         write_new({recipe: _recipe_text(proposal)})
         return FirstFiles(recipe, None, proposal, why)
-    write_new({site: _site_text(proposal, directory), recipe: _recipe_text(proposal)})
-    return FirstFiles(recipe, site, proposal)
+    # The nodes of an embedded cluster have no GPUs and no names that resolve; only the cluster knows their addresses.
+    cluster = Cluster.of_slurm_conf(os.environ.get("SLURM_CONF", ""))
+    text = cluster.site_text() if cluster else _site_text(proposal, directory)
+    write_new({site: text, recipe: _recipe_text(proposal, on_cpus=cluster is not None)})
+    return FirstFiles(recipe, site, proposal, embedded=cluster.spec.name if cluster else "")
 
 
 def _ask_slurm() -> tuple[Proposal | None, str]:
@@ -86,11 +92,12 @@ def _ask_slurm() -> tuple[Proposal | None, str]:
     return proposal, ""
 
 
-def _recipe_text(proposal: Proposal | None) -> str:
+def _recipe_text(proposal: Proposal | None, *, on_cpus: bool = False) -> str:
     gpu = proposal.gpu if proposal else None
     site = local_site(Path("runs"))
     here = site.nodes["default"].gpus if site.device == "cuda" else 0
-    base = FIRST_RECIPES[min(gpu.gpus if gpu else here, max(FIRST_RECIPES))]
+    real_gpus = 0 if on_cpus else gpu.gpus if gpu else here
+    base = FIRST_RECIPES[min(real_gpus, max(FIRST_RECIPES))]
     limit = FIRST_RUN_MINUTES if gpu is None or gpu.max_minutes is None else min(FIRST_RUN_MINUTES, gpu.max_minutes)
     hours, minutes = divmod(limit, 60)
     template = environment(autoescape=False).get_template("first_recipe.yaml.j2")

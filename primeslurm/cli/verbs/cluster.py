@@ -11,7 +11,9 @@ import typer
 from primeslurm.api.clusters import ClusterStatus, find_cluster, start_cluster
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.options import JsonOpt, YesOpt, confirm
+from primeslurm.cli.output import note
 from primeslurm.errors import ExitCode
+from primeslurm.units import count
 
 app = typer.Typer(
     cls=HelpingGroup,
@@ -32,7 +34,10 @@ def up_command(
     nodes: Annotated[int, typer.Option(help="Number of GPU nodes, in partition gpu.", metavar="N")] = 4,
     gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs per GPU node.", metavar="N")] = 8,
     cpus_per_node: Annotated[int, typer.Option(help="CPU cores that Slurm sees on each node.", metavar="N")] = 16,
-    control_nodes: Annotated[int, typer.Option(help="Number of CPU nodes, in partition cpu.", metavar="N")] = 1,
+    control_nodes: Annotated[
+        int,
+        typer.Option(help="Number of CPU nodes in partition cpu. 0: the cluster has GPU nodes only.", metavar="N"),
+    ] = 1,
     runs: Annotated[
         Path,
         typer.Option(help="Directory of runs, for the site file. It is kept when the cluster stops.", metavar="DIR"),
@@ -45,6 +50,7 @@ def up_command(
 
     Examples:
         primeslurm cluster up
+        primeslurm cluster up --nodes 1 --control-nodes 0
         primeslurm cluster up --name big --nodes 16 --control-nodes 2
     """
     cluster, started = start_cluster(
@@ -56,9 +62,9 @@ def up_command(
         runs=runs,
         directory=directory,
     )
-    total = nodes + control_nodes
-    typer.echo(f"cluster {name} {'is up' if started else 'was up already'}: {total} nodes, all idle", err=True)
-    typer.echo(f"export SLURM_CONF={cluster.spec.slurm_conf} to use Slurm's own commands with it", err=True)
+    total = count(nodes + control_nodes, "node")
+    note(f"cluster {name} {'is up' if started else 'was up already'}: {total}, all idle")
+    note(f"To use Slurm's own commands with it: export SLURM_CONF={cluster.spec.slurm_conf}")
     typer.echo(cluster.spec.site_file)
 
 
@@ -94,6 +100,7 @@ def down_command(name: Name = "local", directory: Directory = None, yes: YesOpt 
 
 def _as_json(status: ClusterStatus) -> str:
     fields = {"name": status.name, "up": status.up, "directory": status.directory, "site_file": status.site_file}
+    fields["slurm_conf"] = status.slurm_conf
     return json.dumps({"schema_version": 1, **fields, "daemons": status.daemons, "nodes": status.nodes}, indent=2)
 
 
@@ -101,6 +108,7 @@ def _as_text(status: ClusterStatus) -> str:
     dead = [name for name, alive in status.daemons.items() if not alive]
     lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; not running: ' + ', '.join(dead)}"]
     lines += [f"site file  {status.site_file}"]
+    lines += [f"Slurm      export SLURM_CONF={status.slurm_conf}"]
     lines += [f"{node:<20} {state}" for node, state in status.nodes.items()]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.files import write_atomic
 
 DirectoryArg = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory to write. It must not exist.", show_default=False)
+    Path, typer.Argument(metavar="DIR", help="Directory to create. It must not exist.", show_default=False)
 ]
 
 

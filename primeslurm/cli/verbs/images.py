@@ -10,7 +10,8 @@ import typer
 
 from primeslurm.api.images import building, wanted
 from primeslurm.cli.options import JsonOpt
-from primeslurm.cli.output import count, note, print_json
+from primeslurm.cli.output import note, print_json
+from primeslurm.units import count
 
 
 def images(

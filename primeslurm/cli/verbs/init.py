@@ -22,7 +22,8 @@ def init(
 
     Slurm is asked for partitions, GPUs, cores, memory, time limits, accounts and QOS. `site.yaml` describes the largest
     partition with GPUs that you may use; `recipe.yaml` is a run that fits on one of its nodes. Without Slurm, the
-    recipe runs on this machine. Files that exist are never overwritten.
+    recipe runs on this machine. If SLURM_CONF is that of an embedded cluster, `site.yaml` is what
+    `primeslurm cluster up` wrote. Files that exist are never overwritten.
 
     Examples:
         primeslurm init
@@ -36,6 +37,7 @@ def init(
                 "site": str(first.site) if first.site else None,
                 "local": first.site is None,
                 "why_local": first.why_local,
+                "embedded": first.embedded,
                 "found": asdict(first.proposal) if first.proposal else None,
             }
         )
@@ -44,6 +46,8 @@ def init(
         typer.echo(path)
     if first.site is None:
         note(f"{first.why_local}. The recipe is for this machine, without a site file.")
+    elif first.embedded:
+        note(f"{first.site} is the site file of embedded cluster {first.embedded}, whose GPUs are fake.")
     else:
         note(f"Read {first.site}: lines with LOOK AT THIS need your eyes.")
     option = " --local" if first.site is None else ""

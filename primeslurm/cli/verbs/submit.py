@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,15 +31,21 @@ from primeslurm.cli.views.verdict import show_findings
 from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe import Recipe
 from primeslurm.slurm.environment import is_started_by_slurm
+from primeslurm.units import count
+
+if TYPE_CHECKING:
+    from primeslurm.api.clusters import ClusterSpec
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show plan and batch script, but submit nothing.")]
 EmulateOpt = Annotated[
     bool,
-    typer.Option("--emulate", help="Run the whole job with stand-ins for engines, trainer and environments."),
+    typer.Option(
+        "--emulate",
+        help="Run the whole job with stand-ins for engines, trainer and environments. Without --site, a Slurm cluster "
+        "with fake GPUs is started on this machine, and no site file is read.",
+    ),
 ]
 WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run ends.")]
-
-_STARTING = "starting an embedded cluster of {spec.nodes} GPU nodes and {spec.control_nodes} control nodes"
 
 
 def submit(
@@ -67,11 +73,13 @@ def submit(
     loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local, emulate=emulate)
     if dry_run:
         _show_dry_run(loaded.dry_run(slurm=not no_slurm), loaded.recipe, as_json, verbose=verbose)
+        if loaded.emulated:
+            note("Stand-ins load no model, data and environments: `primeslurm check` looks at them.")
         return
     if no_slurm:
         why = "a submission needs Slurm"
         raise UsageError([Violation("--no-slurm", "", why, "add --dry-run, or use --local")])
-    with loaded.on_cluster(keep=not wait, starting=lambda spec: note(_STARTING.format(spec=spec))) as ready:
+    with loaded.on_cluster(keep=not wait, starting=_note_start) as ready:
         _announce(ready.start(), wait, as_json, continues=loaded.cluster is None)
     if loaded.cluster is not None:
         note(f"stop its cluster with: primeslurm cluster down --name {shlex.quote(loaded.cluster.name)}")
@@ -126,6 +134,11 @@ def resume(
         primeslurm resume my-run
     """
     _announce(find_run(run, runs).start_again(), wait, as_json)
+
+
+def _note_start(spec: ClusterSpec) -> None:
+    nodes = f"{count(spec.nodes, 'GPU node')} and {count(spec.control_nodes, 'control node')}"
+    note(f"starting an embedded cluster of {nodes}")
 
 
 def _announce(submitted: Submitted, wait: bool, as_json: bool, *, continues: bool = True) -> None:

@@ -17,12 +17,13 @@ from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
-from primeslurm.cli.output import count, note, plain, print_json, warn
+from primeslurm.cli.output import note, plain, print_json, warn
 from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
 from primeslurm.records.fleet import outcome_text
-from primeslurm.units import duration, number
+from primeslurm.run.status.run_status import EMULATED
+from primeslurm.units import count, duration, number
 
 REFRESH_S = 1.0
 """Interval between two queries of a run's status."""
@@ -145,6 +146,8 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         return
     time_taken = f"{count(found.steps, 'step')} in {duration(found.seconds)}"
     out.print(f"{found.run}: {time_taken}, {count(found.attempts, 'attempt')}")
+    if found.emulated:
+        out.print(EMULATED)
     for record in found.evaluations:
         out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
     if found.task == "eval":

@@ -10,10 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.cli.output import count
 from primeslurm.records.state import FailedRollouts, Load
-from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
-from primeslurm.units import duration
+from primeslurm.run.status.run_status import EMULATED, ProcessStatus, ReplicaStatus, RlProgress, RunStatus
+from primeslurm.units import count, duration
 
 MAX_LINES = 8
 """Longest list of replicas and of unhealthy processes. Healthy ones are summed up."""
@@ -45,7 +44,9 @@ _SHOWN = (
 
 def view(status: RunStatus) -> Group:
     """Draw the status of a run."""
-    parts: list[RenderableType] = [_head(status), *_silence(status), _numbers(status)]
+    parts: list[RenderableType] = [_head(status), *_silence(status)]
+    parts += [Text(EMULATED, style="yellow")] if status.emulated else []
+    parts.append(_numbers(status))
     parts += _hindrances(status)
     if queue := _queue(status):
         parts.append(queue)
@@ -68,7 +69,8 @@ def process_table(status: RunStatus) -> Table:
 
 def one_line(status: RunStatus) -> str:
     """Write progress in one line, for logs."""
-    parts = [f"{status.run} {phase_of(status)}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
+    emulated = " (emulated)" if status.emulated else ""
+    parts = [f"{status.run}{emulated} {phase_of(status)}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
     parts += [f"{label} {value}" for label, value in numbers_of(status)]
     return "  ".join(parts)
 

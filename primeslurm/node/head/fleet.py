@@ -284,12 +284,14 @@ class Fleet:
                 reason = f"the shared file system, seen from {agent.name}: {agent.unfit_because}"
                 return Ending(Outcome.FAILED, reason, FILE_SYSTEM)
             case Fault.ALIKE:
-                alone = f"no other node of the job contradicts {agent.name}"
-                alike = f"all {len(kind)} of its kind are like {agent.name}" if len(kind) > 1 else alone
-                reason = f"no node is to blame, as {alike}"
                 why = agent.unfit_because
-                again = fails_again(agent)
-                return Ending(Outcome.FAILED, f"{reason}: {why}", "all nodes alike", final=again, error=why)
+                alike = f"all {len(kind)} nodes of its kind fail alike, so none is excluded"
+                if len(kind) == 1:
+                    alike = f"all {len(used)} nodes of the job fail alike, so none is excluded"
+                if len(used) == 1:
+                    alike = "the job has no other node to compare it with, so it is not excluded"
+                reason = f"preflight failed on {agent.name}: {why} ({alike})"
+                return Ending(Outcome.FAILED, reason, "all nodes alike", final=fails_again(agent), error=why)
             case Fault.OPEN:
                 return None
 

@@ -16,10 +16,12 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import IO, Generic, TypeVar
 
 import msgspec
+import verifiers.v1 as vf
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.imports import uncollected
@@ -41,6 +43,10 @@ with uncollected():
     from primeslurm.orchestrator.environments import agents, host_needs, mistakes, pairing
 
 T = TypeVar("T", bound=msgspec.Struct)
+MOST_TASKS = 10_000
+"""Tasks of a local file that are read."""
+READING_S = 20.0
+"""Longest time to read them."""
 MODEL_S = 120.0
 """Longest look at a model's tokenizer, from however slow a file system."""
 _KILL_S = 5.0
@@ -75,21 +81,49 @@ def probe(environment: Environment) -> EnvironmentAnswer:
     """Load an environment and its first task."""
     try:
         env = environments.load(environment.id, environment.args, agents.agent_options(environment))
-        task = next(iter(env.taskset), None)
+        source = iter(env.taskset)
+        task = next(source, None)
         if task is None:
             text = f"{environment.id} has no tasks with these arguments"
             return EnvironmentAnswer([Violation("environments.args", "", text)])
+        tasks, unreadable = _read_file(environment, source)
         return EnvironmentAnswer(
-            violations=pairing.contradictions(environment, env),
+            violations=[*pairing.contradictions(environment, env), *unreadable],
             missing=host_needs.unmet(environment, env),
             notes=[*host_needs.notes(environment, env), *pairing.unrewarded(environment, env, task)],
             tools=pairing.tool_users(environment, env),
+            tasks=tasks,
         )
     except UsageError as error:
         return EnvironmentAnswer(list(error.violations))
     except BaseException as error:  # it may raise anything, SystemExit too
         why = f"its first task cannot be read: {mistakes.raised(error, environment.id)}"
         return EnvironmentAnswer([Violation("environments.id", environment.id, why)])
+
+
+def _read_file(environment: Environment, rest: Iterator[vf.Task]) -> tuple[int | None, list[Violation]]:
+    """Read the tasks after the first one, if they come from a local file.
+
+    A faulty line would otherwise end rollouts after hours of training. Tasks from elsewhere are not read, because an
+    environment may download or generate each of them.
+
+    Returns:
+        The number of tasks in the file, None if not all were read; and why one of them cannot be read.
+    """
+    path = environment.args.get("path")
+    if not isinstance(path, str) or not Path(path).is_file():
+        return None, []
+    ends_at = time.monotonic() + min(READING_S, environment.load_timeout_s / 2)
+    number = 1
+    while number < MOST_TASKS and time.monotonic() < ends_at:
+        try:
+            if next(rest, None) is None:
+                return number, []
+        except Exception as error:  # it may raise anything
+            why = f"task {number + 1} cannot be read: {mistakes.raised(error, environment.id)}"
+            return None, [Violation("environments.args.path", path, why, "correct the file, or remove the line")]
+        number += 1
+    return None, []
 
 
 def look_at(model: Model) -> ModelAnswer:

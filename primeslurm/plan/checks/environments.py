@@ -19,9 +19,10 @@ from pathlib import Path
 from primeslurm.errors import Violation
 from primeslurm.families.renderers import AUTO
 from primeslurm.plan.checks.tool_rendering import unrenderable
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.units import duration
+from primeslurm.units import count, duration
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.environment_probe import (
     EnvironmentAnswer,
@@ -78,6 +79,8 @@ class Tried:
     """What this host lacks for their runtimes."""
     notes: tuple[Violation, ...] = ()
     """What their rollouts do that not everybody wants."""
+    warnings: tuple[Violation, ...] = ()
+    """What is smaller than the recipe asks for."""
     unprepared: str = ""
     """The package that the interpreter lacks, so that nothing could be tried."""
 
@@ -116,6 +119,7 @@ def try_all(
         (*of_model.violations, *(violation for tried in found for violation in tried.violations)),
         tuple(violation for tried in found for violation in tried.missing),
         tuple(violation for tried in found for violation in tried.notes),
+        tuple(violation for tried in found for violation in tried.warnings),
     )
 
 
@@ -187,9 +191,20 @@ def _judged(place: str, environment: AnyEnvironment, result: ProbeResult[Environ
             tuple(_placed(place, each) for each in (*answer.violations, *unshown)),
             tuple(_placed(place, each) for each in answer.missing),
             tuple(_placed(place, each) for each in answer.notes),
+            tuple(_placed(place, each) for each in _too_few(environment, answer.tasks)),
         )
     why, fix = _no_answer(result.code, result.stderr, environment)
     return Tried((_placed(place, Violation("environments.id", environment.id, why, fix)),))
+
+
+def _too_few(environment: AnyEnvironment, tasks: int | None) -> list[Violation]:
+    """Warn if an evaluation asks for more examples than the file has. The default number is no request."""
+    if not isinstance(environment, EvaluationEnvironment) or "examples" not in environment.model_fields_set:
+        return []
+    if tasks is None or tasks >= environment.examples:
+        return []
+    why = f"the file has {count(tasks, 'task')}, so each evaluation uses all of them and no more"
+    return [Violation("environments.examples", str(environment.examples), why, f"nearest: {tasks}")]
 
 
 def _no_answer(code: int, err: str, environment: AnyEnvironment) -> tuple[str, str]:

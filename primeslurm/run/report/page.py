@@ -17,10 +17,10 @@ from primeslurm.run.records import attempt_events, dropped_of, rows
 from primeslurm.run.report import charts
 from primeslurm.run.report.charts import Chart, Tick, chart
 from primeslurm.run.status.event_text import EventText, notable
-from primeslurm.run.status.run_status import JobQuery, RunStatus, read_status
+from primeslurm.run.status.run_status import EMULATED, JobQuery, RunStatus, read_status
 from primeslurm.run.status.summary import Summary, summarise
 from primeslurm.templating import environment
-from primeslurm.units import duration, number
+from primeslurm.units import count, duration, number
 
 MAX_EVENTS = 200
 BAR_WIDTH, BAR_LEFT, BAR_HEIGHT = 1140, 90, 30
@@ -153,11 +153,12 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     plan = run.latest().plan()
     told = [(attempt, notable(attempt_events(attempt))) for attempt in run.attempts()]
     templates = environment(autoescape=True)
-    templates.filters |= {"clock": _clock, "duration": duration}
+    templates.filters |= {"clock": _clock, "duration": duration, "counted": count}
     return templates.get_template("report.html.j2").render(
         status=status,
         outcome=outcome_text(status.phase, status.reason),
         numbers=_numbers(status, summary, plan),
+        emulated=EMULATED if status.emulated else "",
         invalid=problems(steps, dropped_of(run.latest()), run.recipe().batch_size),
         charts=all_charts(steps) + evaluation_charts(summary.evaluations),
         evaluations=summary.evaluations,

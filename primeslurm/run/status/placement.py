@@ -53,6 +53,7 @@ class RunPlacement(msgspec.Struct, frozen=True):
     executor: str
     nodes: list[PlacedNode]
     replicas: list[PlacedReplica]
+    emulated: bool = False
 
     def processes(self) -> Iterator[PlacedProcess]:
         """Return all processes, in node order."""

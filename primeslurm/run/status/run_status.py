@@ -58,6 +58,8 @@ SUBMITTING = "SUBMITTING"
 """Begins what a `JobQuery` says of a job that has no id yet, while somebody submits it."""
 ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
 """Slurm's words for a job that has begun and has not ended."""
+EMULATED = "emulated: stand-ins made up all rewards, losses and speeds"
+"""What is said beside the numbers of an emulated run."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -147,6 +149,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Why its job does not start by waiting alone, and what to do."""
     silence: RunSilence | None = None
     """Why all of this is not of this moment; None: it is."""
+    emulated: bool = False
+    """Stand-ins run in place of engines, trainer and environments, so all numbers are made up."""
 
     @property
     def active(self) -> bool:
@@ -223,6 +227,7 @@ def read_status(
         if orchestrator and phase == "running"
         else [],
         obstacles=why_waiting(job) if job is not None and phase in ("pending", "requeued") else [],
+        emulated=placement.emulated,
         silence=signs.silence if phase in ("silent", "lost") else None,
     )
 

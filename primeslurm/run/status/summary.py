@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from math import inf, isnan
@@ -9,7 +10,7 @@ from statistics import fmean
 
 import msgspec
 
-from primeslurm.errors import signature
+from primeslurm.errors import RunError, signature
 from primeslurm.records.base import Event
 from primeslurm.records.evaluation import BestCheckpoint, EvaluationRecord, best_of, evaluations
 from primeslurm.records.events.processes import ProcessStarted
@@ -17,6 +18,7 @@ from primeslurm.records.events.training import RolloutFailed, TaskGivenUp
 from primeslurm.records.state import FailedRollouts
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
+from primeslurm.run.status.placement import placement_of
 
 WINDOW = 5
 """Steps averaged at the beginning and at the end."""
@@ -49,6 +51,8 @@ class Summary(msgspec.Struct, frozen=True):
     evaluations: list[EvaluationRecord] = []
     best: BestCheckpoint | None = None
     """Of them, by the metric that the recipe names."""
+    emulated: bool = False
+    """Stand-ins made up all of these numbers."""
 
     @property
     def gain(self) -> float | None:
@@ -111,4 +115,12 @@ def summarise(run: RunDirectory) -> Summary:
         trained_tokens_per_s=fmean([row.get("trainer/tokens_per_s", 0.0) for row in steps] or [0.0]),
         evaluations=evaluated,
         best=best_of(evaluated, keep_best) if keep_best else None,
+        emulated=_emulated(run),
     )
+
+
+def _emulated(run: RunDirectory) -> bool:
+    """Whether the newest attempt ran stand-ins. A run may have no attempt, or a plan that cannot be read."""
+    with contextlib.suppress(RunError):
+        return placement_of(run.latest()).emulated
+    return False

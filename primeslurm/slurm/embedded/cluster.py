@@ -18,6 +18,7 @@ import yaml
 
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.files import read_json, write_json
+from primeslurm.paths import is_file
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.embedded import config, equal_pages
 from primeslurm.slurm.embedded.config import ClusterSpec
@@ -47,6 +48,7 @@ class ClusterStatus:
     name: str
     directory: str
     site_file: str
+    slurm_conf: str
     daemons: dict[str, bool]
     """Daemon name to whether it is alive."""
     nodes: dict[str, str]
@@ -93,6 +95,15 @@ class Cluster:
             raise UsageError([Violation("directory", str(directory), f"{_STATE} in it is damaged: {error}")]) from error
         return cls(record.spec, config.LoopbackPlace(record.place), record.daemons)
 
+    @classmethod
+    def of_slurm_conf(cls, slurm_conf: str) -> Cluster | None:
+        """Find the embedded cluster that a slurm.conf belongs to; None if it is that of another Slurm."""
+        directory = Path(slurm_conf).parent
+        if not is_file(directory / _STATE):
+            return None
+        cluster = cls.load(directory)
+        return cluster if cluster.spec.slurm_conf == Path(slurm_conf) else None
+
     @property
     def client(self) -> SlurmClient:
         """Slurm's commands for this cluster."""
@@ -107,6 +118,7 @@ class Cluster:
             name=self.spec.name,
             directory=str(self.spec.directory),
             site_file=str(self.spec.site_file),
+            slurm_conf=str(self.spec.slurm_conf),
             daemons={daemon.name: daemon.alive for daemon in self.daemons},
             nodes=nodes,
         )
@@ -146,8 +158,12 @@ class Cluster:
         spec.slurm_conf.write_text(config.slurm_conf(spec, place, hostname, memory_mb))
         (spec.directory / "gres.conf").write_text(config.gres_conf(spec))
         (spec.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-        site = config.site(spec, place).model_dump(by_alias=True, exclude_defaults=True, mode="json")
-        spec.site_file.write_text(yaml.safe_dump({"schema": 1, **site}, sort_keys=False))
+        spec.site_file.write_text(self.site_text())
+
+    def site_text(self) -> str:
+        """Write the content of this cluster's site file."""
+        site = config.site(self.spec, self.place).model_dump(by_alias=True, exclude_defaults=True, mode="json")
+        return yaml.safe_dump({"schema": 1, **site}, sort_keys=False)
 
     def _start(self, name: str, argv: list[str], pid_file: Path, log: Path) -> None:
         """Start a daemon that detaches itself; its pid is recorded before anything else starts."""

@@ -27,7 +27,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_path: Path) -> None:
-    run, out = tmp_path / "run", tmp_path / "model"
+    run, out = tmp_path / "run", tmp_path / "not" / "there" / "model"
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)

@@ -14,6 +14,8 @@ from primeslurm.api.setup.proposal import Proposal, propose
 from primeslurm.api.setup.ready_recipes import write_new
 from primeslurm.errors import UsageError
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace
 from primeslurm.slurm.partitions import Partition
 from tests.support.cli import primeslurm
 from tests.unit.api.test_proposal import CPU, H100, facts, nodes
@@ -38,6 +40,7 @@ def test_without_slurm_the_recipe_is_for_this_machine_and_passes_check(tmp_path:
         "site": None,
         "local": True,
         "why_local": "Slurm gives no answer here (sinfo --noheader --all: no cluster here)",
+        "embedded": "",
         "found": None,
     }
     assert [each.name for each in (tmp_path / "first").iterdir()] == ["recipe.yaml"]
@@ -69,6 +72,27 @@ def test_a_site_file_says_what_was_found_and_what_to_look_at(tmp_path: Path, mon
     assert "LOOK AT THIS" in text and "or that are down: closed" in text
     recipe = load_recipe(first.recipe)
     assert (recipe.deployment.layout, recipe.slurm.time) == ("one_node", "01:00:00")
+
+
+def test_on_an_embedded_cluster_the_site_file_is_that_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ClusterSpec("toy", tmp_path / "toy", tmp_path / "runs", nodes=1, control_nodes=0)
+    Cluster(spec, LoopbackPlace(0))._write_files()
+    monkeypatch.setattr(
+        first_files, "_ask_slurm", lambda: (propose(facts(Partition("gpu", "UP", nodes(1, "gpu:8")))), "")
+    )
+    monkeypatch.setenv("SLURM_CONF", str(spec.slurm_conf))
+    first = write_first_files(tmp_path / "first")
+    assert first.site is not None and first.embedded == "toy"
+    site = load_site(first.site)
+    assert (site.device, site.network.addresses) == ("cpu", {"toy-n001": "127.20.1.1"})
+    assert first.site.read_text() == spec.site_file.read_text()
+    assert yaml.safe_load(first.recipe.read_text())["extends"] == "smollm2_arithmetic_cpu.yaml"
+
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "toy" / "other.conf"))
+    other = write_first_files(tmp_path / "other")
+    assert other.site is not None and (other.embedded, load_site(other.site).device) == ("", "cuda")
 
 
 @pytest.mark.parametrize(

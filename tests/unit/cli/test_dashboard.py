@@ -177,3 +177,10 @@ def test_silence_is_shown_as_unresponsive() -> None:
     assert "glm5  unresponsive  attempt 2" in text and "1 UNRESPONSIVE  7 HEALTHY" in text
     assert "UNRESPONSIVE for 12 s, phase loop" in text and "silent" not in text.lower()
     assert one_line(status).startswith("glm5 unresponsive")
+
+
+def test_numbers_of_an_emulated_run_are_marked_as_made_up() -> None:
+    status = msgspec.structs.replace(status_of(1, 0), emulated=True)
+    assert "emulated: stand-ins made up all rewards, losses and speeds" in picture(status)
+    assert one_line(status).startswith("glm5 (emulated) running")
+    assert not any("emulated" in line for line in [*picture(status_of(1, 0)), one_line(status_of(1, 0))])

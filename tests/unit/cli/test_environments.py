@@ -238,3 +238,30 @@ def test_a_module_of_ones_own_that_is_not_found_is_said_how_to_find(
     assert result.code == 2
     assert "environments.0.id = own-words: no such environment: the module own_words cannot be imported " in result.err
     assert expected in result.err
+
+
+def test_every_line_of_a_data_file_is_read(place: Path) -> None:
+    lines = [json.dumps({"question": f"What is {i} + 1?", "answer": str(i + 1)}) for i in range(20)]
+    (place / "good.jsonl").write_text("\n".join(lines))
+    (place / "bad.jsonl").write_text("\n".join([*lines[:6], "no JSON", *lines[7:]]))
+    wanted = [{"id": "math-problems", "args": {"path": str(place / f"{name}.jsonl")}} for name in ("good", "bad")]
+    wanted = [each | {"name": f"e{i}"} for i, each in enumerate(wanted)]
+    result = run(place, "check", wanted)
+    assert result.code == 2
+    assert f"environments.1.args.path = {place / 'bad.jsonl'}: task 7 cannot be read" in result.err
+    assert f"{place / 'bad.jsonl'}, line 7" in result.err and "environments.0" not in result.err
+
+
+@pytest.mark.parametrize(("examples", "warned"), [({"examples": 256}, True), ({"examples": 20}, False), ({}, False)])
+def test_fewer_tasks_than_an_evaluation_asks_for_are_a_warning(
+    examples: dict[str, int], warned: bool, place: Path
+) -> None:
+    (place / "test.jsonl").write_text('{"question": "What is 1 + 1?", "answer": "2"}\n' * 20)
+    environment = {"id": "math-problems", "name": "held-out", "args": {"path": str(place / "test.jsonl")}}
+    recipe = recipe_data(
+        model={"path": str(place / "model")}, evaluation={"environments": [{**environment, **examples}]}
+    )
+    (place / "r.yaml").write_text(yaml.safe_dump(recipe))
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert ("environments.0.examples = 256: the file has 20 tasks" in result.err) is warned, result.err
+    assert result.code == 0

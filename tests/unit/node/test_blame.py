@@ -120,7 +120,8 @@ def test_what_all_nodes_lack_ends_the_attempt_and_blames_none() -> None:
     fleet = fleet_of(3)
     assert decide(fleet, 1.0, report(0, "model")) is None, "the others have not been heard"
     ending = decide(fleet, 2.0, report(1, "model"), report(2, "model"))
-    assert ending is not None and ending.suspect == "all nodes alike" and "all 3 of its kind" in ending.reason
+    assert ending is not None and ending.suspect == "all nodes alike"
+    assert "all 3 nodes of its kind fail alike" in ending.reason
     assert fleet.news == []
 
 
@@ -137,11 +138,17 @@ def test_what_one_train_and_one_inference_node_lack_is_no_nodes_fault() -> None:
     fleet = one_and_one()
     assert decide(fleet, 1.0, report(0, "model")) is None, "the other has not been heard"
     ending = decide(fleet, 2.0, report(1, "model"))
-    assert (
-        ending is not None
-        and ending.suspect == "all nodes alike"
-        and "no other node of the job contradicts n0" in ending.reason
-    )
+    assert ending is not None and ending.suspect == "all nodes alike"
+    assert ending.reason.startswith("preflight failed on n0: ")
+    assert ending.reason.endswith("(all 2 nodes of the job fail alike, so none is excluded)")
+    assert fleet.news == []
+
+
+def test_the_only_node_of_a_job_is_not_excluded_for_what_all_nodes_share() -> None:
+    fleet = fleet_of(1)
+    ending = decide(fleet, 1.0, report(0, "address"))
+    assert ending is not None and (ending.outcome, ending.final) == (Outcome.FAILED, True)
+    assert ending.reason.endswith("(the job has no other node to compare it with, so it is not excluded)")
     assert fleet.news == []
 
 
