@@ -6,9 +6,12 @@ Exit codes: 0 trained to the end; 75 interrupted and checkpointed; 1 failed, wit
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 from primeslurm.imports import uncollected
 from primeslurm.trainer.loops.interrupt import Interrupt
@@ -37,5 +40,18 @@ def main() -> int:
     )
 
 
+def leave(code: int) -> NoReturn:
+    """End this process after Python's threads and exit handlers, without the destructors of native libraries.
+
+    One of those ended a rank by signal 6 ("terminate called without an active exception") after its last commit, and
+    the completed attempt counted as failed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does before the handlers
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -201,26 +201,3 @@ def test_waiting_has_an_end(finished: RunDirectory) -> None:
     write_json(finished.attempt(1).fleet_file, {"time": time.time(), "states": {}})
     with pytest.raises(TimeoutError, match=r"^done is running after 0\.02 s$"):
         primeslurm.find_run("done").wait(timeout_s=0.02, poll_s=0.01)
-
-
-@pytest.mark.parametrize(
-    ("path", "command"),
-    [
-        (".primeslurm/smollm2/model", "make it: `primeslurm install --model smollm2`"),
-        ("/shared/ann/.primeslurm/smollm2/model", "make it: `primeslurm install --model smollm2`"),
-        (".primeslurm/reverse-text/model", "make it: `./just warm-start reverse-text`"),
-        (".primeslurm/tool-use/random", "make it: `./just warm-start tool-use`"),
-    ],
-)
-def test_a_model_that_can_be_made_here_only_blocks_and_is_told_how(path: str, command: str, tmp_path: Path) -> None:
-    data = recipe_data(model={"path": path})
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(data))
-    found = primeslurm.load(tmp_path / "r.yaml", local=True).check()
-    assert found.ok and found.blocked
-    assert [each.fix for each in found.findings if each.level == "blocked"] == [command]
-
-
-def test_any_other_model_of_such_a_name_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe_data(model={"path": ".primeslurm/mine/model"})))
-    found = primeslurm.load(tmp_path / "r.yaml", local=True).check()
-    assert not found.ok and "no such directory" in str(found.errors[0])
