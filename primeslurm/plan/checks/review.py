@@ -39,7 +39,7 @@ def review(
     of_teacher, memory = review_teacher(recipe, site, requests, teacher)
     found += of_teacher + environment_capacity(recipe, requests)
     if model.shape is None:
-        return found, None
+        return found + _no_estimate(recipe, site, model), None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
     found += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests) + _uncounted(recipe, model.shape)
     roles = (*worked_out.roles, *([memory] if memory else []))
@@ -114,6 +114,13 @@ def _unread_parsers(recipe: Recipe) -> list[Finding]:
     fix = "leave it out; model.renderer and model.renderer_options say how they are read"
     named = (name for name in ("tool_call_parser", "reasoning_parser") if getattr(recipe.inference, name))
     return [Finding(level="note", field=f"inference.{name}", text=text, fix=fix) for name in named]
+
+
+def _no_estimate(recipe: Recipe, site: Site, model: ModelFiles) -> list[Finding]:
+    if site.device == "cpu" or model.absent is None:
+        return []
+    text = "memory is not estimated: the model is not on this machine, and its shape is not known"
+    return [Finding(level="note", field="model.path", value=recipe.model.path, text=text)]
 
 
 def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:
