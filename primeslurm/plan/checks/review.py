@@ -17,6 +17,7 @@ from primeslurm.plan.memory.gpus import GPUS, gpu_of
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.advantage_rules import rule_of
 
 
 def review(
@@ -63,6 +64,7 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
+        found += _alone(recipe)
     found += _colocated(recipe, plan) + _few_cores(plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
@@ -105,6 +107,18 @@ def _few_cores(plan: Plan) -> list[Finding]:
     text = f"{processes} processes that use GPUs share {cores} CPU core{'s' if cores > 1 else ''}"
     fix = "inside an allocation, start it with srun --cpus-per-task=N"
     return [Finding(level="warning", field="--local", text=text, fix=fix)]
+
+
+def _alone(recipe: Recipe) -> list[Finding]:
+    """Warn of groups of one rollout whose advantages compare the rollouts of a group."""
+    found = []
+    for environment in recipe.environments:
+        rule = rule_of(recipe, environment)
+        if rule in ("grpo", "max_rl") and recipe.group_size(environment) == 1:
+            text = f"advantages: {rule} compares the rollouts of a group: one rollout alone has advantage 0"
+            fix = f"at least 2, usually 8, for {environment.label}"
+            found.append(Finding(level="warning", field="orchestrator.group_size", value="1", text=text, fix=fix))
+    return found
 
 
 def _unread_parsers(recipe: Recipe) -> list[Finding]:
