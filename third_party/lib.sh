@@ -39,6 +39,13 @@ need() { # programs that the build calls
     done
 }
 
+need_pip() { # environments that uv makes have no pip; uv puts it there
+    [[ -z $check ]] || return 0
+    python3 -m pip --version >/dev/null 2>&1 && return
+    command -v uv >/dev/null || { echo "$name: python3 has no pip; first: python3 -m ensurepip, or install uv" >&2; exit 1; }
+    run uv pip install --quiet --python "$(command -v python3)" pip
+}
+
 verify() { # FILE: its checksum is the manifest's
     echo "+ sha256 of $(basename "$1") is $sha256"
     [[ -n $check ]] && return

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +42,14 @@ def for_emulation(recipe: Recipe) -> Recipe:
         alike = environments.model_copy(update={"cpus": None, "memory": None})
         changed["deployment"] = recipe.deployment.model_copy(update={"environments": alike})
     return recipe.model_copy(update=changed)
+
+
+def refuse_without_packages() -> None:
+    """Raise UsageError if the command line is installed alone: stand-ins save their versions with safetensors."""
+    if importlib.util.find_spec("safetensors") is None:
+        why = f"stand-ins need the run-time environment, and {sys.executable} has no safetensors"
+        fix = "`primeslurm install --cpu --to DIR`, then use `DIR/bin/primeslurm`"
+        raise UsageError([Violation("--emulate", "", why, fix)])
 
 
 def cluster_for(recipe: Recipe) -> ClusterSpec:

@@ -279,6 +279,7 @@ def _load_emulated(
     recipe = emulation.for_emulation(asked.sound())
     if where is not None:
         return LoadedRecipe(recipe, with_python(where.sound()), source, False, None)
+    emulation.refuse_without_packages()
     spec = emulation.cluster_for(recipe)
     return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec)
 

@@ -27,6 +27,8 @@ class CatalogEntry:
 @cache
 def catalog() -> dict[str, CatalogEntry]:
     """Known models by Hugging Face id."""
+    stored = json.loads(CATALOG.read_bytes())
+    entries = {name: stored[entry.get("same_shape_as", name)] for name, entry in stored.items()}
     return {
         name: CatalogEntry(
             shape=shape_of(entry["config"]),
@@ -35,5 +37,5 @@ def catalog() -> dict[str, CatalogEntry]:
             parameters_b=entry["parameters_b"],
             active_b=entry["active_b"],
         )
-        for name, entry in json.loads(CATALOG.read_bytes()).items()
+        for name, entry in entries.items()
     }

@@ -11,7 +11,7 @@ from primeslurm.recipe.sections.orchestrator import RAE_DECAY, Environment
 def violations(recipe: Recipe) -> list[Violation]:
     """Options of a rule of advantages that no environment follows, and what a rule lacks."""
     options = recipe.orchestrator
-    rules = {_rule(recipe, environment) for environment in recipe.environments}
+    rules = {rule_of(recipe, environment) for environment in recipe.environments}
     agents = ", ".join(options.within_rollout)
     found: list[Violation] = []
     if "hierarchical_grpo" in rules and not agents:
@@ -27,8 +27,8 @@ def violations(recipe: Recipe) -> list[Violation]:
     return found
 
 
-def _rule(recipe: Recipe, environment: Environment) -> str | None:
-    """What an environment's advantages are; None: an algorithm of one's own says it."""
+def rule_of(recipe: Recipe, environment: Environment) -> str | None:
+    """Return what an environment's advantages are; None if the user's own algorithm says it."""
     options = recipe.orchestrator
     return environment.advantages or (options.advantages if options.algorithm is None else None)
 
@@ -38,7 +38,7 @@ def _length_penalty(recipe: Recipe, environment: Environment, field: str) -> lis
     if penalty is None:
         return []
     found = []
-    rule = _rule(recipe, environment)
+    rule = rule_of(recipe, environment)
     if rule == "max_rl":
         why = f"{label} has advantages: max_rl, whose rewards must not be negative"
         found.append(Violation(field, penalty.type, why, "leave it out, or advantages: grpo"))

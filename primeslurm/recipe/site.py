@@ -90,8 +90,8 @@ class Site(Section):
     """Python interpreter of the environment on the nodes, for example `/shared/primeslurm/.venv/bin/python`. Default:
     the interpreter that submits."""
     nodes: dict[str, NodeKind]
-    """Kinds of nodes by role: control, train, inference, prefill, decode, teacher (default: inference), environments
-    (default: control). `default` serves all roles that are not named."""
+    """Kinds of nodes by role: control, train, inference, prefill, decode, teacher (if not named: that of inference),
+    environments (if not named: that of control). `default` serves all other roles that are not named."""
     slurm: Submission = Submission()
     """Slurm options of every job, unless its recipe sets them."""
     modules: tuple[Module, ...] = ()

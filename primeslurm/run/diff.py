@@ -27,6 +27,8 @@ NOT_COMPARED: dict[type[Part], frozenset[str]] = {
     Process: frozenset({"name", "role", "log", "argv"}),
 }
 """Fields of a part that are a part of their own, name it, or are compared in another form."""
+_UNSET: tuple[Any, ...] = (None, [], {})
+"""Values of fields that are not set."""
 RECIPE_NOT_COMPARED = ("schema", "name")
 """Fields of a recipe that say nothing about what a run does."""
 
@@ -53,7 +55,7 @@ def diff(a: Plan, b: Plan) -> list[Difference]:
 
 
 def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    """Return the fields of two recipes that differ, as plain data. A section of another type is one difference."""
+    """Return the fields of two recipes that differ, as plain data."""
     return [
         Difference("recipe", path, _text(one), _text(other))
         for key in dict.fromkeys((*a, *b))
@@ -63,9 +65,9 @@ def recipe_diff(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
 
 
 def _changed(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    if a == b:
+    if a == b or (a in _UNSET and b in _UNSET):
         return
-    if isinstance(a, Mapping) and isinstance(b, Mapping) and a.get("type") == b.get("type"):
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
         for key in dict.fromkeys((*a, *b)):
             yield from _changed(f"{path}.{key}", a.get(key), b.get(key))
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b) and isinstance(a[0], Mapping):
@@ -78,7 +80,7 @@ def _changed(path: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
 def _text(value: Any) -> str | None:
     """A value as YAML writes it in one line, without the fields that are not set."""
     if isinstance(value, Mapping):
-        fields = {key: _text(field) for key, field in value.items() if field not in (None, [], {})}
+        fields = {key: _text(field) for key, field in value.items() if field not in _UNSET}
         return f"{{{', '.join(f'{key}: {text}' for key, text in fields.items())}}}"
     if isinstance(value, list):
         return f"[{', '.join(str(_text(item)) for item in value)}]"

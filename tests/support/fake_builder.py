@@ -71,7 +71,7 @@ def build(dockerfile: str, image: Path, store: Path) -> int:
 
 def convert(sif: Path, archive: Path, store: Path) -> int:
     """Make a SIF of what a builder exports."""
-    text = archive.read_text()
+    text = archive.read_text() if archive.is_file() else f"FROM {archive}\n"  # of a registry
     sif.write_text(text[: len(text) // 2])
     if "LABEL killed" in text and not (store / "killed").exists():
         (store / "killed").touch()

@@ -7,12 +7,13 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" "$@"
 
 need git nvcc gcc python3
+need_pip
 nccl=$(field nccl)
 shown=$(python3 -m pip show nvidia-nccl-cu13 2>/dev/null) || true
 found=$(sed -n 's/^Version: //p' <<<"$shown")
 beside=$(sed -n 's/^Location: //p' <<<"$shown")
 if [[ -z $check && $found != "$nccl" ]]; then
-    echo "$name: this environment has NCCL ${found:-none}; first: pip install --no-deps nvidia-nccl-cu13==$nccl" >&2
+    echo "$name: this environment has NCCL ${found:-none}; first: python3 -m pip install --no-deps nvidia-nccl-cu13==$nccl" >&2
     exit 1
 fi
 fetch_commit

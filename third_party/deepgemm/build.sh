@@ -5,6 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" "$@"
 
 need git nvcc python3
+need_pip
 fetch_commit
 run python3 -m pip wheel --no-build-isolation --no-deps --wheel-dir="$prefix/wheels" "$work/source"
 built

@@ -5,6 +5,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/../lib.sh" "$@"
 
 need python3
+need_pip
 sha256=$(field sha256)
 wheel=$(field wheel)
 run python3 -m pip download --quiet --no-deps --only-binary=:all: --python-version=3.11 \

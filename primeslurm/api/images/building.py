@@ -44,20 +44,38 @@ class ImageBuilder:
     """Builds images.
 
     Args:
-        runtimes: what they are for.
+        images: to be built.
+        dry_run: only print commands: the programs need not be installed here.
 
     Raises:
-        UsageError: this machine has not what it takes.
+        UsageError: a program that the builds need does not work here. Each is named.
     """
 
-    def __init__(self, runtimes: Collection[str]) -> None:
-        self._tools = {runtime: _working(_BUILDERS.get(runtime, (runtime,))) for runtime in runtimes}
-        if "apptainer" in runtimes and shutil.which("apptainer") is None:
-            why = "it converts what is built, and is not installed here"
-            raise UsageError([Violation("--runtime", "apptainer", why, "install apptainer")])
+    def __init__(self, images: Collection[WantedImage], dry_run: bool = False) -> None:
+        self.problems: list[Violation] = []
+        """Programs that a dry run did not find."""
+        # An image from a registry needs apptainer alone.
+        self._tools = {runtime: self._working(runtime) for runtime in {i.runtime for i in images if not i.pulled}}
+        if shutil.which("apptainer") is None and any(image.runtime == "apptainer" for image in images):
+            why = "apptainer writes the images, and is not installed here"
+            self.problems.append(Violation("--runtime", "apptainer", why, "install apptainer, or use another machine"))
+        if self.problems and not dry_run:
+            raise UsageError(self.problems)
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()
         self._stopped = False
+
+    def _working(self, runtime: str) -> str:
+        """Return the first builder that works here: docker may lack its daemon, podman a mapping of users."""
+        tools = _BUILDERS.get(runtime, (runtime,))
+        for tool in tools:
+            if _succeeds([tool, "info"]):
+                return tool
+        broken = [f"`{tool} info` fails" for tool in tools if shutil.which(tool)]
+        why = " and ".join(broken) or f"none of {', '.join(tools)} is installed here"
+        fix = "build on another machine that sees the same directory"
+        self.problems.append(Violation("--runtime", "", f"nothing builds a Dockerfile: {why}", fix))
+        return tools[0]
 
     def commands(self, image: WantedImage, archive: Path, sif: Path) -> list[list[str]]:
         """List what is run to build an image.
@@ -67,6 +85,8 @@ class ImageBuilder:
             archive: what the builder exports, for apptainer to convert.
             sif: what apptainer writes.
         """
+        if image.pulled:
+            return [["apptainer", "build", "--disable-cache", str(sif), f"docker://{image.pulled}"]]
         tool = self._tools[image.runtime]
         found = [[tool, "build", "--tag", image.tag, str(image.environment)]]
         if image.runtime == "apptainer":
@@ -104,7 +124,7 @@ class ImageBuilder:
             raise ImageBuildError("\n".join([f"{len(failed)} of {len(images)} images were not built", *failed]))
 
     def _build(self, image: WantedImage) -> None:
-        tool, is_sif = self._tools[image.runtime], image.runtime == "apptainer"
+        tool, is_sif = self._tools.get(image.runtime, ""), image.runtime == "apptainer"
         image.images.mkdir(parents=True, exist_ok=True)
         _sweep(image)
         image.log.unlink(missing_ok=True)  # an earlier build's
@@ -113,13 +133,13 @@ class ImageBuilder:
             try:
                 for words in self.commands(image, Path(directory, "image.tar"), part):
                     self._run(words, Path(directory, "log"), image.log)
-                workdir = _workdir(tool, image.tag)
+                workdir = "" if image.pulled else _workdir(tool, image.tag)
                 if is_sif:
                     part.replace(image.name)
             finally:
                 part.unlink(missing_ok=True)
         task_images.note_built(image.images, image.digest, image.runtime, workdir)
-        if is_sif:  # it is what counts, and a builder's storage is small
+        if is_sif and not image.pulled:  # it is what counts, and a builder's storage is small
             _succeeds([tool, "rmi", image.tag])
 
     def _run(self, words: Sequence[str], log: Path, kept: Path) -> None:
@@ -184,21 +204,6 @@ def _export(tool: str, tag: str, archive: Path) -> tuple[list[str], str]:
     if tool == "podman":
         return ["podman", "save", "--format", "oci-archive", "--output", str(archive), tag], "oci-archive"
     return ["buildah", "push", tag, f"oci-archive:{archive}"], "oci-archive"
-
-
-def _working(tools: Sequence[str]) -> str:
-    """The first of these programs that works here: docker may lack its daemon, podman a mapping of users.
-
-    Raises:
-        UsageError: none does.
-    """
-    for tool in tools:
-        if _succeeds([tool, "info"]):
-            return tool
-    broken = [f"`{tool} info` fails" for tool in tools if shutil.which(tool)]
-    why = " and ".join(broken) or f"none of {', '.join(tools)} is installed here"
-    fix = "build on another machine that sees the same directory"
-    raise UsageError([Violation("--runtime", "", f"nothing builds a Dockerfile: {why}", fix)])
 
 
 def _succeeds(words: Sequence[str]) -> bool:

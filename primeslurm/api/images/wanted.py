@@ -1,4 +1,4 @@
-"""Which container images Harbor tasks of a directory or a recipe need, of those that come with a Dockerfile."""
+"""Which container images Harbor tasks of a directory or a recipe need, as a Dockerfile or as the name of an image."""
 
 from __future__ import annotations
 
@@ -36,6 +36,8 @@ class WantedImage:
     environment: Path
     """Directory with the Dockerfile, of one of the tasks."""
     tasks: tuple[str, ...]
+    pulled: str | None = None
+    """Name of the image in its registry, if it is fetched and not built."""
 
     @property
     def name(self) -> str:
@@ -120,8 +122,10 @@ def wanted_images(sources: Sequence[TaskSource]) -> list[WantedImage]:
             problems.append(Violation("TASKS", str(source.tasks), "has no task (a directory with task.toml)"))
         for directory in directories:
             try:
-                if task_images.must_be_built(directory, task_images.read_task(directory)):
-                    _add(found, source, directory)
+                about = task_images.read_task(directory)
+                pulled = task_images.pulled_image(about, source.runtime)
+                if pulled or task_images.must_be_built(directory, about):
+                    _add(found, source, directory, pulled)
             except (OSError, ValueError, AttributeError) as error:
                 problems.append(Violation(str(directory / "task.toml"), "", f"cannot be read: {error}"))
     if problems:
@@ -129,9 +133,11 @@ def wanted_images(sources: Sequence[TaskSource]) -> list[WantedImage]:
     return list(found.values())
 
 
-def _add(found: dict[tuple[str, str, Path], WantedImage], source: TaskSource, directory: Path) -> None:
+def _add(
+    found: dict[tuple[str, str, Path], WantedImage], source: TaskSource, directory: Path, pulled: str | None
+) -> None:
     environment = directory / "environment"
-    digest = task_images.environment_digest(environment)
+    digest = task_images.pulled_digest(pulled) if pulled else task_images.environment_digest(environment)
     key = (digest, source.runtime, source.images)
-    first = found.setdefault(key, WantedImage(digest, source.runtime, source.images, environment.resolve(), ()))
+    first = found.setdefault(key, WantedImage(digest, source.runtime, source.images, environment.resolve(), (), pulled))
     found[key] = replace(first, tasks=tuple(dict.fromkeys((*first.tasks, directory.name))))

@@ -34,8 +34,8 @@ def images(
 ) -> None:
     """Build the container images of Harbor tasks.
 
-    Tasks that have a Dockerfile get an image. Tasks with the same Dockerfile share one image, and images that exist
-    are not built again.
+    A task with a Dockerfile gets an image. For apptainer, a task that names an image of a registry gets that image
+    as a file. Tasks with the same Dockerfile share one image, and images that exist are not built again.
 
     Examples:
         primeslurm images /shared/data/swe --jobs 8
@@ -43,11 +43,13 @@ def images(
     """
     found = wanted.wanted_images(wanted.sources(tasks, runtime, directory))
     missing = [image for image in found if not building.is_there(image)]
-    builder = building.ImageBuilder({image.runtime for image in missing})
+    builder = building.ImageBuilder(missing, dry_run)
     if dry_run:
         for image in missing:
             for words in builder.commands(image, Path("image.tar"), Path(image.name)):
                 note(shlex.join(words))
+        for problem in builder.problems:
+            note(f"this machine cannot run these commands: {problem.why} ({problem.fix})")
     else:
         builder.build(missing, jobs, note)
     if as_json:

@@ -100,6 +100,16 @@ def _show_parts(nodes: Mapping[str, Parts], wrong: Sequence[InstalledDifference]
             cells.append(Text(text, style="red" if difference else ""))
         table.add_row(part, *cells)
     out.print(table)
+    for line in difference_lines(wrong):
+        note(line)
+
+
+def difference_lines(wrong: Sequence[InstalledDifference]) -> list[str]:
+    """Write a line for each difference, with all nodes that have the same one."""
+    nodes: dict[tuple[str, str | None, str | None], list[str]] = {}
     for each in wrong:
-        locked = f", locked {each.wanted}" if each.wanted else ""
-        note(f"{each.node}: {each.part} is {each.found or 'missing'}{locked}")
+        nodes.setdefault((each.part, each.found, each.wanted), []).append(each.node)
+    return [
+        f"{compress(names)}: {part} is {found or 'missing'}{f', locked {wanted}' if wanted else ''}"
+        for (part, found, wanted), names in nodes.items()
+    ]

@@ -152,6 +152,9 @@ def parse(directory: Path, index: int, config: HarborLocalConfig, runtime: str) 
     if not (directory / "tests" / "test.sh").is_file():
         raise FileNotFoundError("tests/test.sh is missing")
     image, files = TaskImage(environment.get("docker_image"), None), directory / "environment"
+    if name := task_images.pulled_image(about, runtime):  # a file beside the tasks spares nodes the download
+        found = task_images.built_image(_images(config), task_images.pulled_digest(name), runtime)
+        image = found or image
     if not config.ignore_dockerfile and task_images.must_be_built(directory, about):
         image = _built(files, config, runtime)
     own_files = files.is_dir() and any(path.name not in _BUILT for path in files.iterdir())
@@ -174,11 +177,14 @@ def parse(directory: Path, index: int, config: HarborLocalConfig, runtime: str) 
     )
 
 
+def _images(config: HarborLocalConfig) -> Path:
+    return task_images.image_directory(config.path, config.images)
+
+
 def _built(environment: Path, config: HarborLocalConfig, runtime: str) -> TaskImage:
     found = None
     if runtime in task_images.RUNTIMES:
-        images = task_images.image_directory(config.path, config.images)
-        found = task_images.built_image(images, task_images.environment_digest(environment), runtime)
+        found = task_images.built_image(_images(config), task_images.environment_digest(environment), runtime)
     if found is None:
         raise _NotBuiltError
     return found

@@ -17,6 +17,7 @@ from primeslurm.plan.memory.gpus import GPUS, gpu_of
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.advantage_rules import rule_of
 
 
 def review(
@@ -39,7 +40,7 @@ def review(
     of_teacher, memory = review_teacher(recipe, site, requests, teacher)
     found += of_teacher + environment_capacity(recipe, requests)
     if model.shape is None:
-        return found, None
+        return found + _no_estimate(recipe, site, model), None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
     found += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests) + _uncounted(recipe, model.shape)
     roles = (*worked_out.roles, *([memory] if memory else []))
@@ -63,6 +64,7 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
+        found += _alone(recipe)
     found += _colocated(recipe, plan) + _few_cores(plan)
     single = [group.name for group in plan.groups if group.nodes == 1]
     if single and any(group.spares or group.name == "environments" for group in plan.groups):
@@ -107,6 +109,18 @@ def _few_cores(plan: Plan) -> list[Finding]:
     return [Finding(level="warning", field="--local", text=text, fix=fix)]
 
 
+def _alone(recipe: Recipe) -> list[Finding]:
+    """Warn of groups of one rollout whose advantages compare the rollouts of a group."""
+    found = []
+    for environment in recipe.environments:
+        rule = rule_of(recipe, environment)
+        if rule in ("grpo", "max_rl") and recipe.group_size(environment) == 1:
+            text = f"advantages: {rule} compares the rollouts of a group: one rollout alone has advantage 0"
+            fix = f"at least 2, usually 8, for {environment.label}"
+            found.append(Finding(level="warning", field="orchestrator.group_size", value="1", text=text, fix=fix))
+    return found
+
+
 def _unread_parsers(recipe: Recipe) -> list[Finding]:
     if recipe.task != "rl":
         return []
@@ -114,6 +128,13 @@ def _unread_parsers(recipe: Recipe) -> list[Finding]:
     fix = "leave it out; model.renderer and model.renderer_options say how they are read"
     named = (name for name in ("tool_call_parser", "reasoning_parser") if getattr(recipe.inference, name))
     return [Finding(level="note", field=f"inference.{name}", text=text, fix=fix) for name in named]
+
+
+def _no_estimate(recipe: Recipe, site: Site, model: ModelFiles) -> list[Finding]:
+    if site.device == "cpu" or model.absent is None:
+        return []
+    text = "memory is not estimated: the model is not on this machine, and its shape is not known"
+    return [Finding(level="note", field="model.path", value=recipe.model.path, text=text)]
 
 
 def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:

@@ -295,6 +295,29 @@ ALIASES: tuple[Alias, ...] = (
         prime_rl="orchestrator.algo.ref_kl",
         hf="beta kl_coef init_kl_coef",
     ),
+    _alias(
+        "trainer.loss.ref_kl", "there is one estimator of the KL; leave its type out", verl=f"{_ACTOR}.kl_loss_type"
+    ),
+    _alias(
+        "trainer.loss.function",
+        "there is no entropy bonus; a function of yours gets the entropy, with trainer.loss.type: custom",
+        verl=f"{_ACTOR}.entropy_coeff",
+    ),
+    _alias(
+        "inference",
+        "engines are always vLLM; leave the name out",
+        verl=f"{_ROLLOUT}.name",
+    ),
+    _alias(
+        "orchestrator.advantages",
+        "there is no critic; leave its options out",
+        verl="trainer.critic_warmup",
+    ),
+    _alias(
+        "seq_len",
+        "a rollout that reaches it is truncated; there is no other option",
+        verl="data.truncation",
+    ),
     _alias("trainer.loss.mask_low", "with trainer.loss.type: dppo", prime_rl="trainer.loss.dppo_mask_low"),
     _alias("trainer.loss.mask_high", "with trainer.loss.type: dppo", prime_rl="trainer.loss.dppo_mask_high"),
     _alias("trainer.loss.threshold", "with trainer.loss.type: ipo", prime_rl="trainer.loss.ipo_threshold"),

@@ -131,7 +131,7 @@ def _unknown(
             others = [leaf for leaf, _, alias in aliases if not alias]
             return [*found, _no_section(path, others, whole.advice if whole else "")] if others else found
     elsewhere = fields_named(model, path[-1])
-    here = 0 < len(elsewhere) <= _MANY
+    here = 0 < len(elsewhere) <= _MANY and not (typo and path[1:])  # a likely field of the same section comes first
     if alias := find_alias(".".join(path), least=2 if here or typo else 1):
         return [_foreign(other, path, value, alias)]
     meant = ""
@@ -147,9 +147,10 @@ def _unknown(
 
 
 def _no_section(path: tuple[str, ...], keys: Sequence[tuple[str, ...]], fix: str, meant: str = "") -> InputFault:
-    """Explain that a section does not exist. One key of it is named as it was typed; more are counted."""
+    """Explain that a section does not exist, and name the first keys of it as they were typed."""
     above = f" in {'.'.join(path[:-1])}" if path[1:] else ""
-    typed = ".".join(keys[0]) if len(keys) == 1 else f"{'.'.join(path)} ({len(keys)} keys)"
+    typed = ", ".join(".".join(key) for key in keys[:_MANY])
+    typed += f" and {len(keys) - _MANY} more" if len(keys) > _MANY else ""
     return InputFault(Violation(typed, "", f"there is no section {path[-1]}{above}", fix), path, meant)
 
 

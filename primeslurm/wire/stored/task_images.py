@@ -1,4 +1,4 @@
-"""Container images of Harbor tasks that come with a Dockerfile: `primeslurm images` builds them, workers look for them.
+"""Container images of Harbor tasks: `primeslurm images` makes them, workers look for them.
 
 They lie in one directory, by default `.images` beside the tasks. An image is named after what it is built of, so tasks
 with the same environment share one, and whoever edits a Dockerfile asks for another one:
@@ -74,6 +74,21 @@ def environment_digest(environment: Path) -> str:
         environment: the directory of the Dockerfile, which is the build's context.
     """
     return files.retrying(environment, lambda: _digest_below(environment))
+
+
+def pulled_image(about: Mapping[str, Any], runtime: str) -> str | None:
+    """Return the registry's name of an image that `primeslurm images` fetches for a task; None if it fetches none.
+
+    Engines such as docker keep their own images, so only apptainer gets a file.
+    """
+    image = about.get("environment", {}).get("docker_image")
+    is_file = isinstance(image, str) and (image.startswith(("/", ".")) or image.endswith(".sif"))
+    return image if image and runtime == "apptainer" and not is_file else None
+
+
+def pulled_digest(image: str) -> str:
+    """Name the file of an image that comes from a registry."""
+    return hashlib.blake2b(f"docker://{image}".encode(), digest_size=16).hexdigest()
 
 
 def _digest_below(environment: Path) -> str:

@@ -83,10 +83,13 @@ exit $code""",
 PYTHONPATH="{root}:${{PYTHONPATH:-}}" exec {python} "$@\"""",
     "hf": 'PYTHONPATH="{root}" exec {python} -m tests.support.pages.download "$@"',
     "git": '[[ $1 == clone ]] || {{ echo "git: only clone is replaced" >&2; exit 9; }}; '
+    '[[ "$*" != *abundant-ai/SWE-gen-JS* ]] || '
+    '{{ mkdir -p "${{@: -1}}"; cp -r {root}/examples/harbor "${{@: -1}}/tasks"; exit; }}; '
     '[[ $2 == https://github.com/primeslurm/primeslurm ]] || {{ echo "git: no repository $2" >&2; exit 9; }}; '
     'cp -r {home}/checkout "${{3:-primeslurm}}"',
     "uv": "[[ $1 =~ ^(pip|python|tool|venv|run)$ ]]",
-    "uvx": """[[ "$1 $4" == "--from dataset" ]]
+    "uvx": """[[ "$1 $2 $3 $6" == "--python 3.12 --from dataset" ]] || exit 9
+shift 2
 [[ $5 != download ]] || {{ mkdir -p "$8"; cp -r {root}/examples/harbor "$8/${{6##*/}}"; }}""",
     "just": """cd {root}; {bin}/just --dry-run "$@" 2>/dev/null || {bin}/just --dry-run "$@"
 cd "$OLDPWD"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 
 from primeslurm.api import emulation
+from primeslurm.api.loading import load
+from primeslurm.errors import UsageError
 from primeslurm.recipe import Recipe
 from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name
@@ -25,6 +29,14 @@ def test_no_two_runs_share_a_cluster() -> None:
     names = [emulation.cluster_for(Recipe.model_validate({"name": run, **FIELDS})).name for run in runs]
     assert len(set(names)) == len(runs) and all(map(is_name, names))
     assert names[0] == "emulate-try-1"
+
+
+def test_the_command_line_alone_cannot_emulate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.yaml").write_text(json.dumps({"name": "r", **FIELDS}))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "safetensors" else find_spec(name))
+    with pytest.raises(UsageError, match=r"--emulate: .* has no safetensors \(`primeslurm install --cpu"):
+        load(tmp_path / "r.yaml", emulate=True)
 
 
 @pytest.mark.parametrize("home", ["/root", "/home/alice", "/home/a-long-user-name"])

@@ -164,7 +164,7 @@ def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
     ("given", "expected"),
     [
         ("foo.bar=1", "foo.bar: there is no section foo (valid: checkpoint, "),
-        ("trainer.foo={a: 1, b: 2}", "trainer.foo (2 keys): there is no section foo in trainer ("),
+        ("trainer.foo={a: 1, b: 2}", "trainer.foo.a, trainer.foo.b: there is no section foo in trainer ("),
         ("chekpoint.interval=5", "chekpoint.interval: there is no section chekpoint (did you mean checkpoint?)"),
         ("slurm.partition=x", "slurm.partition = 'x': no such key (use slurm.train.partition: one for each role "),
         ("optim={lr: 1, foo: 2}", "optim.lr = 1: no such key (use trainer.optimizer.lr: learning rate)"),
@@ -173,7 +173,7 @@ def test_colours_are_for_terminals_of_people_who_want_them(place: Path) -> None:
         ("trainer.ep=8", "trainer.ep = 8: no such key (did you mean trainer.parallelism.ep?)"),
         (
             "trainer.optimiser={lr: 1, betas: [0.9, 0.9]}",
-            "trainer.optimiser (2 keys): there is no section opt",
+            "trainer.optimiser.lr, trainer.optimiser.betas: there is no section opt",
         ),
         ("python=/usr/bin/python3", "python: belongs in the site file (move it to the site file)"),
     ],

@@ -68,6 +68,15 @@ def test_a_served_model_needs_no_trainer(place: Path) -> None:
     assert [f["value"] for f in json.loads(result.out) if f["level"] == "blocked"] == ["zai-org/GLM-5.1"]
 
 
+def test_a_model_of_unknown_shape_and_groups_of_one_are_noted(place: Path) -> None:
+    write(place, FITS, {"model": {"path": "some/model"}, "orchestrator": {"group_size": 1}})
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert "note: model.path = some/model: memory is not estimated" in result.err
+    assert "warning: orchestrator.group_size = 1: advantages: grpo compares the rollouts of a group" in result.err
+    write(place, FITS, {"model": {"path": "zai-org/GLM-5"}})
+    assert "not estimated" not in primeslurm("check", "r.yaml", cwd=place).err
+
+
 def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(place: Path) -> None:
     even = {"deployment": {"train": {"nodes": 32}}}  # then adapters of experts come out even, too
     write(place, FITS, even, {"weights": {"transport": "nccl"}, "trainer": {"lora": {"save_adapter": True}}})

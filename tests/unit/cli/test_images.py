@@ -50,7 +50,6 @@ def listed(result: Result) -> list[tuple[str, ...]]:
 def test_an_image_is_built_once_and_again_when_its_environment_changes(tools: Path, tmp_path: Path) -> None:
     tasks = tmp_path / "tasks"
     one, other = task(tasks, "one", "WORKDIR /testbed"), task(tasks, "deep/other", "WORKDIR /testbed")
-    task(tasks, "named", toml="[environment]\ndocker_image = 'python:3.12'")
     first = images(tools, "tasks")
     assert (first.code, listed(first)) == (0, [("other", "one")]), first.err
     assert built(tools) == 1
@@ -122,6 +121,32 @@ def test_a_dry_run_shows_the_commands_and_writes_nothing(tools: Path, tmp_path: 
     assert (row["tasks"], row["built"], row["runtime"]) == (["one"], False, "apptainer")
 
 
+def test_a_dry_run_prints_commands_without_the_programs(tools: Path, tmp_path: Path) -> None:
+    task(tmp_path / "tasks", "one")
+    for name in ("buildah", "docker", "apptainer"):
+        (tools / name).unlink()
+    found = images(tools, "tasks", "--dry-run")
+    assert found.code == 0 and "podman build --tag localhost/primeslurm-tasks:" in found.err
+    assert "this machine cannot run these commands: nothing builds a Dockerfile: none of podman" in found.err
+    assert "this machine cannot run these commands: apptainer writes the images" in found.err
+
+
+def test_an_image_of_a_registry_becomes_a_file_for_apptainer_alone(tools: Path, tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks"
+    for name, image in (("one", "python:3.12"), ("two", "python:3.12"), ("file", "/shared/own.sif")):
+        task(tasks, name, toml=f"[environment]\ndocker_image = '{image}'")
+    for name in ("buildah", "docker"):
+        (tools / name).unlink()
+    found = images(tools, "tasks")
+    assert (found.code, listed(found)) == (0, [("one", "two")]), found.err
+    (sif,) = tasks.glob(".images/*.sif")
+    assert sif.read_text() == "FROM //python:3.12\n"
+    assert task_images.built_image(tasks / ".images", sif.stem, "apptainer") == task_images.TaskImage(str(sif), None)
+    assert "0 built, 1 there already" in images(tools, "tasks").err
+    podman = images(fake_builder.install(tools, "podman"), "tasks", "--runtime", "podman")
+    assert (podman.code, listed(podman)) == (0, []), podman.err
+
+
 def test_docker_keeps_images_itself(tools: Path, tmp_path: Path) -> None:
     task(tmp_path / "tasks", "one", "WORKDIR /")
     found = images(tools, "tasks", "--runtime", "docker", "--images", "elsewhere")
@@ -163,7 +188,7 @@ def test_a_recipe_says_which_tasks_and_what_for(tools: Path, tmp_path: Path) -> 
         (("empty",), (), "TASKS = empty: has no task (a directory with task.toml)"),
         (("tasks", "--runtime", "modal"), (), "--runtime = modal: runs no image that is built here (one of apptainer"),
         (("tasks",), ("buildah", "docker"), "none of podman, buildah, docker is installed here"),
-        (("tasks",), ("apptainer",), "--runtime = apptainer: it converts what is built, and is not installed here"),
+        (("tasks",), ("apptainer",), "--runtime = apptainer: apptainer writes the images, and is not installed here"),
         (("tasks", "--runtime", "podman"), (), "none of podman is installed here"),
         (("broken",), (), "broken/one/task.toml: cannot be read: "),
     ],

@@ -280,6 +280,20 @@ def test_a_task_runs_in_the_image_that_was_built_for_its_runtime(
         list(env.taskset.load())
 
 
+@pytest.mark.parametrize(("runtime", "is_file"), [("apptainer", True), ("docker", False)])
+def test_an_image_of_a_registry_is_replaced_by_its_file(runtime: str, is_file: bool, with_dockerfile: Path) -> None:
+    (with_dockerfile / "task.toml").write_text("[environment]\ndocker_image = 'python:3.12'")
+    tasks = with_dockerfile.parent
+    env = environments.load("harbor-local", {"path": str(tasks)}, {"runtime": {"type": runtime}})
+    assert [task.data.image for task in env.taskset.load()] == ["python:3.12"]
+    images, digest = task_images.image_directory(tasks), task_images.pulled_digest("python:3.12")
+    images.mkdir()
+    task_images.note_built(images, digest, "apptainer", "")
+    (images / f"{digest}.sif").touch()
+    expected = str(images / f"{digest}.sif") if is_file else "python:3.12"
+    assert [task.data.image for task in env.taskset.load()] == [expected]
+
+
 def test_a_directory_without_tasks_is_said(tmp_path: Path) -> None:
     env = environments.load("harbor-local", {"path": str(tmp_path)})
     with pytest.raises(ValueError, match="there is no task"):

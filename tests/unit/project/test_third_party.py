@@ -121,6 +121,27 @@ esac
 """
 
 
+@pytest.mark.parametrize(("programs", "code"), [(("uv",), 0), ((), 1)])
+def test_a_build_lets_uv_install_a_missing_pip(programs: tuple[str, ...], code: int, tmp_path: Path) -> None:
+    (tmp_path / "python3").write_text(
+        f'#!/bin/sh\ncase "$*" in "-m pip"*) exit 1 ;; *) exec {sys.executable} "$@" ;; esac\n'
+    )
+    (tmp_path / "uv").write_text('#!/bin/sh\necho "uv was told: $*"\n')
+    for path in tmp_path.iterdir():
+        path.chmod(0o755)
+    if not programs:
+        (tmp_path / "uv").unlink()
+    script = f"source {ROOT}/lib.sh; need_pip"
+    bash = tmp_path / "build.sh"
+    (tmp_path / "manifest.toml").write_text('name = "x"\nversion = "1"\n')
+    bash.write_text(script)
+    argv = ["env", f"PATH={tmp_path}:/usr/bin:/bin", "bash", "-e", str(bash)]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == code, done.stderr
+    told = f"uv was told: pip install --quiet --python {tmp_path}/python3 pip"
+    assert told in done.stdout if programs else "x: python3 has no pip" in done.stderr
+
+
 class Sources:
     """A repository with a submodule, both cloned by nobody yet, and a folder that builds DeepEP from them."""
 

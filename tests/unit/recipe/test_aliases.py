@@ -77,6 +77,11 @@ def test_there_are_enough_names_of_each_tool() -> None:
         ("critic.optim.lr", "orchestrator.advantages"),
         ("orchestrator.sampling.n", "orchestrator.group_size"),
         ("model_name", "model.path"),
+        ("actor_rollout_ref.actor.entropy_coeff", "trainer.loss.function"),
+        ("actor_rollout_ref.actor.kl_loss_type", "trainer.loss.ref_kl"),
+        ("actor_rollout_ref.rollout.name", "inference"),
+        ("trainer.critic_warmup", "orchestrator.advantages"),
+        ("data.truncation", "seq_len"),
     ],
 )
 def test_a_key_is_found_by_its_end(typed: str, field: str) -> None:

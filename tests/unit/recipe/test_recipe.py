@@ -135,6 +135,10 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             "monitor.tensorboard = 'no idea': must be true or false",
         ],
     ),
+    (
+        {"environments": [{"id": "a", "runtime": {"type": "subprocess", "limits": {"memory": 4}}}]},
+        ["environments.0.runtime.limits.memory = 4: no such key (did you mean memory_gb?)"],
+    ),
     ({"trainer": {"parallelism": {"ep": True}}}, ["trainer.parallelism.ep = 'true': must be a whole number"]),
     ({"trainer": {"optimizer": {"lr": math.inf}}}, ["trainer.optimizer.lr = inf: must be a finite number"]),
     (

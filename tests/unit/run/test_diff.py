@@ -130,13 +130,15 @@ def test_fields_of_recipes_are_compared_by_path() -> None:
     other = {
         "name": "b",
         "seq_len": 16,
-        "deployment": {"inference": {"type": "single_node", "gpus": 4, "spares": None}},
+        "deployment": {"inference": {"type": "single_node", "gpus": 4, "images": []}},
         "environments": [{"id": "x", "workers": 2}],
         "trainer": {"loss": {"type": "dppo", "clip": 0.3}},
     }
     assert [(each.where, each.field, each.a, each.b) for each in recipe_diff(one, other)] == [
         ("recipe", "seq_len", "8", "16"),
-        ("recipe", "deployment.inference", "{type: multi_node, nodes: 2}", "{type: single_node, gpus: 4}"),
+        ("recipe", "deployment.inference.type", "multi_node", "single_node"),
+        ("recipe", "deployment.inference.nodes", "2", None),
+        ("recipe", "deployment.inference.gpus", None, "4"),
         ("recipe", "environments.0.workers", "1", "2"),
         ("recipe", "trainer.loss.clip", "0.2", "0.3"),
     ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.cli.views.doctor import difference_lines
 from primeslurm.errors import ClusterError
 from primeslurm.node.preflight import installed
 from primeslurm.recipe import Site
@@ -123,3 +124,8 @@ def test_nodes_are_asked_under_the_site_s_account_and_reservation(
     assert words[:4] == ["--job-name=primeslurm-doctor", "--partition=gpu", "--nodelist=n1", "--nodes=1"]
     assert {"--account=lab9", "--qos=high", "--reservation=lab", "--wckey=x", "--mem-per-cpu=256M"} <= set(words)
     assert words[-3:] == ["/opt/python", "-m", "primeslurm.node.preflight.installed"]
+
+
+def test_nodes_with_one_difference_share_a_line() -> None:
+    wrong = [InstalledDifference(f"n{i}", part, None, "0.32", required=True) for i in (1, 2) for part in ("vllm", "x")]
+    assert difference_lines(wrong) == ["n[1-2]: vllm is missing, locked 0.32", "n[1-2]: x is missing, locked 0.32"]
