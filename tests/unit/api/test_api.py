@@ -78,6 +78,7 @@ def test_check_says_everything_and_submit_refuses_it(place: Path) -> None:
     assert [(finding.level, finding.field) for finding in check.findings] == [
         ("error", "deployment.train.gpus_per_node"),
         ("blocked", "model.path"),
+        ("note", "model.path"),
         ("note", "slurm"),
     ]
     with pytest.raises(primeslurm.UsageError) as refused:

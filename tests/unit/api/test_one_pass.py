@@ -140,7 +140,7 @@ def test_findings_of_all_stages_are_printed_together(tmp_path: Path) -> None:
         "model.renderer",
         "environments.0.id",
     ]
-    assert result.err.splitlines()[-1].startswith("r.yaml: 3 errors")
+    assert result.err.splitlines()[-1].startswith("r.yaml: 4 errors")
     assert list(tmp_path.glob("runs")) == []
 
 
