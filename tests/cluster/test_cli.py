@@ -34,6 +34,7 @@ def test_up_status_down(cluster: Cluster, tmp_path: Path) -> None:
     assert status["nodes"] == {"typed-n001": "idle", "typed-c001": "idle"}
 
     broken = primeslurm.find_cluster("typed", tmp_path / "c")
+    assert status["slurm_conf"] == str(broken.spec.slurm_conf)
     assert broken.status().nodes == status["nodes"] and str(broken.spec.site_file) == first.stdout.strip()
     end([daemon for daemon in broken.daemons if daemon.name == "typed-n001"], grace_s=5)
     text = run.invoke(app, ["status", *where], catch_exceptions=False)

@@ -26,6 +26,7 @@ import verifiers.v1 as vf
 from primeslurm.errors import UsageError, Violation
 from primeslurm.imports import uncollected
 from primeslurm.orphans import end_with_parent
+from primeslurm.paths import is_file
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
 from primeslurm.wire.environment_probe import (
@@ -111,7 +112,7 @@ def _read_file(environment: Environment, rest: Iterator[vf.Task]) -> tuple[int |
         The number of tasks in the file, None if not all were read; and why one of them cannot be read.
     """
     path = environment.args.get("path")
-    if not isinstance(path, str) or not Path(path).is_file():
+    if not isinstance(path, str) or not is_file(Path(path)):
         return None, []
     ends_at = time.monotonic() + min(READING_S, environment.load_timeout_s / 2)
     number = 1

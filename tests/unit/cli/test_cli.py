@@ -77,6 +77,7 @@ def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job
     write(short, slurm=slurm, model={"path": "zai-org/GLM-5.1"})
     result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", "--dry-run", "--json", cwd=short)
     assert result.code == 0, result.err
+    assert "Stand-ins load no model, data and environments" in result.err
     answer = json.loads(result.out)
     assert answer["plan"]["totals"]["nodes"] == 3 and answer["plan"]["run_dir"] == str(short / "runs" / "e")
     assert "--time=02:00:00" in answer["script"]
