@@ -61,7 +61,7 @@ def show_verdict(plan: Plan, recipe: Recipe) -> None:
     """
     rows = role_rows(plan)
     out.print(Text.assemble((f"{plan.run}: {verdict(plan, rows)}", "bold")))
-    out.print(_lines(resources(plan, rows)))
+    out.print(_lines({**resources(plan, rows), **_least(plan, recipe)}))
     if rows:
         out.print(_table(rows, on_gpus=plan.device == "cuda"))
     out.print(_lines({**_in_flight(plan, recipe), **_step(plan, recipe), **_start(plan), **_saving(plan, recipe)}))
@@ -158,7 +158,21 @@ def _in_flight(plan: Plan, recipe: Recipe) -> dict[str, str]:
         return {}
     longest, typical = tokens(recipe.max_len), tokens(recipe.max_len / TYPICAL)
     many = f"{number(role.longest)} sequences of {longest} tokens, or {number(role.typical)} of {typical}"
-    return {"in flight": f"KV cache for {many}"}
+    allowed = f"; the recipe allows {count(recipe.max_inflight, 'rollout')}" if plan.task == "rl" else ""
+    return {"in flight": f"KV cache for {many}{allowed}"}
+
+
+def _least(plan: Plan, recipe: Recipe) -> dict[str, str]:
+    """The least time that all steps of the run take, to be compared with the time limit."""
+    if not (steps := _trainer_steps(plan)):
+        return {}
+    least = min(amount.value for amount in steps) * recipe.max_steps
+    return {"duration": f"at least {duration(least)} for {count(recipe.max_steps, 'step')} of the trainer"}
+
+
+def _trainer_steps(plan: Plan) -> list[Amount]:
+    amounts = plan.estimate.amounts if plan.estimate else ()
+    return [amount for amount in amounts if amount.name.startswith("trainer step")]
 
 
 def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
@@ -169,12 +183,12 @@ def _step(plan: Plan, recipe: Recipe) -> dict[str, str]:
         what = count(recipe.sft.batch_size, "sequence")
     else:
         return {}
-    amounts = plan.estimate.amounts if plan.estimate else ()
-    steps = [amount for amount in amounts if amount.name.startswith("trainer step")]
+    steps = _trainer_steps(plan)
     if not steps:
         return {"step": f"{what} of at most {tokens(recipe.seq_len)} tokens"}
     times = " to ".join(dict.fromkeys(duration(value) for value in sorted(amount.value for amount in steps)))
-    text = f"{times} for {what} of {tokens(recipe.seq_len / TYPICAL)} to {tokens(recipe.seq_len)} tokens"
+    lengths = f"{tokens(recipe.seq_len / TYPICAL)} to {tokens(recipe.seq_len)} tokens"
+    text = f"the trainer takes {times} for {what} of {lengths}"
     most = max((amount.most for amount in steps if amount.most), default=None)
     return {"step": f"{text}; {duration(most)} if the network is not overlapped" if most else text}
 
