@@ -11,7 +11,7 @@ print(run.wait().phase)
 
 TYPE_CHECKING = False  # as in typing, which would take longer to import than all of this
 if TYPE_CHECKING:
-    from primeslurm.api.clusters import find_cluster, start_cluster
+    from primeslurm.api.clusters import find_cluster, find_clusters, start_cluster
     from primeslurm.api.loading import LoadedRecipe, load
     from primeslurm.api.planning import Check
     from primeslurm.api.runs import Run, all_runs, find_run
@@ -37,6 +37,7 @@ __all__ = [
     "__version__",
     "all_runs",
     "find_cluster",
+    "find_clusters",
     "find_run",
     "load",
     "start_cluster",
@@ -45,7 +46,7 @@ __all__ = [
 # Imported when they are asked for: every process of a run imports this package, and most need nothing of these.
 _HOMES = {
     "primeslurm.api.planning": ("Check",),
-    "primeslurm.api.clusters": ("find_cluster", "start_cluster"),
+    "primeslurm.api.clusters": ("find_cluster", "find_clusters", "start_cluster"),
     "primeslurm.api.loading": ("LoadedRecipe", "load"),
     "primeslurm.api.runs": ("Run", "all_runs", "find_run"),
     "primeslurm.api.submission": ("DryRun",),

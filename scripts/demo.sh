@@ -20,7 +20,10 @@ fi
 
 # A recipe whose model is below $home starts from one that is made on the spot.
 model=$(.venv/bin/python -c 'import primeslurm, sys; print(primeslurm.load(sys.argv[1], local=True).recipe.model.path)' "$recipe")
+echo "1/3 teach the starting model by SFT (about 1 minute, only the first time)" >&2
 [[ $model != "$home"/*/model ]] || scripts/warm_start.sh "$(dirname "$model")"
+echo "2/3 show the job of the RL run, without submitting it" >&2
 $primeslurm submit "$recipe" "${where[@]}" --name "$name" --dry-run
+echo "3/3 train with RL (1 to 2 minutes)" >&2
 $primeslurm submit "$recipe" "${where[@]}" --name "$name" --wait
 $primeslurm summary "runs/$name"

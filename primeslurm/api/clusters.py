@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primeslurm.slurm.embedded.cluster import Cluster, ClusterStatus, default_directory, up
+from primeslurm.slurm.embedded.cluster import Cluster, ClusterStatus, default_directory, known_directories, up
 from primeslurm.slurm.embedded.config import ClusterSpec
 
-__all__ = ["Cluster", "ClusterSpec", "ClusterStatus", "find_cluster", "start_cluster"]
+__all__ = ["Cluster", "ClusterSpec", "ClusterStatus", "find_cluster", "find_clusters", "start_cluster"]
 
 
 def start_cluster(
@@ -54,6 +54,11 @@ def find_cluster(name: str = "local", directory: Path | None = None) -> Cluster:
         UsageError: there is none.
     """
     return Cluster.load(_directory(name, directory))
+
+
+def find_clusters() -> list[Cluster]:
+    """Find the clusters that this user started without a directory of their own, up or not."""
+    return [Cluster.load(directory) for directory in known_directories()]
 
 
 def _directory(name: str, directory: Path | None) -> Path:

@@ -359,7 +359,9 @@ def main() -> None:
     machine: Flavour = "gpu" if Path("/dev/nvidia0").exists() else "cpu"
     try:
         plan = runtime(cast(Flavour, options.flavour) or flavour_of(options.to) or machine, options.to)
-        if not plan.done:
+        if plan.done:
+            print(f"already installed: {plan.what.removeprefix('the ')} in {options.to}", file=sys.stderr)
+        else:
             print(f"installing {plan.what} into {options.to}", file=sys.stderr)
             plan.run()
     except PrimeslurmError as error:

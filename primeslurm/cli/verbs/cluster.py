@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api.clusters import ClusterStatus, find_cluster, start_cluster
+from primeslurm.api.clusters import ClusterStatus, find_cluster, find_clusters, start_cluster
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.options import JsonOpt, YesOpt, confirm
 from primeslurm.cli.output import note
@@ -69,17 +69,31 @@ def up_command(
 
 
 def status_command(
-    name: Name = "local",
+    name: Annotated[str | None, typer.Option(help="Name of the cluster.", metavar="NAME")] = None,
     directory: Directory = None,
     as_json: JsonOpt = False,
 ) -> None:
-    """Show daemons and nodes.
+    """Show daemons and nodes of a cluster. Without a name, show all clusters of this user.
 
-    The exit code is 1 if not all daemons are alive.
+    The exit code is 1 if there is no cluster, or if not all daemons are alive.
+
+    Examples:
+        primeslurm cluster status
+        primeslurm cluster status --name demo-4711
     """
-    status = find_cluster(name, directory).status()
-    typer.echo(_as_json(status) if as_json else _as_text(status))
-    if not status.up:
+    if name or directory:
+        found = [find_cluster(name or "local", directory).status()]
+    else:
+        found = [cluster.status() for cluster in find_clusters()]
+    if as_json:
+        fields = [_fields(status) for status in found]
+        content = fields[0] if name or directory else {"clusters": fields}
+        typer.echo(json.dumps({"schema_version": 1, **content}, indent=2))
+    elif found:
+        typer.echo("\n\n".join(_as_text(status) for status in found))
+    else:
+        note("this user has no embedded cluster in ~/.primeslurm/clusters; `primeslurm cluster up` starts one")
+    if not found or not all(status.up for status in found):
         raise typer.Exit(ExitCode.FAILED)
 
 
@@ -98,16 +112,15 @@ def down_command(name: Name = "local", directory: Directory = None, yes: YesOpt 
     typer.echo(f"cluster {cluster.spec.name} is down", err=True)
 
 
-def _as_json(status: ClusterStatus) -> str:
+def _fields(status: ClusterStatus) -> dict[str, object]:
     fields = {"name": status.name, "up": status.up, "directory": status.directory, "site_file": status.site_file}
-    fields["slurm_conf"] = status.slurm_conf
-    return json.dumps({"schema_version": 1, **fields, "daemons": status.daemons, "nodes": status.nodes}, indent=2)
+    return {**fields, "slurm_conf": status.slurm_conf, "daemons": status.daemons, "nodes": status.nodes}
 
 
 def _as_text(status: ClusterStatus) -> str:
     dead = [name for name, alive in status.daemons.items() if not alive]
     lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; not running: ' + ', '.join(dead)}"]
-    lines += [f"site file  {status.site_file}"]
+    lines += [f"directory  {status.directory}", f"site file  {status.site_file}"]
     lines += [f"Slurm      export SLURM_CONF={status.slurm_conf}"]
     lines += [f"{node:<20} {state}" for node, state in status.nodes.items()]
     return "\n".join(lines)

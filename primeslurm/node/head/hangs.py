@@ -59,8 +59,10 @@ class Standstill:
     @property
     def reason(self) -> str:
         """Why those behind are ended."""
-        whom = f"{self.waiting} ranks wait for it" if self.waiting else "all ranks are, and none is behind the others"
-        return f"hangs: {self.beat.words}; {whom}"
+        if self.waiting:
+            return f"hangs: {self.beat.words}; {self.waiting} ranks wait for it"
+        alone = len(self.behind) == 1
+        return f"hangs: {self.beat.words}" + ("" if alone else "; all ranks are, and none is behind the others")
 
     def event(self) -> RanksWait:
         """For the journal."""

@@ -180,11 +180,13 @@ def rank_names(event: processes.RanksWait) -> str:
 
 
 def waits(event: processes.RanksWait) -> str:
-    """Describe which rank the others wait for, and in which phase."""
+    """Describe which rank the others wait for, if there are others, and in which phase."""
     where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
     where += f" of step {event.step}" if event.step is not None else ""
     if event.waiting:
         return f"{where}: {event.waiting} ranks wait for it in a collective"
+    if len(event.behind) == 1:
+        return f"{where}: it takes unusually long"  # a single rank has nobody to wait for
     return f"{where}: all ranks wait in the same collective"
 
 

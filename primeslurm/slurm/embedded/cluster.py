@@ -41,6 +41,11 @@ def default_directory(name: str) -> Path:
     return Path.home() / ".primeslurm" / "clusters" / name
 
 
+def known_directories() -> list[Path]:
+    """List the directories of clusters that were started without a directory of their own."""
+    return sorted(file.parent for file in default_directory("*").parent.glob(f"*/{_STATE}"))
+
+
 @dataclass(frozen=True)
 class ClusterStatus:
     """What runs of an embedded cluster."""
@@ -87,7 +92,7 @@ class Cluster:
         state = directory / _STATE
         if not state.is_file():
             why = "holds no embedded cluster"
-            fix = "`primeslurm cluster up` starts one; name the --directory of one that was started with it"
+            fix = "`primeslurm cluster status` lists those of this user; `primeslurm cluster up` starts one"
             raise UsageError([Violation("directory", str(directory), why, fix)])
         try:
             record = msgspec.convert(read_json(state), ClusterRecord, dec_hook=lambda kind, value: kind(value))

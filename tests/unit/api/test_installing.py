@@ -112,7 +112,7 @@ def test_an_interrupted_installation_keeps_its_flavour_and_is_continued(
 
 
 def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
-    uv: FakeUv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    uv: FakeUv, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["setup", "--to", str(tmp_path / "env"), "gpu"])
     installing.main()
@@ -121,6 +121,10 @@ def test_set_up_keeps_a_gpu_environment_where_no_gpu_is(
     before = len(uv.calls)
     installing.main()
     assert any("gpu.txt" in call for call in uv.calls[before:]) and not any("cpu.txt" in call for call in uv.calls)
+    done = len(uv.calls)
+    installing.main()
+    assert len(uv.calls) == done
+    assert capfd.readouterr().err.splitlines()[-1] == f"already installed: gpu environment in {tmp_path / 'env'}"
 
 
 @pytest.mark.parametrize(

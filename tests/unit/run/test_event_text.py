@@ -105,6 +105,29 @@ CHECKS = [
             ("head", "ends the attempt as failed: why", "error"),
         ),
         ({"kind": "ended", "outcome": "failed", "why_not": "no"}, ("head", "attempt failed, not requeued: no", "info")),
+        (
+            {
+                "kind": "ranks_wait",
+                "behind": ["t0", "t1"],
+                "waiting": 0,
+                "phase": "publish",
+                "step": 5,
+                "seconds": 25.0,
+            },
+            (
+                "t0, t1",
+                "no heartbeat for 25 s in phase publish of step 5: all ranks wait in the same collective",
+                "warning",
+            ),
+        ),
+        (
+            {"kind": "ranks_wait", "behind": ["t0"], "waiting": 3, "phase": "publish", "step": 5, "seconds": 25.0},
+            ("t0", "no heartbeat for 25 s in phase publish of step 5: 3 ranks wait for it in a collective", "warning"),
+        ),
+        (
+            {"kind": "ranks_wait", "behind": ["t0"], "waiting": 0, "phase": "publish", "step": 5, "seconds": 25.0},
+            ("t0", "no heartbeat for 25 s in phase publish of step 5: it takes unusually long", "warning"),
+        ),
         ({"kind": "committed", "process": "trainer-rank-0", "step": 5}, ("trainer", "committed step 5", "info")),
         (
             {"kind": "evaluation_done", "step": 5, "rewards": {"held-out": 0.5}, "failed": 0},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import socket
 from dataclasses import replace
 from itertools import combinations
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
+from primeslurm.cli.verbs.cluster import app
 from primeslurm.errors import UsageError
 from primeslurm.hostlists import expand
 from primeslurm.recipe.site import Site
@@ -33,6 +36,25 @@ def test_a_cluster_is_found_again_and_a_damaged_record_of_it_is_an_error(tmp_pat
         (tmp_path / "cluster.json").write_text(damaged)
         with pytest.raises(UsageError, match=r"cluster\.json in it is damaged"):
             cluster.Cluster.load(tmp_path)
+
+
+def test_cluster_status_without_a_name_shows_all_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    run = CliRunner()
+    none = run.invoke(app, ["status"])
+    assert none.exit_code == 1 and "has no embedded cluster" in none.stderr
+    for name in ("demo-7", "emulate-x"):
+        directory = cluster.default_directory(name)
+        directory.mkdir(parents=True)
+        cluster.Cluster(replace(SPEC, name=name, directory=directory), LoopbackPlace(3), [])._save()
+    text = run.invoke(app, ["status"])
+    assert text.exit_code == 1
+    assert all(
+        f"directory  {tmp_path}/.primeslurm/clusters/{name}\n" in text.stdout for name in ("demo-7", "emulate-x")
+    )
+    found = json.loads(run.invoke(app, ["status", "--json"]).stdout)
+    assert [(one["name"], one["up"]) for one in found["clusters"]] == [("demo-7", False), ("emulate-x", False)]
+    assert json.loads(run.invoke(app, ["status", "--name", "demo-7", "--json"]).stdout)["name"] == "demo-7"
 
 
 @pytest.mark.parametrize(
