@@ -36,12 +36,14 @@ class OppositesConfig(vf.TasksetConfig):
 class OppositeTask(vf.Task[OppositeData, vf.State, vf.TaskConfig]):
     """The rewards of one task. primeslurm adds them up, weighted."""
 
-    @vf.reward(weight=0.5)
+    @vf.reward(weight=0.8)
     async def right(self, trace: vf.Trace) -> float:
-        """Return 1 if the reply contains the right word."""
-        return float(self.data.answer in words(trace.last_reply or ""))
+        """Return 1 for the right word alone, less for each word around it, 0 without it."""
+        reply = words(trace.last_reply or "")
+        print(self.data.prompt, "->", repr(trace.last_reply), flush=True)  # `primeslurm logs` shows it
+        return 1 / len(reply) if self.data.answer in reply else 0.0
 
-    @vf.reward(weight=0.5)
+    @vf.reward(weight=0.2)
     async def short(self, trace: vf.Trace) -> float:
         """Return 1 for a reply of one word, 1/2 for two words, and so on; 0 for an empty reply."""
         return 1 / len(reply) if (reply := words(trace.last_reply or "")) else 0.0

@@ -57,9 +57,9 @@ def test_the_algorithm_gives_batches_leave_one_out_advantages() -> None:
     assert found == {i: pytest.approx(value, abs=1e-6) for i, value in enumerate(exact) if value}
 
 
-@pytest.mark.parametrize(("reply", "reward"), [("Cold.", 1.0), ("It is cold", 0.5 + 0.5 / 3), ("It is warm", 0.5 / 3)])
+@pytest.mark.parametrize(("reply", "reward"), [("Cold.", 1.0), ("It is cold", 1 / 3), ("It is warm", 0.2 / 3)])
 async def test_the_environment_is_loaded_by_its_name_and_scores_replies(
-    reply: str, reward: float, tmp_path: Path
+    reply: str, reward: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = write_tokenizer(tmp_path)
     model = recipe("own_environment").model.model_copy(update={"path": str(tokenizer)})
@@ -74,6 +74,7 @@ async def test_the_environment_is_loaded_by_its_name_and_scores_replies(
         (rollout,) = await rollouts(engine, recipe("own_environment", model=model))
     assert rollout.info.reward == pytest.approx(reward)
     assert prompts == ["Whatistheoppositeofhot?"]
+    assert capsys.readouterr().out.startswith("What is the opposite of hot? -> ")
 
 
 def test_the_tutorial_shows_the_environment() -> None:
