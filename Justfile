@@ -63,7 +63,8 @@ golden: setup
 docs: setup
     PYTHONPATH=. {{ bin }}/python scripts/docs.py
     PYTHONPATH=. {{ bin }}/python scripts/migration.py
-    {{ bin }}/python scripts/measurements.py
+    PYTHONPATH=. {{ bin }}/python scripts/measurements.py
+    PYTHONPATH=. {{ bin }}/python scripts/learning_curve.py
 
 # Build the documentation site into build/site; a link that leads nowhere is an error
 docs-site: setup

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from primeslurm.plan.checks.compatibility import as_markdown
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
 from scripts.cli_reference import cli_reference
+from scripts.generated import write_or_check
 
 REFERENCE = Path(__file__).resolve().parents[1] / "docs" / "reference"
 
@@ -61,15 +61,5 @@ def _families() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def main() -> None:
-    """Write or check the pages. Exit with 1 if `--check` finds a page that is not current."""
-    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text() != text]
-    if "--check" in sys.argv:
-        sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)
-    for path in stale:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(pages()[path])
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(pages())

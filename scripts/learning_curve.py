@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from primeslurm.run.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, chart
+from scripts.generated import write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "smollm2_arithmetic_h200x2.json"
@@ -56,14 +56,5 @@ def draw() -> str:
     return svg(figure)
 
 
-def main() -> None:
-    """Write or check the figure; exit code 1 if it is not current."""
-    text = draw()
-    if "--check" in sys.argv:
-        current = FIGURE.is_file() and FIGURE.read_text() == text
-        sys.exit(0 if current else f"not current: {FIGURE}; run PYTHONPATH=. python scripts/learning_curve.py")
-    FIGURE.write_text(text)
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check({FIGURE: draw()})

@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 import string
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from scripts.generated import write_or_check
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs" / "measurements"
@@ -248,15 +249,5 @@ no page:
 """
 
 
-def main() -> None:
-    """Write or check the pages; exit code 1 if one is not current."""
-    current = pages()
-    stale = [path for path, text in current.items() if not path.is_file() or path.read_text() != text]
-    if "--check" in sys.argv:
-        sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)
-    for path in stale:
-        path.write_text(current[path])
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(pages())

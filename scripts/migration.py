@@ -6,10 +6,10 @@ The tables are those by which `check` explains a key of another tool, so that pa
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 from primeslurm.recipe.reading.alias_table import ALIASES, TOOLS, VALUE_ALIASES, Tool
+from scripts.generated import write_or_check
 
 PAGES = Path(__file__).resolve().parents[1] / "docs" / "migration"
 BLOCK = re.compile(r"(<!-- (keys|values): ([\w-]+) -->\n).*?(<!-- end of \2 -->)", re.DOTALL)
@@ -47,15 +47,5 @@ def pages() -> dict[Path, str]:
     }
 
 
-def main() -> None:
-    """Write or check the pages; exit code 1 if one is not current."""
-    current = pages()
-    stale = [path for path, text in current.items() if path.read_text() != text]
-    if "--check" in sys.argv:
-        sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)
-    for path in stale:
-        path.write_text(current[path])
-
-
 if __name__ == "__main__":
-    main()
+    write_or_check(pages())

@@ -17,7 +17,8 @@ TABLES = [table for page in measurements.PAGES for table in measurements.specifi
 
 def test_pages_of_measurements_are_current() -> None:
     argv = [sys.executable, "scripts/measurements.py", "--check"]
-    checked = subprocess.run(argv, cwd=measurements.ROOT, capture_output=True, text=True, check=False)
+    env = {"PYTHONPATH": str(measurements.ROOT)}
+    checked = subprocess.run(argv, cwd=measurements.ROOT, env=env, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
