@@ -298,7 +298,7 @@ def _try(look: _Look, faulty: Sequence[Sequence[str]], *, local: bool) -> _Tried
     """Try environments, and render data, as far as their fields are sound."""
     from primeslurm.api import environments  # not above: whoever renders tries none
 
-    skip = {f"{'.'.join(path[:at])}" for path in faulty for at in (2, 3) if _spoils(path, at)}
+    skip = {".".join(path[:at]) for path in faulty for at in (2, 3) if _spoils(path, at)}
     located = look.files.located
     wrong, notes = environments.environment_problems(located, look.site, local=local, skip=skip)
     if not look.files.blocked:

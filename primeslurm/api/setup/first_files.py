@@ -105,7 +105,7 @@ def _recipe_text(proposal: Proposal | None, *, on_cpus: bool = False) -> str:
 
 
 def _site_text(proposal: Proposal, directory: Path) -> str:
-    runs, shared = runs_directory(directory, os.environ, Path("/proc/self/mounts").read_text())
+    runs, shared = guessed_runs_directory(directory, os.environ, Path("/proc/self/mounts").read_text())
     template = environment(autoescape=False).get_template("first_site.yaml.j2")
     return template.render(
         found=proposal,
@@ -119,7 +119,7 @@ def _site_text(proposal: Proposal, directory: Path) -> str:
     )
 
 
-def runs_directory(directory: Path, variables: Mapping[str, str], mounts: str) -> tuple[Path, bool]:
+def guessed_runs_directory(directory: Path, variables: Mapping[str, str], mounts: str) -> tuple[Path, bool]:
     """Guess where runs may live: on a file system that nodes share.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from primeslurm.api.setup import first_files
-from primeslurm.api.setup.first_files import runs_directory, write_first_files
+from primeslurm.api.setup.first_files import guessed_runs_directory, write_first_files
 from primeslurm.api.setup.proposal import Proposal, propose
 from primeslurm.api.setup.ready_recipes import write_new
 from primeslurm.errors import UsageError
@@ -122,9 +122,9 @@ def test_runs_are_put_on_a_network_file_system_if_there_is_one(tmp_path: Path, m
     scratch.mkdir()
     here.mkdir()
     mounts = f"/dev/sda1 / ext4 rw 0 0\nserver:/x {scratch} nfs rw 0 0\n"
-    assert runs_directory(here, {"SCRATCH": str(scratch)}, mounts) == (scratch / "primeslurm" / "runs", True)
-    assert runs_directory(scratch, {}, mounts) == (scratch / "runs", True)
-    assert runs_directory(here, {"SCRATCH": str(tmp_path / "gone")}, mounts) == (here / "runs", False)
+    assert guessed_runs_directory(here, {"SCRATCH": str(scratch)}, mounts) == (scratch / "primeslurm" / "runs", True)
+    assert guessed_runs_directory(scratch, {}, mounts) == (scratch / "runs", True)
+    assert guessed_runs_directory(here, {"SCRATCH": str(tmp_path / "gone")}, mounts) == (here / "runs", False)
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
