@@ -31,6 +31,7 @@ from primeslurm.run.directory import RunDirectory
 from tests.support.cli import ROOT
 from tests.support.plans import plan_of, python
 from tests.support.recipes import model_dir
+from tests.support.turn_templates import CHATML, write_model
 
 # As `nvidia-smi --format=csv,noheader,nounits` prints them: index, uuid, MiB used, uncorrected errors.
 SOUND = ["0", "GPU-a", "4", "0"]
@@ -271,8 +272,9 @@ def test_environments_are_tried_where_their_workers_may_run(
     worker = plan.nodes[0].processes[0].model_copy(update={"role": "environment"})
     nodes = (plan.nodes[0].model_copy(update={"processes": (worker,)}),)
     wrong = [{"id": "fine-words"}, {"id": "fine-words", "name": "b", "args": {"n": "many"}}]
-    recipe = {"model": {"path": str(model_dir(tmp_path))}, "environments": wrong}
-    write_json(Path(plan.run_dir) / "recipe.resolved.json", recipe)
+    model = model_dir(tmp_path)
+    write_model(model, CHATML, "<|im_end|>")
+    write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model)}, "environments": wrong})
     elsewhere = preflight(plan, 1, tmp_path, clock_wait_s=0.2)
     here = preflight(plan.model_copy(update={"nodes": nodes}), 0, tmp_path, clock_wait_s=0.2)
     here.start()
