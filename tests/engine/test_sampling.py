@@ -85,7 +85,7 @@ def test_parameters_of_the_engine_are_off_by_default() -> None:
     """Every one that is allowed exists, and none that the engine has changes anything if it is left out."""
     names = set(SamplingParams.__struct_fields__)
     plain = SamplingParams()
-    assert {"top_p", "top_k", "repetition_penalty"} == OFF.keys() <= names
+    assert {"top_p", "top_k", "repetition_penalty", "n", "thinking_token_budget"} == OFF.keys() <= names
     assert {
         *("max_tokens", "stop", "stop_token_ids", "ignore_eos", "seed", "logprobs", "skip_special_tokens")
     } <= EXACT & names

@@ -16,6 +16,7 @@ from tests.support.batches import batch_of
 from tests.support.cli import primeslurm
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import model_dir
+from tests.support.turn_templates import CHATML, write_model
 from tests.unit.orchestrator.test_packing import group
 from tests.unit.orchestrator.test_worker import rollouts
 
@@ -36,7 +37,9 @@ def recipe(name: str, **changes: Any) -> Recipe:
 @pytest.mark.parametrize("name", NAMES)
 def test_its_recipe_passes_every_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{EXAMPLES}")
-    options = ["--set", f"model.path={model_dir(tmp_path)}", "--site", str(ROOT / "sites" / "h200.yaml")]
+    model = model_dir(tmp_path)
+    write_model(model, CHATML, "<|im_end|>")
+    options = ["--set", f"model.path={model}", "--site", str(ROOT / "sites" / "h200.yaml")]
     result = primeslurm("check", EXAMPLES / f"{name}.yaml", *options, cwd=tmp_path)
     assert result.code == 0 and "recipe is valid. " in result.err, result.err
 
