@@ -1,1 +1,1 @@
-"""The embedded cluster: Slurm's real daemons on one machine."""
+"""Embedded Slurm clusters: the real Slurm daemons, with many nodes on one machine."""
