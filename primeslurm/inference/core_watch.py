@@ -1,7 +1,7 @@
-"""Does an engine's core go on behind its HTTP server? The server is another process, and answers for a core that hangs.
+"""Detects an engine core that hangs behind a healthy HTTP server. In vLLM the two are separate processes.
 
-It is asked what only the core can answer, by vLLM's own route for it: the core takes such questions between two steps.
-A core that is stopped, or waits in a collective or a kernel that never ends, owes the answer for as long.
+The watchdog sends a request that only the core can answer, through vLLM's own route. The core answers it between two
+steps. A core that is stopped, or that hangs in a collective or a kernel, does not answer.
 """
 
 from __future__ import annotations
@@ -18,20 +18,16 @@ from primeslurm.silence import LATE_S
 
 QUESTION = "/is_paused"
 SILENT_S = 15.0
-"""A core that owes an answer for so long is not believed to serve. Its longest steps, those that compile kernels
-apart, take a few seconds."""
+"""Time without an answer after which a core is unresponsive [s]. Steps that compile nothing take a few seconds."""
 OWED_S = 5.0
-"""A core that owes one for so long is asked after otherwise: it may be compiling."""
+"""Time without an answer after which the watchdog looks for running compilers [s]."""
+# DeepGEMM's kernels, for example, take minutes to compile when a core first needs them.
 COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "nvlink", "fatbinary", "ninja", "cc1plus", "g++", "gcc"})
-"""Programs by which cores compile kernels that they meet for the first time: DeepGEMM's take minutes in all."""
+"""Names of programs that a core starts to compile kernels."""
 
 
 class CoreWatch:
-    """Counts the seconds for which a core has owed an answer. It asks anew at a look after the answer.
-
-    Args:
-        app: the engine's HTTP application.
-    """
+    """Counts for how long the engine core behind the HTTP application `app` has not answered."""
 
     def __init__(self, app: App, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._clock = app, clock
@@ -39,19 +35,19 @@ class CoreWatch:
         self._question: asyncio.Task[None] | None = None
         self._looked_at = clock()
         self.silent_s = 0.0
-        """At the last look."""
+        """Time without an answer, at the last check [s]."""
 
     @property
     def silent(self) -> bool:
-        """Whether the core is not believed to serve."""
+        """Whether the core is unresponsive."""
         return self.silent_s > SILENT_S
 
     def look(self, scope: Scope, *, busy: bool) -> None:
-        """Take note of an answer, or of none.
+        """Check whether the core has answered, and send the next request if it has.
 
         Args:
-            scope: of the request that is being answered; the core's is made of it.
-            busy: the core was told to do what may take minutes, and whoever told it has a limit for that.
+            scope: ASGI scope of the status request in progress, from which the request to the core is made.
+            busy: a control request, which may take minutes, is pending.
         """
         now = self._clock()
         if self._question is None or self._question.done():
@@ -65,29 +61,28 @@ class CoreWatch:
 
     @property
     def words(self) -> str:
-        """Tell what is wrong."""
-        return f"silent: the engine's core has not answered its HTTP server for {self.silent_s:.0f} s"
+        """Error message for clients."""
+        return f"unresponsive: the engine core has not answered its HTTP server for {self.silent_s:.0f} s"
 
     async def _ask(self, scope: Scope) -> None:
-        asked = {"method": "GET", "path": QUESTION, "raw_path": QUESTION.encode(), "query_string": b"", "headers": []}
-        given = False
+        request = {"method": "GET", "path": QUESTION, "raw_path": QUESTION.encode(), "query_string": b"", "headers": []}
+        sent = False
 
         async def receive() -> Message:
-            nonlocal given
-            if given:
-                await asyncio.Event().wait()  # whoever asks does not go away
-            given = True
+            nonlocal sent
+            if sent:
+                await asyncio.Event().wait()  # this client never disconnects
+            sent = True
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: Message) -> None:
             return None
 
         with contextlib.suppress(Exception):  # an engine that failed ends by itself
-            await self._app({**scope, **asked}, receive, send)
+            await self._app({**scope, **request}, receive, send)
 
 
 def _compiling() -> bool:
-    """Whether a process below this one is a compiler."""
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name() in COMPILERS:
