@@ -1,4 +1,7 @@
-"""Emulated trainer rank: `python -m primeslurm.emulated.trainer` with the real trainer's command line."""
+"""Emulated trainer rank: `python -m primeslurm.emulated.trainer` with the real trainer's command line.
+
+The exit codes are those of the real trainer: 0 finished, 75 interrupted with a checkpoint, 1 failed.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,12 @@ from primeslurm.emulated.ranks import Ranks, follow
 
 
 def main(argv: list[str] | None = None) -> int:
-    """One rank. Exit codes are the real trainer's: 0 trained to the end, 75 interrupted and checkpointed, 1 failed."""
     port, world = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     if os.environ["RANK"] != "0":
         return follow(os.environ["MASTER_ADDR"], port)
     ranks = Ranks(os.environ["MASTER_ADDR"], port, world - 1)
     signal.signal(signal.SIGUSR1, ranks.interrupt)
-    from primeslurm.emulated.training import train  # numpy, ZMQ: only one rank pays for them
+    from primeslurm.emulated.training import train  # imports numpy and ZMQ, which only rank 0 needs
 
     return train(argv, ranks)
 

@@ -115,11 +115,11 @@ def test_silent_ones_make_room_for_a_rank_when_no_more_files_may_be_open(monkeyp
         silent = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
         rank = held.enter_context(socket.create_connection(listener.getsockname()))
         entering = threading.Thread(target=emulated._entered, args=(rank, emulated.key_for(emulated.USE), 60.0))
-        doorkeeper = held.enter_context(emulated._Doorkeeper(listener))
+        authenticator = held.enter_context(emulated._Authenticator(listener))
         entering.start()
         resource.setrlimit(resource.RLIMIT_NOFILE, (silent[-1].fileno() + 10, hard))
         try:
-            turns = (doorkeeper.admitted(1.0) for _ in range(500))
+            turns = (authenticator.accepted(1.0) for _ in range(500))
             admitted = next(filter(None, turns), [])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

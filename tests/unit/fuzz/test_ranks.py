@@ -37,9 +37,9 @@ class Leader:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._listener, ranks._Doorkeeper(self._listener) as doorkeeper:
+        with self._listener, ranks._Authenticator(self._listener) as authenticator:
             while not self._closing.is_set():
-                for rank in doorkeeper.admitted(0.05):
+                for rank in authenticator.accepted(0.05):
                     self.admitted += 1
                     rank.sendall(ranks.GO)
                     rank.close()

@@ -20,7 +20,7 @@ DECODE = re.compile(
 )
 FUZZED = {
     "emulated/engine.py:EmulatedEngine.__call__": "test_servers:test_bodies_that_are_something_else",
-    "emulated/ranks.py:_Doorkeeper._shows": "test_ranks:test_whoever_says_anything_is_no_rank",
+    "emulated/ranks.py:_Authenticator._shows": "test_ranks:test_whoever_says_anything_is_no_rank",
     "emulated/ranks.py:_exactly": "test_ranks:test_a_rank_takes_nobody_for_rank_0",
     "files.py:Watched._look": "test_files:test_json_that_others_replace",
     "files.py:read_json": "test_files:test_json_that_others_replace",
