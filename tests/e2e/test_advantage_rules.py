@@ -16,7 +16,7 @@ from tests.support.faults import warn
 from tests.support.hinted import write_model
 from tests.support.runs import Demo, process, trained_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 12
 REWARDS = ("hinted/reward", "duel/reward", "relay/proposer/reward", "relay/solver/reward")

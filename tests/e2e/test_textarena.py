@@ -12,7 +12,7 @@ from tests.e2e.conftest import ROOT, turns_on_policy
 from tests.support.hangman import write_words
 from tests.support.runs import Demo
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 5
 GAMES = ROOT / ".venv" / "games"

@@ -11,7 +11,7 @@ from tests.e2e.conftest import ROOT, turns_on_policy
 from tests.support.runs import Demo
 from tests.support.unmeasured import unmeasured
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 17
 

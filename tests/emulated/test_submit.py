@@ -86,6 +86,7 @@ def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(
     assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()
 
 
+@pytest.mark.campaign
 def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
     command = ["-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
     settings = [f"max_steps={STEPS}", "teacher={type: engines, path: /models/teacher}", "orchestrator.advantages=opd"]
