@@ -294,6 +294,12 @@ def test_a_run_whose_plan_is_damaged_is_exit_code_4(place: Path, verb: str) -> N
     assert result.code == 4 and result.err.startswith("error: ") and "plan.json" in result.err
 
 
+def test_a_run_is_found_in_its_default_directory_although_the_site_file_names_another(place: Path) -> None:
+    (place / "site.yaml").write_text("name: elsewhere\nruns: elsewhere\nnodes: {default: {partition: gpu, cpus: 8}}\n")
+    result = primeslurm("status", "older", cwd=place)
+    assert result.code == 0 and "older" in result.out, result.err
+
+
 @pytest.mark.parametrize("verb", OF_A_RUN)
 def test_a_run_that_does_not_exist_is_exit_code_4_and_names_the_nearest(place: Path, verb: str) -> None:
     result = primeslurm(verb, "oldr", *OF_A_RUN[verb], cwd=place)

@@ -69,6 +69,19 @@ def test_gradients_that_are_reduced_once_do_not_fit_beside_744_billion_parameter
     assert refused.fix == "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
 
 
+def test_remedies_that_are_set_are_not_recommended() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml", ["trainer.parallelism.cp=4"])
+    assert recipe.trainer.memory.activation_offload
+    found, _ = reviewed(recipe, SITE)
+    assert [finding.fix for finding in found if finding.field == "deployment.train"] == ["raise trainer.parallelism.cp"]
+    memory = recipe.trainer.memory.model_copy(update={"activation_offload": False})
+    found, _ = reviewed(
+        recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"memory": memory})}), SITE
+    )
+    fixes = [finding.fix for finding in found if finding.field == "deployment.train"]
+    assert fixes == ["raise trainer.parallelism.cp, or trainer.memory.activation_offload: true"]
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_trainer_can_do_it(path: Path) -> None:
     recipe = load_recipe(path)
