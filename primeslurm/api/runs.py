@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm import durable, files
 from primeslurm.api.jobs import OnSilence, end_job, job_query, queries, settle
 from primeslurm.api.sites import runs_directory
-from primeslurm.errors import ClusterError, RunError, UsageError, Violation
-from primeslurm.paths import is_dir
+from primeslurm.base import durable, files
+from primeslurm.base.errors import ClusterError, RunError, UsageError, Violation
+from primeslurm.base.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primeslurm.base.units import number
 from primeslurm.plan.batch_job import node_memory
 from primeslurm.plan.memory.buffered import BUFFERED
 from primeslurm.plan.memory.estimate import TYPICAL
@@ -11,7 +12,6 @@ from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
-from primeslurm.units import number
 
 MARGIN = 0.1
 """Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""

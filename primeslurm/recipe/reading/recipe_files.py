@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from primeslurm import files
-from primeslurm.errors import UsageError, Violation, signature
-from primeslurm.paths import exists, is_file, shipped
+from primeslurm.base import files
+from primeslurm.base.errors import UsageError, Violation, signature
+from primeslurm.base.paths import exists, is_file, shipped
 from primeslurm.recipe.fields.text import text_problems
 from primeslurm.recipe.reading.explain import RECIPE, SITE_FILE, InputFault, OtherFile, closest, faults, suggestion
 from primeslurm.recipe.reading.repair import Rules, path_of, sound_variants

@@ -14,11 +14,11 @@ import typer
 from primeslurm.api.logs import Tail
 from primeslurm.api.runs import Run
 from primeslurm.api.submission import Submitted
+from primeslurm.base.files import write_json
 from primeslurm.cli.options import confirm
 from primeslurm.cli.verbs import watch
 from primeslurm.cli.verbs.submit import _announce
 from primeslurm.cli.verbs.watch import watch_until_done
-from primeslurm.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import outcome_text

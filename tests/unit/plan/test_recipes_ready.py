@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.sites import local_site
-from primeslurm.families.catalog import catalog
+from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
