@@ -23,5 +23,5 @@ def changed(difference: str) -> RuntimeError:
     """Return the error for vLLM code that differs from what a patch expects."""
     import vllm
 
-    where = "primeslurm/inference/, its cpu/ and weight_transfer/layerwise.py"
+    where = "primeslurm/inference and primeslurm/testbed/cpu_engine"
     return RuntimeError(f"vLLM {vllm.__version__}: {difference}. primeslurm patches vLLM 0.32; see {where}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 
-from primeslurm import compiled_code
+from primeslurm.base import compiled_code
 from primeslurm.wire.transport import secret
 
 TRANSFER_ENGINES = {
@@ -31,15 +32,14 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import gated_sockets, gated_store, pausing, spawned
+    from primeslurm.inference import gated_sockets, gated_store, nixl_pause_patch, spawned
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
-        from primeslurm.inference.cpu import patches
-
-        patches.apply()
+        # Loaded by name: engines on GPUs do not depend on the testbed.
+        importlib.import_module("primeslurm.testbed.cpu_engine.patches").apply()
     layerwise.load_selection_bias()
-    pausing.use()
+    nixl_pause_patch.use()
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
         gated_store.use()
         gated_sockets.use()

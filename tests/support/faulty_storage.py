@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm import files
+from primeslurm.base import files
 
 OPERATIONS = (
     "open",
@@ -144,7 +144,7 @@ class _Faulty:
 
 
 def once(*numbers: int, operations: tuple[str, ...] = (), names: str = "") -> Callable[[str, str], int | None]:
-    """Return a rule: the first matching calls of each operation on each path fail with these errnos, one after another."""
+    """Return a rule: the first matching calls of each operation on each path fail with these errnos in turn."""
     left: dict[tuple[str, str], list[int]] = {}
 
     def fail(operation: str, path: str) -> int | None:

@@ -24,7 +24,7 @@ async def update_while_kv_is_kept(
     policy: PolicyVersion,
     prompt: list[int],
 ) -> dict[str, Any]:
-    """Pause decode engines, prefill a prompt, then update prefill engines before decode engines. Return the completion."""
+    """Pause decode engines, prefill a prompt, and update prefill before decode engines. Return the completion."""
     await asyncio.gather(*(asyncio.to_thread(pause, engine) for engine in decode))
     before = finished(prefill)
     answer = asyncio.create_task(asyncio.to_thread(generate, router.url, prompt, 8, session="kept", timeout_s=600))

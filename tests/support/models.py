@@ -36,7 +36,7 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def make_model(directory: Path, seed: int = 0, tied: bool = False) -> Path:
-    """Write a random Qwen3-MoE in float32, with weights large enough that its predictions differ clearly from uniform."""
+    """Write a random Qwen3-MoE in float32, with large weights, so that its predictions differ clearly from uniform."""
     model = _random_model(seed, tied)
     _save(model, directory)
     return directory

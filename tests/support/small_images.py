@@ -1,4 +1,4 @@
-"""Container images with a shell, Debian's busybox and the libraries of this machine's Python, made without a registry."""
+"""Container images with a shell, Debian's busybox and the libraries of this machine's Python, made locally."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def image_token(directory: Path) -> int:
 
 
 def reference_logprobs(directory: Path, token_ids: list[int], pixels: Any = None, grid: Any = None) -> list[float]:
-    """Return the log-probability of each token but the first, by transformers, with one image if its patches are given."""
+    """Return the log-probability of each token but the first, by transformers, optionally with one image."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([token_ids])
     image: dict[str, Any] = {}

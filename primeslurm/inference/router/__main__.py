@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primeslurm.inference.router.keeper import REMEMBERED_BYTES, Address, Keeper
+from primeslurm.inference.router.supervisor import REMEMBERED_BYTES, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     journal = Journal(ours.attempt_dir, ours.name)
     journal.note_storage_faults()
     router, endpoint = Address(listen.host, listen.port), Address(listen.host, ours.door)
-    keeper = Keeper(options, router, endpoint, journal, ours.remembered_bytes)
+    keeper = RouterSupervisor(options, router, endpoint, journal, ours.remembered_bytes)
     code = asyncio.run(keeper.run())
     return code if code >= 0 else 128 - code
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 
 LARGEST_LIST = 16 << 20
 """Longest response to /list_workers that is read [bytes]. A thousand workers need a hundredth of it."""
@@ -59,6 +59,6 @@ def compare(wanted: Workers, listed_urls: Iterable[str]) -> WorkerDifference:
 def listed(body: bytes) -> list[str] | None:
     """Return the URLs in a response to /list_workers; None if the response is invalid."""
     try:
-        return json_value(body, _Listed).urls
+        return decode_json(body, _Listed).urls
     except DamagedError:
         return None

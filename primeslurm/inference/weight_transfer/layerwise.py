@@ -28,7 +28,6 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel, OAIAttention
 from vllm.platforms import current_platform
 
-from primeslurm.inference.cpu import patches
 from primeslurm.inference.guards import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
 from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
@@ -77,7 +76,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             raise PolicyError(f"the policy lacks experts of {len(partial)} layers: {some(partial)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
-            patches.refresh_tied_lm_heads(self.model)
+            self._repack_tied_heads()
 
     def shutdown(self) -> None:
         """Do nothing, because no resource outlives an update."""
@@ -112,6 +111,12 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             info.loaded_weights.clear()
         if partial:
             finalize_layerwise_reload(self.model, self.model_config)
+
+    def _repack_tied_heads(self) -> None:
+        # On CPU a head that is tied to the embedding computes with its own packed copy, which the reload skips.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
 
     def _tied_parameters(self) -> set[str]:
         if not self.has_tied_embeddings():

@@ -20,12 +20,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
 from primeslurm.records.attempt import require_newest
-from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointSetAside
+from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.reserve import PAUSE_S, until_written
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
@@ -35,7 +35,7 @@ from primeslurm.trainer.checkpoints.shards import (
     ShardReader,
     ShardWriter,
     threads_of_a_rank,
-    wait_beating,
+    wait_with_heartbeats,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
 from primeslurm.trainer.checkpoints.state_planner import StatePlanner
@@ -43,9 +43,9 @@ from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, 
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
@@ -196,7 +196,7 @@ class Checkpoints:
         failure: Exception | None = None
         try:
             for record in shards[self._world.rank :: self._world.size]:
-                pulse().beat()
+                liveness().heartbeat()
                 damage += checkpoints.proven_differences(directory, [record])
         except OSError as error:
             failure = error
@@ -302,7 +302,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         doing = f"checkpoint of step {writing.step}"
         with timer.phase("checkpoint"):
-            wait_beating([writing.done], writing.moved)
+            wait_with_heartbeats([writing.done], writing.moved)
             self._world.agree(_failure(writing.done), doing)
             self._on_main(lambda: self._announce(writing.step), doing)
             if self._copies is not None:

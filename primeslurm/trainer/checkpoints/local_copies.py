@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.trainer.checkpoints.local_files import CopyFile
-from primeslurm.trainer.checkpoints.shards import PIECE, Moved, wait_beating
+from primeslurm.trainer.checkpoints.shards import PIECE, Moved, wait_with_heartbeats
 from primeslurm.trainer.distributed.collective_count import UNEQUAL
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.stored import checkpoints
@@ -76,7 +76,7 @@ class LocalCopies:
         if self._copying is None:
             return
         copying, self._copying = self._copying, None
-        wait_beating([copying], self._moved)
+        wait_with_heartbeats([copying], self._moved)
         failure = copying.exception()
         self._world.agree(failure if isinstance(failure, Exception) else None, "copying a checkpoint to another node")
 
@@ -94,7 +94,7 @@ class LocalCopies:
         transfers = missing(self._nodes, held, shards)
         if transfers:
             working = self._thread.submit(self._move, step, transfers)
-            wait_beating([working], self._moved)
+            wait_with_heartbeats([working], self._moved)
             failure = working.exception()
             self._world.agree(failure if isinstance(failure, Exception) else None, "getting copies from other nodes")
         return {path.name: path for path in self._directory.glob(f"rank-*/{self._of(step).name}/*")}

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import set_crc32_options
 
-from primeslurm import files
-from primeslurm.records.beats import pulse
+from primeslurm.base import files
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.checkpoints.local_files import CopyFile
 from primeslurm.trainer.distributed.cores import allowed
 from primeslurm.wire.stored import digests, manifest
@@ -154,7 +154,7 @@ class ShardReader(dcp.FileSystemReader):
         by_thread = _spread(sorted(parts.values(), key=lambda part: (part.file, part.offset)), self._threads)
         with ThreadPoolExecutor(len(by_thread) or 1, "checkpoint-part") as threads:
             reads = [threads.submit(self._read, share, planner) for share in by_thread]
-            wait_beating(reads, self._moved)
+            wait_with_heartbeats(reads, self._moved)
             for read in reads:
                 for item, value in read.result():
                     planner.load_bytes(item, value)  # not several at once: it changes the state's structure
@@ -277,14 +277,14 @@ def threads_of_a_rank() -> int:
     return max(1, min(4, len(allowed()) // ranks))
 
 
-def wait_beating(work: Iterable[ThreadFuture[Any]], moved: Moved) -> None:
+def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], moved: Moved) -> None:
     """Wait for threads, in the main one; it beats as long as they move bytes, however many there are."""
     seen, left = moved.bytes, set(work)
     while left:
         left = wait(left, timeout=1.0).not_done
         if moved.bytes != seen:
             seen = moved.bytes
-            pulse().beat()
+            liveness().heartbeat()
 
 
 def _shares(items: Sequence[Any], count: int) -> list[list[Any]]:

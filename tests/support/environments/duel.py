@@ -1,4 +1,4 @@
-"""An environment with two agents of the policy: one reverses short words, the other long ones, for different rewards."""
+"""An environment with two agents of the policy, which reverse short and long words for different rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proposer and two solvers, all played by the policy. The solvers reverse a word that contains the proposer's answer."""
+"""A proposer and two solvers, all played by the policy. The solvers reverse a word with the proposer's answer."""
 
 from __future__ import annotations
 

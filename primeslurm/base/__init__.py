@@ -1,0 +1,1 @@
+"""Foundations that every other package may import: errors, files, paths, units and process helpers."""

@@ -1,1 +1,0 @@
-"""Fixes of vLLM on CPUs."""

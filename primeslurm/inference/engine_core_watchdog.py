@@ -1,0 +1,90 @@
+"""Detects an engine core that hangs behind a healthy HTTP server. In vLLM the two are separate processes.
+
+The watchdog sends a request that only the core can answer, through vLLM's own route. The core answers it between two
+steps. A core that is stopped, or that hangs in a collective or a kernel, does not answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+
+import psutil
+
+from primeslurm.base.unresponsive_timer import MAX_GAP_S
+from primeslurm.inference.auth import App, Message, Scope
+
+QUESTION = "/is_paused"
+SILENT_S = 15.0
+"""Time without an answer after which a core is unresponsive [s]. Steps that compile nothing take a few seconds."""
+OWED_S = 5.0
+"""Time without an answer after which the watchdog looks for running compilers [s]."""
+# DeepGEMM's kernels, for example, take minutes to compile when a core first needs them.
+COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "nvlink", "fatbinary", "ninja", "cc1plus", "g++", "gcc"})
+"""Names of programs that a core starts to compile kernels."""
+
+
+class EngineCoreWatchdog:
+    """Counts for how long the engine core behind the HTTP application `app` has not answered."""
+
+    def __init__(self, app: App, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._clock = app, clock
+        self.compiling: Callable[[], bool] = _compiling
+        self._question: asyncio.Task[None] | None = None
+        self._looked_at = clock()
+        self.silent_s = 0.0
+        """Time without an answer, at the last check [s]."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether the core is unresponsive."""
+        return self.silent_s > SILENT_S
+
+    def look(self, scope: Scope, *, busy: bool) -> None:
+        """Check whether the core has answered, and send the next request if it has.
+
+        Args:
+            scope: ASGI scope of the status request in progress, from which the request to the core is made.
+            busy: a control request, which may take minutes, is pending.
+        """
+        now = self._clock()
+        if self._question is None or self._question.done():
+            self.silent_s = 0.0
+            self._question = asyncio.create_task(self._ask(scope))
+        elif busy or (self.silent_s >= OWED_S and self.compiling()):
+            self.silent_s = 0.0
+        else:
+            self.silent_s += min(now - self._looked_at, MAX_GAP_S)
+        self._looked_at = now
+
+    @property
+    def words(self) -> str:
+        """Error message for clients."""
+        return f"unresponsive: the engine core has not answered its HTTP server for {self.silent_s:.0f} s"
+
+    async def _ask(self, scope: Scope) -> None:
+        request = {"method": "GET", "path": QUESTION, "raw_path": QUESTION.encode(), "query_string": b"", "headers": []}
+        sent = False
+
+        async def receive() -> Message:
+            nonlocal sent
+            if sent:
+                await asyncio.Event().wait()  # this client never disconnects
+            sent = True
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Message) -> None:
+            return None
+
+        with contextlib.suppress(Exception):  # an engine that failed ends by itself
+            await self._app({**scope, **request}, receive, send)
+
+
+def _compiling() -> bool:
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() in COMPILERS:
+                return True
+    return False

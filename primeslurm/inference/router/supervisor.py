@@ -1,0 +1,172 @@
+"""Starts vllm-router and keeps its list of workers equal to the plan's.
+
+The supervisor compares the two lists every second, so it needs no notification when an engine restarts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import logging
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+import msgspec
+
+from primeslurm.base.parent_death import end_with_parent
+from primeslurm.inference.router.child import RouterOrder
+from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
+from primeslurm.inference.router.workers import LARGEST_LIST, WorkerDifference, compare, listed, planned
+from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
+from primeslurm.records.journal import Journal
+from primeslurm.wire.transport import secret
+
+PERIOD_S = 1.0
+ANSWER_S = 5.0
+REMEMBERED_BYTES = 4 * 2**30
+"""Total size of invalid tokens after which the router is restarted, because it caches all of them."""
+FORGET_AGAIN_S = 600.0
+"""Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port to listen on."""
+
+    host: str
+    port: int
+
+
+@dataclass
+class RouterSupervisor:
+    """Supervises one router process.
+
+    Args:
+        argv: options of vllm-router.
+        router: address of the router.
+        door: address of the health endpoint.
+        journal: gets an event when the router restarts, and when its workers differ from the plan or match it again.
+        remembered_bytes: total size of invalid tokens after which the router restarts.
+    """
+
+    argv: Sequence[str]
+    router: Address
+    door: Address
+    journal: Journal
+    remembered_bytes: int = REMEMBERED_BYTES
+    _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
+    _since: float = field(default=0.0, init=False)
+    _known: bool = field(default=False, init=False)
+    """Whether the running router has accepted the run's secret."""
+    _forgot: float = field(default=-math.inf, init=False)
+    """Time of the last restart because of invalid tokens."""
+
+    def __post_init__(self) -> None:
+        self._wanted = planned(self.argv)
+        self._own = secret.own()
+        self._headers = secret.header()
+        secret.keep()
+
+    async def run(self) -> int:
+        """Supervise the router until it ends by itself, and return its exit code."""
+        door = RouterHealthEndpoint(self._own, self._status, lambda: not self._difference)
+        server = await door.serve(self.door.host, self.door.port)
+        child = self._start(door)
+        try:
+            while (code := child.poll()) is None:
+                if why := await self._round(door):
+                    _log.warning("restarting the router: %s", why)
+                    self.journal.write(RouterRestarted(why))
+                    await asyncio.to_thread(_end, child)
+                    door.refused_bytes, self._known = 0, False
+                    child = self._start(door)
+                await asyncio.sleep(PERIOD_S if self._known else PERIOD_S / 5)
+            return code
+        finally:
+            server.close()
+            _end(child)
+
+    async def _round(self, door: RouterHealthEndpoint) -> str:
+        """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""
+        now = time.monotonic()
+        if door.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
+            self._forgot = now
+            return f"it has cached {door.refused_bytes >> 20} MiB of invalid tokens"
+        answer = await self._ask("GET", "/list_workers")
+        if answer is None:
+            return ""  # the router listens only once an engine is open
+        status, body = answer
+        if status == 401:
+            # The router checked the secret when the endpoint did not answer, and caches the result forever.
+            return "it rejects the run's secret"
+        workers = listed(body) if status == 200 else None
+        if workers is None:
+            return ""
+        self._known = True
+        difference = compare(self._wanted, workers)
+        self._report(difference)
+        if not difference:
+            return ""
+        if self._wanted.disaggregated:
+            return "with prefill and decode engines it accepts no new workers while it runs"
+        for verb, urls in (("remove", difference.foreign), ("add", difference.missing)):
+            for url in urls:
+                await self._ask("POST", f"/{verb}_worker?url={quote(url, safe='')}")
+        return ""
+
+    def _report(self, difference: WorkerDifference) -> None:
+        now, planned_workers = time.monotonic(), len(self._wanted.urls)
+        if difference and difference != self._difference:
+            self._since = self._since or now
+            missing, foreign = list(difference.missing), list(difference.foreign)
+            _log.warning("missing workers: %s; workers outside the plan: %s", missing, foreign)
+            self.journal.write(RouterIncomplete(planned_workers - len(missing), planned_workers, missing, foreign))
+        elif self._difference and not difference:
+            self.journal.write(RouterComplete(planned_workers, now - self._since))
+            self._since = 0.0
+        self._difference = difference
+
+    def _start(self, door: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
+        # end_with_parent: if only the supervisor is killed, its router must not run on.
+        child = subprocess.Popen(
+            [sys.executable, "-m", "primeslurm.inference.router.child"],
+            stdin=subprocess.PIPE,
+            preexec_fn=end_with_parent,
+        )
+        assert child.stdin is not None
+        keys = f"http://{self.door.host}:{self.door.port}{door.keys}"
+        order = RouterOrder(list(self.argv), keys, secret.generate_token(self._own))
+        with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
+            stdin.write(msgspec.json.encode(order))
+        return child
+
+    async def _status(self, path: str) -> int | None:
+        answer = await self._ask("GET", path)
+        return None if answer is None else answer[0]
+
+    async def _ask(self, method: str, path: str) -> tuple[int, bytes] | None:
+        """Return status and body of the router's response; None if it does not answer."""
+        return await asyncio.to_thread(self._exchange, method, path)
+
+    def _exchange(self, method: str, path: str) -> tuple[int, bytes] | None:
+        connection = http.client.HTTPConnection(self.router.host, self.router.port, timeout=ANSWER_S)
+        try:
+            connection.request(method, path, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, response.read(LARGEST_LIST)
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()

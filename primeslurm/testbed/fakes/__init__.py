@@ -1,0 +1,1 @@
+"""Fakes of engines and trainer ranks that tests and benchmarks share."""
