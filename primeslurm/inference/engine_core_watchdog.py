@@ -16,10 +16,10 @@ import psutil
 from primeslurm.base.unresponsive_timer import MAX_GAP_S
 from primeslurm.inference.auth import App, Message, Scope
 
-QUESTION = "/is_paused"
-SILENT_S = 15.0
+PROBE_PATH = "/is_paused"
+UNRESPONSIVE_S = 15.0
 """Time without an answer after which a core is unresponsive [s]. Steps that compile nothing take a few seconds."""
-OWED_S = 5.0
+COMPILER_CHECK_S = 5.0
 """Time without an answer after which the watchdog looks for running compilers [s]."""
 # DeepGEMM's kernels, for example, take minutes to compile when a core first needs them.
 COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "nvlink", "fatbinary", "ninja", "cc1plus", "g++", "gcc"})
@@ -32,17 +32,17 @@ class EngineCoreWatchdog:
     def __init__(self, app: App, clock: Callable[[], float] = time.monotonic) -> None:
         self._app, self._clock = app, clock
         self.compiling: Callable[[], bool] = _compiling
-        self._question: asyncio.Task[None] | None = None
-        self._looked_at = clock()
-        self.silent_s = 0.0
+        self._probe_task: asyncio.Task[None] | None = None
+        self._checked_at = clock()
+        self.unanswered_s = 0.0
         """Time without an answer, at the last check [s]."""
 
     @property
-    def silent(self) -> bool:
+    def unresponsive(self) -> bool:
         """Whether the core is unresponsive."""
-        return self.silent_s > SILENT_S
+        return self.unanswered_s > UNRESPONSIVE_S
 
-    def look(self, scope: Scope, *, busy: bool) -> None:
+    def check(self, scope: Scope, *, busy: bool) -> None:
         """Check whether the core has answered, and send the next request if it has.
 
         Args:
@@ -50,22 +50,22 @@ class EngineCoreWatchdog:
             busy: a control request, which may take minutes, is pending.
         """
         now = self._clock()
-        if self._question is None or self._question.done():
-            self.silent_s = 0.0
-            self._question = asyncio.create_task(self._ask(scope))
-        elif busy or (self.silent_s >= OWED_S and self.compiling()):
-            self.silent_s = 0.0
+        if self._probe_task is None or self._probe_task.done():
+            self.unanswered_s = 0.0
+            self._probe_task = asyncio.create_task(self._probe(scope))
+        elif busy or (self.unanswered_s >= COMPILER_CHECK_S and self.compiling()):
+            self.unanswered_s = 0.0
         else:
-            self.silent_s += min(now - self._looked_at, MAX_GAP_S)
-        self._looked_at = now
+            self.unanswered_s += min(now - self._checked_at, MAX_GAP_S)
+        self._checked_at = now
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """Error message for clients."""
-        return f"unresponsive: the engine core has not answered its HTTP server for {self.silent_s:.0f} s"
+        return f"unresponsive: the engine core has not answered its HTTP server for {self.unanswered_s:.0f} s"
 
-    async def _ask(self, scope: Scope) -> None:
-        request = {"method": "GET", "path": QUESTION, "raw_path": QUESTION.encode(), "query_string": b"", "headers": []}
+    async def _probe(self, scope: Scope) -> None:
+        request = {"method": "GET", "path": PROBE_PATH, "raw_path": PROBE_PATH.encode(), "query_string": b"", "headers": []}
         sent = False
 
         async def receive() -> Message:

@@ -30,9 +30,9 @@ class LivenessGate(SecretGate):
         path: str = scope["path"]
         is_status = path in (STATUS_PATH, HEALTH_PATH)
         if is_status:
-            self._core.look(scope, busy=self._controlled > 0)
-        if self._core.silent and (is_status or generates(path)):
-            await answer(send, 504 if is_status else 503, {"error": self._core.words})
+            self._core.check(scope, busy=self._controlled > 0)
+        if self._core.unresponsive and (is_status or generates(path)):
+            await answer(send, 504 if is_status else 503, {"error": self._core.message})
         else:
             await self.serve_live(scope, receive, send)
 

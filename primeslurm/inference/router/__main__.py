@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     journal = Journal(ours.attempt_dir, ours.name)
     journal.note_storage_faults()
     router, endpoint = Address(listen.host, listen.port), Address(listen.host, ours.door)
-    keeper = RouterSupervisor(options, router, endpoint, journal, ours.remembered_bytes)
-    code = asyncio.run(keeper.run())
+    supervisor = RouterSupervisor(options, router, endpoint, journal, ours.remembered_bytes)
+    code = asyncio.run(supervisor.run())
     return code if code >= 0 else 128 - code
 
 

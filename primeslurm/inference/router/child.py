@@ -17,7 +17,7 @@ class RouterOrder(msgspec.Struct, frozen=True):
 
     argv: list[str]
     """Options of vllm-router."""
-    keys: str
+    token_url: str
     """URL of token checks."""
     token: str
     """Token that the router sends to prefill and decode engines."""
@@ -31,7 +31,7 @@ def main(order: RouterOrder) -> None:
         os.environ.pop(name, None)
         os.environ.pop(name.upper(), None)
     arguments = parse_router_args(order.argv)
-    arguments.api_key_validation_urls = [order.keys]  # vllm-router has this setting, but no option for it
+    arguments.api_key_validation_urls = [order.token_url]  # vllm-router has this setting, but no option for it
     launch_router(arguments)
 
 

@@ -26,15 +26,15 @@ class RouterHealthEndpoint:
 
     Args:
         secret: the run's secret.
-        look: requests a path from the router, and returns the HTTP status; None if the router does not answer.
+        request: requests a path from the router, and returns the HTTP status; None if the router does not answer.
         complete: returns whether the router has all its workers.
     """
 
-    def __init__(self, secret: str, look: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]) -> None:
+    def __init__(self, secret: str, request: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]) -> None:
         self._expected = f"Bearer {secret}".encode()
-        self._look = look
+        self._request = request
         self._complete = complete
-        self.keys = f"/key/{secrets.token_urlsafe()}"
+        self.token_path = f"/key/{secrets.token_urlsafe()}"
         """Path of token checks, known only to the router."""
         self.refused_bytes = 0
         """Total length of invalid tokens. The router caches each of them without limit."""
@@ -45,11 +45,11 @@ class RouterHealthEndpoint:
 
     async def status(self, path: str, token: bytes) -> int | None:
         """Return the HTTP status for a request; None to close the connection without a response."""
-        if hmac.compare_digest(path.encode(), self.keys.encode()):
+        if hmac.compare_digest(path.encode(), self.token_path.encode()):
             return self._judge(token)
         if path not in ("/liveness", "/health"):
             return 404
-        status = await self._look(path)
+        status = await self._request(path)
         return 503 if status == 200 and path == "/health" and not self._complete() else status
 
     def _judge(self, token: bytes) -> int:

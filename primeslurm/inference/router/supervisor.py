@@ -51,14 +51,14 @@ class RouterSupervisor:
     Args:
         argv: options of vllm-router.
         router: address of the router.
-        door: address of the health endpoint.
+        endpoint: address of the health endpoint.
         journal: gets an event when the router restarts, and when its workers differ from the plan or match it again.
         remembered_bytes: total size of invalid tokens after which the router restarts.
     """
 
     argv: Sequence[str]
     router: Address
-    door: Address
+    endpoint: Address
     journal: Journal
     remembered_bytes: int = REMEMBERED_BYTES
     _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
@@ -76,29 +76,29 @@ class RouterSupervisor:
 
     async def run(self) -> int:
         """Supervise the router until it ends by itself, and return its exit code."""
-        door = RouterHealthEndpoint(self._own, self._status, lambda: not self._difference)
-        server = await door.serve(self.door.host, self.door.port)
-        child = self._start(door)
+        endpoint = RouterHealthEndpoint(self._own, self._status, lambda: not self._difference)
+        server = await endpoint.serve(self.endpoint.host, self.endpoint.port)
+        child = self._start(endpoint)
         try:
             while (code := child.poll()) is None:
-                if why := await self._round(door):
+                if why := await self._round(endpoint):
                     _log.warning("restarting the router: %s", why)
                     self.journal.write(RouterRestarted(why))
                     await asyncio.to_thread(_end, child)
-                    door.refused_bytes, self._known = 0, False
-                    child = self._start(door)
+                    endpoint.refused_bytes, self._known = 0, False
+                    child = self._start(endpoint)
                 await asyncio.sleep(PERIOD_S if self._known else PERIOD_S / 5)
             return code
         finally:
             server.close()
             _end(child)
 
-    async def _round(self, door: RouterHealthEndpoint) -> str:
+    async def _round(self, endpoint: RouterHealthEndpoint) -> str:
         """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""
         now = time.monotonic()
-        if door.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
+        if endpoint.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
             self._forgot = now
-            return f"it has cached {door.refused_bytes >> 20} MiB of invalid tokens"
+            return f"it has cached {endpoint.refused_bytes >> 20} MiB of invalid tokens"
         answer = await self._ask("GET", "/list_workers")
         if answer is None:
             return ""  # the router listens only once an engine is open
@@ -133,7 +133,7 @@ class RouterSupervisor:
             self._since = 0.0
         self._difference = difference
 
-    def _start(self, door: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
+    def _start(self, endpoint: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
         # end_with_parent: if only the supervisor is killed, its router must not run on.
         child = subprocess.Popen(
             [sys.executable, "-m", "primeslurm.inference.router.child"],
@@ -141,8 +141,8 @@ class RouterSupervisor:
             preexec_fn=end_with_parent,
         )
         assert child.stdin is not None
-        keys = f"http://{self.door.host}:{self.door.port}{door.keys}"
-        order = RouterOrder(list(self.argv), keys, secret.generate_token(self._own))
+        token_url = f"http://{self.endpoint.host}:{self.endpoint.port}{endpoint.token_path}"
+        order = RouterOrder(list(self.argv), token_url, secret.generate_token(self._own))
         with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
             stdin.write(msgspec.json.encode(order))
         return child
