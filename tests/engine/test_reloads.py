@@ -158,7 +158,7 @@ def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
 def test_scales_of_attention_need_not_be_given(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model built from an FP8 checkpoint has these scales. Here only its attention is FP8, because CPUs support no more."""
+    """A model built from an FP8 checkpoint has these scales. Here only its attention is FP8, as CPUs support."""
     make = attention._init_kv_cache_quant
     monkeypatch.setattr(attention, "_init_kv_cache_quant", lambda layer, _, prefix: make(layer, Fp8Config(), prefix))
     first = checkpoint(family, tmp_path)

@@ -1,4 +1,4 @@
-"""Requests of a model's program to the interception server. It gets an HTTP response, and the next program is served."""
+"""Requests of a model's program to the interception server: it gets an HTTP response, and the next one is served."""
 
 from __future__ import annotations
 
