@@ -30,7 +30,7 @@ class _CompatFirst(MetaPathFinder):
 
 def _execute(original: Any, module: ModuleType) -> None:
     original(module)
-    importlib.import_module("primeslurm.trainer.compat")
+    importlib.import_module("primeslurm.nn.compat")
 
 
 if "torchtitan" in sys.modules:

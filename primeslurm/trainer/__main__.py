@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import NoReturn
 
-from primeslurm.imports import uncollected
+from primeslurm.base.imports import uncollected
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.wire.transport import secret
 

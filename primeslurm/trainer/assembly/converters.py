@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 import torch
 
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
+from primeslurm.nn.layers import vision
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.components import fp8, logprobs, lora, router_replay, single_products, varlen_attention
 from primeslurm.trainer.distributed import deepep, token_order
-from primeslurm.trainer.models.layers import vision
 
 
 def fit(draft: ModelDraft) -> None:

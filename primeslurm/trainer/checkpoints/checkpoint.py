@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
 from primeslurm.records.attempt import require_newest
@@ -34,16 +34,16 @@ from primeslurm.trainer.checkpoints.shards import (
     ShardReader,
     ShardWriter,
     threads_of_a_rank,
-    wait_beating,
+    wait_with_heartbeats,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
 from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, is_away, waiting_for_space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
@@ -283,7 +283,7 @@ class Checkpoints:
         pending, self._pending = self._pending, None
         doing = f"checkpoint of step {pending.step}"
         with timer.phase("checkpoint"):
-            wait_beating([pending.done], pending.counter)
+            wait_with_heartbeats([pending.done], pending.counter)
             self._world.agree(_failure(pending.done), doing)
             self._on_main(lambda: self._announce(pending.step), doing)
             if self._copies is not None:
@@ -322,7 +322,11 @@ class _TrainedState:
 
 
 def _state(learner: Learner) -> dict[str, Stateful]:
-    return {"model": _TrainedState(learner.policy.model), "optimizer": learner.optimizer, "scheduler": learner.scheduler}
+    return {
+        "model": _TrainedState(learner.policy.model),
+        "optimizer": learner.optimizer,
+        "scheduler": learner.scheduler,
+    }
 
 
 def _failure(done: Future[None]) -> OSError | None:

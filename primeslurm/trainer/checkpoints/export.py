@@ -20,17 +20,17 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from primeslurm import durable
-from primeslurm import files as storage
-from primeslurm.model_files import locate
+from primeslurm.base import durable
+from primeslurm.base import files as storage
+from primeslurm.base.model_files import locate
+from primeslurm.models import model_builder
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import models
 from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader, threads_of_a_rank
-from primeslurm.trainer.models import generic
+from primeslurm.trainer.generic import generic_model
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _PREFIX = "model."
@@ -85,12 +85,12 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
 
 def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
     """Return the adapter to Hugging Face's format, and all tensor names in that format."""
-    if models.is_generic(recipe.model.impl, config):
+    if model_builder.is_generic(recipe.model.impl, config):
         with torch.device("meta"):
-            model: Any = generic.GenericModel(config)
-        adapter: Any = generic.GenericAdapter(model)
+            model: Any = generic_model.GenericModel(config)
+        adapter: Any = generic_model.GenericAdapter(model)
     else:
-        spec = models.spec(config, recipe.seq_len, "flex")
+        spec = model_builder.spec(config, recipe.seq_len, "flex")
         with torch.device("meta"):
             model = spec.model.build()
         adapter = spec.state_dict_adapter(spec.model, None)
@@ -136,7 +136,7 @@ def main() -> int:
         export(recipe, arguments.checkpoint, arguments.out)
     except (OSError, SafetensorError, ValueError) as error:
         print(error, file=sys.stderr)
-        return exits.FAILED
+        return exit_codes.FAILED
     return 0
 
 

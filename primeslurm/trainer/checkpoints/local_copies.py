@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from primeslurm.trainer.checkpoints.shards import CHUNK_BYTES, ByteCounter, CopyFile, wait_beating
+from primeslurm.trainer.checkpoints.shards import CHUNK_BYTES, ByteCounter, CopyFile, wait_with_heartbeats
 from primeslurm.trainer.distributed.collective_count import UNEQUAL
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.stored import checkpoints
@@ -101,7 +101,7 @@ class LocalCopies:
         shutil.rmtree(self._rank_directory, ignore_errors=True)
 
     def _finish(self, work: Future[None], doing: str) -> None:
-        wait_beating([work], self._counter)
+        wait_with_heartbeats([work], self._counter)
         failure = work.exception()
         self._world.agree(failure if isinstance(failure, Exception) else None, doing)
 

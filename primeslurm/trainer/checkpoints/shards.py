@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import set_crc32_options
 
-from primeslurm import files
-from primeslurm.records.beats import pulse
+from primeslurm.base import files
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.distributed.cores import allowed
 from primeslurm.wire.stored import digests, manifest
 from primeslurm.wire.stored.manifest import FileRecord
@@ -215,7 +215,7 @@ class ShardReader(dcp.FileSystemReader):
         by_thread = _by_thread(sorted(pieces.values(), key=lambda piece: (piece.file, piece.offset)), self._threads)
         with ThreadPoolExecutor(len(by_thread) or 1, "checkpoint-read") as threads:
             reads = [threads.submit(self._read, assigned, planner) for assigned in by_thread]
-            wait_beating(reads, self._counter)
+            wait_with_heartbeats(reads, self._counter)
             for read in reads:
                 for item, value in read.result():
                     planner.load_bytes(item, value)  # not thread-safe: it changes the state's structure
@@ -332,14 +332,14 @@ def threads_of_a_rank() -> int:
     return max(1, min(4, len(allowed()) // ranks))
 
 
-def wait_beating(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:
+def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:
     """Wait for threads, and send a heartbeat whenever they have moved bytes."""
     seen, pending = counter.bytes, set(work)
     while pending:
         pending = wait(pending, timeout=1.0).not_done
         if counter.bytes != seen:
             seen = counter.bytes
-            pulse().beat()
+            liveness().heartbeat()
 
 
 def _done(value: T) -> Future[T]:

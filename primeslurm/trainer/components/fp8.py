@@ -18,10 +18,9 @@ from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.kernels.fp8 import ops
-from primeslurm.trainer.kernels.fp8.backend import backend
-from primeslurm.trainer.kernels.fp8.blocks import (
+from primeslurm.nn.kernels.fp8 import ops
+from primeslurm.nn.kernels.fp8.backend import backend
+from primeslurm.nn.kernels.fp8.blocks import (
     BLOCK,
     BLOCKS,
     ROWS,
@@ -34,7 +33,8 @@ from primeslurm.trainer.kernels.fp8.blocks import (
     quantise_groups_transposed,
     quantise_transposed,
 )
-from primeslurm.trainer.kernels.fp8.last_result import LastResult
+from primeslurm.nn.kernels.fp8.last_result import LastResult
+from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 
 # Of what several products share: their input, by rows for themselves and by columns for their weights' gradients.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.records.beats import pulse
+from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 
@@ -33,12 +33,12 @@ class PhaseTimer:
             self.journal.state(TrainerState(self.step, name, dict(self._seconds), self._last))
         limits = self._limits
         limit_s = limits.of_phase(name, first_step=not self.steps_done) if limits else 0.0
-        pulse().enter(name, self.step, limit_s)
+        liveness().enter(name, self.step, limit_s)
         begin = time.monotonic()
         try:
             yield
         finally:
-            pulse().enter(f"after {name}", self.step)
+            liveness().enter(f"after {name}", self.step)
             self._last[name] = time.monotonic() - begin
             self._seconds[name] += self._last[name]
 

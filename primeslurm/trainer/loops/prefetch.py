@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from primeslurm.records.beats import pulse
+from primeslurm.records.heartbeats import liveness
 from primeslurm.wire.batches.rollouts import Batch, RankShard
-from primeslurm.wire.transport.link import LinkError, TrainerLink, TransferWanted
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class _Fetch:
         """Cancel the request. If its answer is already arriving, wait for all of it."""
         self.cancel()
         while self._link.receiving and self._thread.is_alive():
-            pulse().beat()
+            liveness().heartbeat()
             self._thread.join(_HEARTBEAT_S)
 
     def cancel(self) -> None:

@@ -8,7 +8,6 @@ from typing import Protocol
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     CheckpointLoaded,
     StepSkipped,
@@ -16,15 +15,16 @@ from primeslurm.records.events.training import (
     TrainerStopped,
     WeightsPublished,
 )
+from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch, RankShard
-from primeslurm.wire.transport.link import LinkError, TrainerLink, TransferWanted
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +109,7 @@ class RlTask:
         self._saver.finish(step, self._learner, self._timer)
         interrupted = choice is Choice.INTERRUPTED
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
-        return exits.CHECKPOINTED if interrupted else 0
+        return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         """Load the newest checkpoint and update the engines to its policy."""
@@ -150,7 +150,7 @@ class RlTask:
     def _fetch(self, step: int) -> Batch | None:
         # Only rank 0 may give up on an interrupt: the others fetch a batch that rank 0 already has.
         def interrupted() -> bool:
-            pulse().beat()
+            liveness().heartbeat()
             return self._world.is_main and self._world.interrupt.requested()
 
         if not interrupted() and (batch := self._prefetched(step)) is not None:

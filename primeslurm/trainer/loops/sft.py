@@ -22,7 +22,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ class SftTask:
             if self._world.is_main:
                 token_files.remove(self._run_dir)
         self._journal.write(TrainerStopped(step, "finished" if finished else "interrupted"))
-        return 0 if finished else exits.CHECKPOINTED
+        return 0 if finished else exit_codes.CHECKPOINTED
 
     def _batch(self, step: int) -> Batch:
         assert self._recipe.sft is not None

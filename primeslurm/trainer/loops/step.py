@@ -12,8 +12,9 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import utils as dist_utils
 
+from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
-from primeslurm.records.beats import pulse
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
@@ -22,7 +23,6 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.loops.compilations import Compilations
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.models.layers.vision import VisionInput
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.wire.batches.rollouts import Batch, Row, stack
 
@@ -105,7 +105,7 @@ class Learner:
         totals: dict[str, torch.Tensor] = {}
         layout, micro_batches = self.policy.layout, self._micro_batches(batch)
         for number, rows in enumerate(micro_batches, 1):
-            pulse().beat()
+            liveness().heartbeat()
             if layout.reduce_gradients == "step":
                 is_last = number == len(micro_batches)
                 reduce_after(self.policy.model, last=is_last, stays_gathered=not layout.reshard_after_forward)

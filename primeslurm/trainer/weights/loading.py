@@ -22,8 +22,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from primeslurm.records.beats import pulse
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
 from primeslurm.trainer.distributed.world import host_memory
 from primeslurm.trainer.weights import four_bits
@@ -117,13 +117,13 @@ class Loader:
         ]
         for part, own in shared:
             self._exchange(part, *own.result())
-            pulse().beat()
+            liveness().heartbeat()
         for part, codes, piece, of_rank in coded:
             self._exchange_codes(part, codes, piece, of_rank.result())
-            pulse().beat()
+            liveness().heartbeat()
         for done in as_completed(alone):
             done.result()
-            pulse().beat()
+            liveness().heartbeat()
 
     @torch.no_grad()
     def _put(self, part: ShardRead, piece: RowSlice) -> None:

@@ -28,7 +28,7 @@ _PLAIN = {"Accept-Encoding": "identity"}
 """Compressed, a few bytes could become any number of them."""
 
 
-def client_within_run(
+def internal_client(
     timeout_s: float | None,
     keep: int = KEPT,
     headers: Mapping[str, str] | None = None,
@@ -104,7 +104,7 @@ class Clients:
             task.add_done_callback(self._closing.discard)
 
 
-def client_out_of_run(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
+def external_client(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """A client for a server that is no part of the run: through the site's proxy, and certificates are verified."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),

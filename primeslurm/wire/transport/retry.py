@@ -33,7 +33,7 @@ def _spread(state: RetryCallState) -> float:
     return _doubled(state) * random.uniform(0.5, 1.5)
 
 
-def insisting(on: Errors, within_s: float | None = None) -> AsyncRetrying:
+def retry_with_backoff(on: Errors, within_s: float | None = None) -> AsyncRetrying:
     """Await something until it succeeds, with growing pauses.
 
     As in `await insisting(OSError)(function, argument)`.
@@ -46,14 +46,14 @@ def insisting(on: Errors, within_s: float | None = None) -> AsyncRetrying:
     return AsyncRetrying(retry=retry_if_exception_type(on), stop=stop, wait=_spread, reraise=True)
 
 
-def repeating(on: Errors, tries: int, pause_s: float) -> AsyncRetrying:
+def retry_times(on: Errors, tries: int, pause_s: float) -> AsyncRetrying:
     """Await something up to `tries` times; the last error is raised."""
     return AsyncRetrying(
         retry=retry_if_exception_type(on), stop=stop_after_attempt(tries), wait=wait_fixed(pause_s), reraise=True
     )
 
 
-def insisting_in_thread(on: Errors, within_s: float, pause_s: float) -> Retrying:
+def retry_in_thread(on: Errors, within_s: float, pause_s: float) -> Retrying:
     """Call something until it succeeds, with equal pauses; the last error is raised after `within_s`."""
     return Retrying(
         retry=retry_if_exception_type(on), stop=stop_before_delay(within_s), wait=wait_fixed(pause_s), reraise=True

@@ -15,22 +15,15 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.families import capabilities
+from primeslurm.models import capabilities
+from primeslurm.nn.kernels.fp8.backend import Emulated
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise, quantise_groups, quantise_groups_transposed
+from primeslurm.nn.kernels.fp8.last_result import LastResult
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import fp8
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.kernels.fp8.backend import Emulated
-from primeslurm.trainer.kernels.fp8.blocks import (
-    BLOCKS,
-    ROWS,
-    Groups,
-    quantise,
-    quantise_groups,
-    quantise_groups_transposed,
-)
-from primeslurm.trainer.kernels.fp8.last_result import LastResult
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe

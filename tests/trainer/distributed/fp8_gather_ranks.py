@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.families.expert_shards import split_dimension
+from primeslurm.models.expert_sharding import split_dimension
 from primeslurm.trainer.components.fp8 import _mixed
 from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.world import join
