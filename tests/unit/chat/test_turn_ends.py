@@ -214,7 +214,7 @@ def test_what_engines_do_not_stop_at_is_told(tmp_path: Path) -> None:
 def test_a_template_that_ends_turns_with_no_token_is_refused(eos: str | None, tmp_path: Path) -> None:
     text = training_text(tmp_path, UNENDING, eos)
     assert text.ends.answer is None
-    with pytest.raises(ConversationError, match=r"writes '\\n\\n' after an answer, so there is no token .*\(have the template"):
+    with pytest.raises(ConversationError, match=r"writes '\\n\\n' after an answer, so there is .*\(have the template"):
         text.parts({"messages": TALK})
 
 

@@ -51,7 +51,7 @@ def write(path: Path, *lines: Any) -> Path:
         ({"messages": [ASKED, BROKEN]}, "message 2: the arguments of a call are not JSON"),
         ({"messages": [ASKED, ANSWERED], "tools": [7]}, "tools is not a list of objects"),
         ({"messages": [ASKED]}, "no message has role assistant, so there is nothing to train"),
-        ({"messages": [ANSWERED, ASKED]}, "its last message, which would be trained, has role user (`train: all`, or end"),
+        ({"messages": [ANSWERED, ASKED]}, "its last message, which would be trained, has role user (`train: all`"),
         ({"messages": [SEEN, ANSWERED]}, "it has images, but `model.vlm` is not set"),
     ],
 )
