@@ -65,7 +65,13 @@ class EngineCoreWatchdog:
         return f"unresponsive: the engine core has not answered its HTTP server for {self.unanswered_s:.0f} s"
 
     async def _probe(self, scope: Scope) -> None:
-        request = {"method": "GET", "path": PROBE_PATH, "raw_path": PROBE_PATH.encode(), "query_string": b"", "headers": []}
+        request = {
+            "method": "GET",
+            "path": PROBE_PATH,
+            "raw_path": PROBE_PATH.encode(),
+            "query_string": b"",
+            "headers": [],
+        }
         sent = False
 
         async def receive() -> Message:

@@ -65,7 +65,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Zy
 
 @pytest.fixture(scope="module")
 def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
-    """Return a function that starts an engine and waits for its gate, which is still closed. It ends with the module."""
+    """Return a function that starts an engine and waits for its gate, which is still closed."""
     servers: list[Server] = []
 
     def start(role: EngineRole = "engine", source: Path = model, **ports: int) -> Server:

@@ -30,7 +30,9 @@ class RouterHealthEndpoint:
         complete: returns whether the router has all its workers.
     """
 
-    def __init__(self, secret: str, request: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]) -> None:
+    def __init__(
+        self, secret: str, request: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]
+    ) -> None:
         self._expected = f"Bearer {secret}".encode()
         self._request = request
         self._complete = complete

@@ -30,7 +30,8 @@ from vllm.platforms import current_platform
 
 from primeslurm.inference.guards import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _ELEMENTS_AT_ONCE = 2**25
 """Elements of FP8 weights that are converted to float32 at a time, to save memory."""
