@@ -25,7 +25,7 @@ from primeslurm.orchestrator.batching.filters import has_advantage, rollout_filt
 from primeslurm.orchestrator.dispatch import group_id
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.dispatch.limits import choose
-from primeslurm.orchestrator.progress import RunProgress
+from primeslurm.orchestrator.pipeline.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo

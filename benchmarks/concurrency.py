@@ -1,6 +1,7 @@
 """How near the concurrency controller comes to the best static cap, under a simulated clock.
 
-The real dispatcher and controller over four simulated engines (`benchmarks.support.simulated_engine`), each a replica,
+The real dispatcher and controller over four simulated engines (`primeslurm.testbed.fakes.simulated_engine`), each a
+replica,
 looked at every five seconds as in a run, for the first time when dispatch has begun. Each engine starts half a minute
 after the one before. For each workload static caps are tried, and the best kept; then the controller starts from
 nothing. Each is the mean of three draws of lengths, which are the same for caps and controller.
@@ -24,10 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.simulated_engine import PrefillDecode, SimulatedEngine, Turn
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.testbed.fakes.simulated_engine import PrefillDecode, SimulatedEngine, Turn
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]

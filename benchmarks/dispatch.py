@@ -31,7 +31,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
@@ -144,7 +144,7 @@ class World:
             self.dispatch.add_ready(group)
 
     def _cut(self) -> bool:
-        for group in self.dispatch.sweep(self.dispatch.step).early:
+        for group in self.dispatch.apply_age_limit(self.dispatch.step).early:
             self.dispatch.add_ready(group)
         groups = self.dispatch.cut()
         if groups is None:

@@ -1,6 +1,7 @@
 """What it costs to have records on disk before they count: submission, a rollout group, progress, a checkpoint.
 
-Each is done with and without the flushes that `primeslurm.durable` adds to what was flushed before, in turns, in the
+Each is done with and without the flushes that `primeslurm.base.durable` adds to what was flushed before, in turns, in
+the
 directory that is named: what a flush costs is the file system's.
 """
 
@@ -19,8 +20,8 @@ from unittest import mock
 
 import numpy as np
 
-from primeslurm import durable
-from primeslurm.orchestrator.progress import RunProgress
+from primeslurm.base import durable
+from primeslurm.orchestrator.pipeline.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.records import metrics

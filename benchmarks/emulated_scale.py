@@ -22,13 +22,13 @@ from typing import Any
 import httpx
 import psutil
 
-from primeslurm.files import read_json
+from primeslurm.base.files import read_json
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.slurm.embedded.equal_pages import are_merged
+from primeslurm.testbed.embedded_slurm.page_merging import are_merged
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

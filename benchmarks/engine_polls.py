@@ -19,11 +19,11 @@ from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from primeslurm.emulated import http
-from primeslurm.inference.admission import Receive, Scope, Send
+from primeslurm.inference.auth import Receive, Scope, Send
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
+from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
 from primeslurm.records.journal import Journal
+from primeslurm.testbed.emulated import http_server
 from primeslurm.wire.transport import secret
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,11 +79,11 @@ class _Engine:
         if scope["path"] == "/primeslurm/status":
             self.looks.append(time.monotonic())
             state = {"version": self.version, "incarnation": "a", "paused": False, "updates": 0, "initialized": True}
-            await http.answer(send, 200, state)
+            await http_server.answer(send, 200, state)
             return
         body = json.loads((await receive())["body"])
         self.version = int(body["new_version"])
-        await http.answer(send, 200, {})
+        await http_server.answer(send, 200, {})
 
 
 def _serve(pipe: Connection, count: int) -> None:
@@ -92,7 +92,7 @@ def _serve(pipe: Connection, count: int) -> None:
 
 async def _serving(pipe: Connection, count: int) -> None:
     engines = [_Engine() for _ in range(count)]
-    servers = [await http.start(engine, "127.0.0.1", 0) for engine in engines]
+    servers = [await http_server.start(engine, "127.0.0.1", 0) for engine in engines]
     pipe.send([server.sockets[0].getsockname()[1] for server in servers])
     asyncio.get_running_loop().add_reader(pipe.fileno(), lambda: _tell(pipe, engines))
     await asyncio.Event().wait()
@@ -114,7 +114,7 @@ def _url(port: int) -> str:
 async def _look_after(ports: list[int], pipe: Connection) -> dict[str, float]:
     clients = {f"e{port}": EngineClient(functools.partial(_url, port), "/model") for port in ports}
     with tempfile.TemporaryDirectory() as directory:
-        loop = PolicyLoop(clients, Journal(Path(directory), "orchestrator"), timeout_s=300)
+        loop = WeightUpdateLoop(clients, Journal(Path(directory), "orchestrator"), timeout_s=300)
         task = asyncio.create_task(loop.run())
         await _all(loop, ports, "STALE")
         began, cpu = time.monotonic(), time.process_time()
@@ -149,6 +149,6 @@ def _asked(pipe: Connection) -> float:
     return float(pipe.recv())
 
 
-async def _all(loop: PolicyLoop, ports: list[int], state: str) -> None:
+async def _all(loop: WeightUpdateLoop, ports: list[int], state: str) -> None:
     while any(loop.pool.state(f"e{port}") != state for port in ports):
         await asyncio.sleep(0.02)

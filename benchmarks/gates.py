@@ -23,12 +23,12 @@ import httpx
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import HOST, Server, start_process
-from primeslurm.emulated import http
-from primeslurm.inference.admission import Receive, Scope, Send
+from primeslurm.inference.auth import Receive, Scope, Send
 from primeslurm.plan.commands.command import Command, ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
+from primeslurm.testbed.emulated import http_server
 from primeslurm.wire.transport import rendezvous, secret
 
 RESULT = Path(__file__).resolve().parent / "results" / "gates.json"
@@ -58,9 +58,9 @@ def main(argv: list[str]) -> int:
 async def _serve(port: int) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await receive()
-        await http.answer(send, 200, {"choices": []})
+        await http_server.answer(send, 200, {"choices": []})
 
-    async with await http.start(app, HOST, port) as server:
+    async with await http_server.start(app, HOST, port) as server:
         await server.serve_forever()
 
 
@@ -115,7 +115,7 @@ def _stores(rounds: int) -> dict[str, Any]:
     """Microseconds of an operation of a rank that is not rank 0's process."""
     import torch.distributed as dist
 
-    from primeslurm.wire.transport.store import serve_store
+    from primeslurm.wire.transport.rendezvous_store import serve_store
 
     bare = dist.TCPStore(HOST, free_port(), is_master=True, wait_for_workers=False)
     kept = serve_store(HOST, port := free_port())

@@ -16,8 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from primeslurm.families.catalog import catalog
-from primeslurm.families.config import shape_of
+from primeslurm.models.catalog import catalog
+from primeslurm.models.hf_config import shape_of
 from primeslurm.plan.memory.engine import EngineLayout, engine_memory
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.trainer import TrainerLayout, trainer_memory

@@ -52,7 +52,7 @@ class Cell:
         timeout_s: after which it is ended.
         settings: of its recipe, by dotted path.
         after: the cell whose newest policy it starts from.
-        tiny: where it starts from a random model: how `primeslurm.trainer.tiny model` is to make it.
+        tiny: where it starts from a random model: how `scripts.models.tiny_model model` is to make it.
         demonstrations: the module, with words, that writes the demonstrations of a warm start.
     """
 
@@ -97,7 +97,7 @@ WIDE_WARM_START = {
     "trainer.optimizer.min_lr_ratio": "0.0",
     "checkpoint.interval": "400",
 }
-TINY = "primeslurm.trainer.tiny"
+TINY = "scripts.models.tiny_model"
 TOOL_USE = "primeslurm.orchestrator.environments.tool_use"
 CELLS = {
     "reverse-text-sft": Cell(

@@ -33,9 +33,9 @@ import httpx
 
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.servers import Server, start_engine
-from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint, NoAnswerError
-from primeslurm.orchestrator.telemetry import scrape
+from primeslurm.orchestrator.telemetry import engine_metrics
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
+from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.plan.memory.gpus import GIB
@@ -132,7 +132,7 @@ async def counters(server: Server) -> dict[str, float]:
     """Read what the engine has counted so far: tokens, and bytes and seconds of transfers."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         text = (await client.get(f"{server.url}/metrics", timeout=30)).text
-    found = dict.fromkeys(scrape.COUNTERS, 0.0) | scrape.parse(text)
+    found = dict.fromkeys(engine_metrics.COUNTERS, 0.0) | engine_metrics.parse(text)
     for name in ("load_bytes", "load_time", "store_bytes", "store_time"):
         found[name] = sum(float(value) for kind, value in _TRANSFERRED.findall(text) if kind == name)
     return found

@@ -26,16 +26,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from benchmarks.support.fake_ranks import _group, _in_transformers, config_of
 from benchmarks.trainer_layouts import trainer_gpus
+from primeslurm.models import model_builder
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.trainer import models
+from primeslurm.testbed.fakes.meta_rank import _group, _in_transformers, config_of
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.checkpoints.staging import tensor_bytes
 from primeslurm.trainer.weights import four_bits, loading
 from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE, in_fp8
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 T = TypeVar("T")
 FILE_BYTES = 5 << 30
@@ -58,7 +59,7 @@ CPU = torch.device("cpu")
 
 def write_sparse(config: Any, directory: Path, stored: str) -> None:
     """Write a checkpoint of a transformers config that takes no room: headers, then holes."""
-    spec = models.spec(config, 128, "flex")
+    spec = model_builder.spec(config, 128, "flex")
     with torch.device("meta"):
         model = spec.model.build()
     named = spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())

@@ -16,8 +16,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from primeslurm.families.catalog import CATALOG, catalog
-from primeslurm.families.config import shape_of
+from primeslurm.models.catalog import CATALOG, catalog
+from primeslurm.models.hf_config import shape_of
 from primeslurm.plan.memory.engine import EngineLayout, kv_bytes_per_token, prompt_logit_bytes
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.parameters import count
@@ -133,12 +133,12 @@ def kv_cache() -> dict[str, object]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     from vllm import LLM
 
-    from primeslurm.trainer import tiny
+    from scripts.models import tiny_model
 
     size = 64 * 2**20
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        tiny.write_model(path)
+        tiny_model.write_model(path)
         shape = shape_of(json.loads((path / "config.json").read_bytes()))
         engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
         config = engine.llm_engine.vllm_config.cache_config

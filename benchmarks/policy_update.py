@@ -29,21 +29,21 @@ from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import Server, start_engine
 from benchmarks.training_models import SHAPES
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
+from primeslurm.nn import compat
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.plan.memory.gpus import ALLOC_CONF
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import compat
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.interrupt import SIGNAL
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
-from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
 
 UPDATES = 5
 SEQ_LEN = 1024

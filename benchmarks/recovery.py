@@ -29,11 +29,11 @@ from benchmarks.support.machine import machine, versions
 from benchmarks.support.shared_gpu import shared_gpus, shared_settings
 from primeslurm.api.loading import load
 from primeslurm.api.runs import Run
-from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import AgentStarted, AttemptEnds
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.events.training import CheckpointLoaded, StepTrained
+from primeslurm.records.record import Event
 from primeslurm.run.records import events
 
 R = TypeVar("R")

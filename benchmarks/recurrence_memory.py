@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import NemotronHConfig, Qwen3_5MoeTextConfig
 
 from benchmarks.live_memory import Passes, passes
-from primeslurm.trainer import models
+from primeslurm.models import model_builder
+from primeslurm.nn.layers import scan
 from primeslurm.trainer.components.activation_checkpointing import POLICIES
-from primeslurm.trainer.models.layers import scan
 
 RESULT = Path(__file__).resolve().parent / "results" / "recurrence_memory.json"
 SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}
@@ -74,7 +74,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
         norm: name of the norm before it, if that is to be part of it.
         checkpointing: none, selective or full.
     """
-    spec, policy = models.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
+    spec, policy = model_builder.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
     with ExitStack() as after:
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.bfloat16)

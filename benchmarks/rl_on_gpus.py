@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support import shared_gpu
-from primeslurm.records.base import Event
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
+from primeslurm.records.record import Event
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 
@@ -86,12 +86,12 @@ def make_model(directory: Path) -> None:
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from primeslurm.trainer import tiny
+    from scripts.models import tiny_model
 
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).to(torch.bfloat16)
     model.save_pretrained(directory)
-    tiny.tokenizer().save_pretrained(directory)
+    tiny_model.tokenizer().save_pretrained(directory)
     GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(directory)
 
 

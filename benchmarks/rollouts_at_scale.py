@@ -36,7 +36,7 @@ import psutil
 from benchmarks.support import rollouts_at_scale as parts
 from benchmarks.support.ports import HOST, free_port
 from benchmarks.support.rollouts_at_scale import Lag, Place
-from primeslurm.files import read_json, write_json
+from primeslurm.base.files import read_json, write_json
 from primeslurm.orchestrator.rollouts.job_protocol import on_this_node
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,8 +25,8 @@ import numpy as np
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment, start_process
 from primeslurm.orchestrator.batching.packing import Common, Document, encode, pack
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
@@ -103,12 +103,12 @@ def make_model(directory: Path) -> None:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from primeslurm.trainer import tiny
+    from scripts.models import tiny_model
 
     torch.manual_seed(0)
     # bfloat16 numbers, so that trainer and engine start from the same ones whatever they compute in
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).bfloat16().save_pretrained(directory)
-    tiny.tokenizer().save_pretrained(directory)
+    tiny_model.tokenizer().save_pretrained(directory)
 
 
 def sample(directory: Path, device: str) -> list[Row]:

@@ -17,8 +17,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from benchmarks.support.machine import machine, versions
-from primeslurm.trainer import tiny
 from primeslurm.trainer.data import sft_data, token_files
+from scripts.models import tiny_model
 
 RESULT = Path(__file__).resolve().parent / "results" / "sft_tokens.json"
 TURNS = 20
@@ -43,7 +43,7 @@ def measure(count: int) -> dict[str, Any]:
     """Make the files of so many conversations in parts, and look at them."""
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
-        tiny.write_model(directory / "model")
+        tiny_model.write_model(directory / "model")
         path = directory / "data.jsonl"
         path.write_text("".join(json.dumps(conversation(i)) + "\n" for i in range(count)))
         tokenizer = AutoTokenizer.from_pretrained(directory / "model")

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from primeslurm.trainer.components import sparse_attention
-from primeslurm.trainer.kernels import sparse_mla
+from primeslurm.nn.kernels import sparse_mla
+from primeslurm.nn.layers import sparse_attention
 
 HEADS, RANK, ROPE, TOP_K = 64, 512, 64, 2048
 INDEX_HEADS, INDEX_WIDTH = 32, 128

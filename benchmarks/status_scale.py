@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe, Site
@@ -74,7 +74,7 @@ def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
     # Its time lies ahead, so that it stays fresh however long this takes.
     write_json(attempt.fleet_file, msgspec.to_builtins(FleetView(now + 3600, states=states)))
     agents = {node.index: AssignedAgent(node.index, f"n{node.index:04d}") for node in plan.nodes}
-    write_json(attempt.roster_file, msgspec.to_builtins(AssignmentRecord(1, agents)))
+    write_json(attempt.assignment_file, msgspec.to_builtins(AssignmentRecord(1, agents)))
     for node in plan.nodes:
         name, beats = f"n{node.index:04d}", {process.name: ProcessReport("ready", 42) for process in node.processes}
         report = AgentReport(node.index, name, "10.0.0.1", now, 7, node=node.index, processes=beats)

@@ -20,8 +20,8 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
+from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.components import activation_checkpointing
 from primeslurm.trainer.distributed.world import World

@@ -1,6 +1,7 @@
 """The trainer of a recipe at its real size, rank by rank: does everything fit together, and into what memory.
 
-No GPU is needed: fake process groups, tensors without memory (`benchmarks.support.fake_ranks`). Prints a line of JSON
+No GPU is needed: fake process groups, tensors without memory (`primeslurm.testbed.fakes.meta_rank`). Prints a line of
+JSON
 for each recipe: faults, bytes of a rank's states and how far they are from what the planner says, and what it sends.
 """
 
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.support import layout_faults
-from benchmarks.support.fake_ranks import config_of, fake_rank
-from primeslurm.families.config import shape_of
+from primeslurm.models.hf_config import shape_of
 from primeslurm.plan.placement.resources import resource_requests
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.testbed.fakes.meta_rank import config_of, fake_rank
 
 SITE = Path(__file__).resolve().parents[1] / "sites" / "h200.yaml"
 ENGINE_RANKS = 8

@@ -313,7 +313,7 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     import torch
 
     from benchmarks.training_models import PEAK_FLOPS, SHAPES, attention_flops, matrix_flops, recurrence_flops
-    from primeslurm.trainer.kernels import linear_attention
+    from primeslurm.nn.kernels import linear_attention
 
     if options.plain_recurrence:
         linear_attention.fits = lambda mixed: False

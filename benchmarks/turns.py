@@ -103,7 +103,7 @@ def write_model(directory: Path) -> str:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from primeslurm.trainer import tiny
+    from scripts.models import tiny_model
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -112,10 +112,10 @@ def write_model(directory: Path) -> str:
     core.train_from_iterator(
         texts, trainers.BpeTrainer(vocab_size=8000, initial_alphabet=alphabet, show_progress=False)
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=tiny.END, pad_token=tiny.PAD)
-    fast.add_special_tokens({"additional_special_tokens": [tiny.START, "<|endoftext|>"]})
-    fast.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in tiny.MARKS])
-    fast.chat_template = tiny.CHAT_TEMPLATE
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=tiny_model.END, pad_token=tiny_model.PAD)
+    fast.add_special_tokens({"additional_special_tokens": [tiny_model.START, "<|endoftext|>"]})
+    fast.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in tiny_model.MARKS])
+    fast.chat_template = tiny_model.CHAT_TEMPLATE
     fast.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return str(directory)
@@ -195,9 +195,9 @@ async def measure(client: str, model: str, turns: int, sampled: int, observed: i
     from verifiers.v1.session import RolloutSession
     from verifiers.v1.trace import AgentInfo, TraceTask
 
-    from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS
-    from primeslurm.orchestrator.rendering.remembering import remember
-    from primeslurm.orchestrator.rollouts.token_client import TokenClient
+    from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
+    from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
+    from primeslurm.orchestrator.worker.token_client import TokenClient
 
     tools, meter = client != "default", Meter()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
@@ -218,7 +218,7 @@ async def measure(client: str, model: str, turns: int, sampled: int, observed: i
     async with InterceptionServer() as server:
         server.clients[config.model_dump_json()] = found
         if client == "ours":
-            remember(server, OF_ROLLOUTS)
+            cache_conversations(server, ROLLOUT_DIALECTS)
         context = ModelContext(model=model, client=config, sampling=vf.SamplingConfig(cache_salt="s"))
         async with server.acquire(RolloutSession(ctx=context, trace=trace)) as (base, secret, _):
             told = {"url": f"{base}/v1", "secret": secret, "turns": turns, "observed": observed, "tools": tools}

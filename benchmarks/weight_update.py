@@ -27,14 +27,14 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import tiny
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from scripts.models import tiny_model
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
 UPDATES = 8
@@ -142,7 +142,7 @@ def main(words: list[str]) -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        tiny.write_model(directory / "model")
+        tiny_model.write_model(directory / "model")
         found = {
             "filesystem": asyncio.run(by_files(directory / "model", directory, world)),
             "nccl": asyncio.run(by_sending(directory / "model", directory, world)),

@@ -21,11 +21,11 @@ import psutil
 
 from benchmarks.support.machine import machine
 from benchmarks.support.ports import free_port
-from primeslurm.node.agent.child import Child, ProcessGroup
-from primeslurm.node.agent.forks import ForkServer
+from primeslurm.node.agent.child_process import Child, ProcessGroup
+from primeslurm.node.agent.fork_client import ForkServer
 from primeslurm.plan.commands.processes import environment_command
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "worker_start.json"
@@ -57,7 +57,7 @@ def measure(directory: Path, workers: int, forked: bool) -> dict[str, float]:
     """Start workers, and return what they have taken when all are still."""
     attempt = directory / "run" / "attempts" / "1"
     attempt.mkdir(parents=True)
-    tiny.write_model(directory / "model")
+    tiny_model.write_model(directory / "model")
     recipe = Recipe.model_validate(
         {
             "name": "workers",

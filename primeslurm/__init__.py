@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from primeslurm.api.planning import Check
     from primeslurm.api.runs import Run, all_runs, find_run
     from primeslurm.api.submission import DryRun
-    from primeslurm.errors import ClusterError, PrimeslurmError, RunError, UsageError, Violation
+    from primeslurm.base.errors import ClusterError, PrimeslurmError, RunError, UsageError, Violation
     from primeslurm.plan.model import Finding, Plan
     from primeslurm.run.status.run_status import RunStatus
 
@@ -50,7 +50,7 @@ _HOMES = {
     "primeslurm.api.loading": ("LoadedRecipe", "load"),
     "primeslurm.api.runs": ("Run", "all_runs", "find_run"),
     "primeslurm.api.submission": ("DryRun",),
-    "primeslurm.errors": ("ClusterError", "PrimeslurmError", "RunError", "UsageError", "Violation"),
+    "primeslurm.base.errors": ("ClusterError", "PrimeslurmError", "RunError", "UsageError", "Violation"),
     "primeslurm.plan.model": ("Finding", "Plan"),
     "primeslurm.run.status.run_status": ("RunStatus",),
 }

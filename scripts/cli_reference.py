@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
+from primeslurm.base.errors import EXIT_CODES
 from primeslurm.cli.lazy_verbs import EXAMPLES, GROUPS, VERBS, load_verb
-from primeslurm.errors import EXIT_CODES
 
 INTRODUCTION = """This page lists every command, its options and its exit codes.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from primeslurm.families import GENERIC, Capabilities, bundled, model_types
+from primeslurm.models import GENERIC, Capabilities, bundled, model_types
 from primeslurm.plan.checks.compatibility import as_markdown
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown

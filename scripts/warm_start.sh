@@ -13,13 +13,13 @@ mkdir -p "$directory"
 python=(.venv/bin/python -W ignore -m)
 case $demo in
   reverse-text)
-    "${python[@]}" primeslurm.trainer.tiny model "$directory/random"
-    "${python[@]}" primeslurm.trainer.tiny demonstrations "$directory/demonstrations.jsonl" ;;
+    "${python[@]}" scripts.models.tiny_model model "$directory/random"
+    "${python[@]}" scripts.models.tiny_model demonstrations "$directory/demonstrations.jsonl" ;;
   tool-use)
-    "${python[@]}" primeslurm.trainer.tiny model "$directory/random" --phrases
+    "${python[@]}" scripts.models.tiny_model model "$directory/random" --phrases
     "${python[@]}" primeslurm.orchestrator.environments.tool_use "$directory/demonstrations.jsonl" --n 4000 --noise 0.45 ;;
   hangman)
-    "${python[@]}" primeslurm.trainer.hangman "$directory/model.part"
+    "${python[@]}" scripts.models.hangman_model "$directory/model.part"
     mv "$directory/model.part" "$model"
     exit 0 ;;
   *)

@@ -32,7 +32,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from now on, but not in what is there already (`primeslurm.imports`)."""
+    """Look for garbage from now on, but not in what is there already (`primeslurm.base.imports`)."""
     gc.freeze()
     gc.enable()
 

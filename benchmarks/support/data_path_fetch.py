@@ -25,12 +25,12 @@ from benchmarks.support.loop_lag import waited_s
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
+from primeslurm.orchestrator.pipeline.orchestrator import HOLD_S
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.server import HOLD_S
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.file_ranges import Part
-from primeslurm.wire.batches.rollouts import Batch, Incoming, RankShard, Rollout, RolloutInfo
-from primeslurm.wire.transport.link import Answer, GetBatch, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.batches.rollouts import Batch, IncomingArrays, RankShard, Rollout, RolloutInfo
+from primeslurm.wire.link.trainer_link import Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 
 TOKENS, LAYERS, TOP_K = 131_072, 75, 8
 DP, CP, GROUP = 12, 8, 16
@@ -139,7 +139,7 @@ def _one_share(recipe: Recipe, rollouts: int) -> dict[str, Any]:
     room: dict[int, NDArray[np.uint8]] = {}
 
     def decode(empty: Callable[[int], NDArray[np.uint8]]) -> None:
-        incoming = Incoming(frames[0], empty, size)
+        incoming = IncomingArrays(frames[0], empty, size)
         incoming.take(frames[1:])
         Batch.decode(incoming.frames())
 

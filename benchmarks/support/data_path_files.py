@@ -26,10 +26,10 @@ from numpy.typing import NDArray
 from benchmarks.support.data_path_fetch import CP, DP, GIVE_WAY, PROCESSES, _watch, batch_of, recipe_of
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.batching.batches import StepShard
-from primeslurm.orchestrator.batching.share_files import ShareFiles
+from primeslurm.orchestrator.batching.shard_files import ShardFiles
 from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.rollouts import Frame, RankShard
-from primeslurm.wire.transport.link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 
 HOLD_S = 4.0
 LARGE = 20 << 20
@@ -48,7 +48,7 @@ async def _measure(rollouts: int) -> dict[str, Any]:
     batches = batch_of(recipe_of(rollouts, "filesystem"))
     whole = sum(sum(map(len, batches.get(StepShard(1, RankShard(rank, DP))) or [])) for rank in range(DP))
     with tempfile.TemporaryDirectory(prefix="primeslurm-") as directory:
-        files = ShareFiles(Path(directory), 1, batches, 0)
+        files = ShardFiles(Path(directory), 1, batches, 0)
 
         async def handle(request: Request) -> list[Frame] | Answer:
             assert isinstance(request, GetBatch)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.support.data_path_receive import JOB, TOKENS, in_process, made, rollout, size_of
-from primeslurm.orchestrator.rollouts.generate_endpoint import completion_of
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result, decode_sequences, encode_result
+from primeslurm.orchestrator.worker.generate_endpoint import completion_of
 from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.wire.decoding import value
 

@@ -23,9 +23,9 @@ import numpy as np
 from benchmarks.support.loop_lag import waited_s
 from benchmarks.support.ports import HOST, free_port
 from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
-from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
@@ -140,7 +140,7 @@ async def _receive(directory: Path, rollouts: int, host: str) -> dict[str, Any]:
         }
     )
     bind, address = (f"tcp://{HOST}:{free_port()}" for _ in range(2))
-    made_now = OrchestratorServer(recipe, OrchestratorArguments(directory, 1, "run", bind, address, ["router-0"], []))
+    made_now = OrchestratorPipeline(recipe, OrchestratorArguments(directory, 1, "run", bind, address, ["router-0"], []))
     address = address.replace(HOST, host)
     label, context = recipe.environments[0].label, multiprocessing.get_context("spawn")
     workers = [context.Process(target=work, args=(label, n, address), daemon=True) for n in range(WORKERS)]
@@ -156,7 +156,7 @@ async def _receive(directory: Path, rollouts: int, host: str) -> dict[str, Any]:
 
 
 async def _through(
-    orchestrator: OrchestratorServer, rollouts: int, expected: list[RoutedExperts], directory: Path
+    orchestrator: OrchestratorPipeline, rollouts: int, expected: list[RoutedExperts], directory: Path
 ) -> dict[str, Any]:
     dispatch, pool = orchestrator._dispatch, orchestrator._workers
     dispatch.version = 0

@@ -1,6 +1,7 @@
 """The processes of `python -m benchmarks rollouts_at_scale`: engines, environment workers, trainer, orchestrator.
 
-All speak the real protocols over real sockets. Engines and the trainer's rank are those of `primeslurm.emulated`; many
+All speak the real protocols over real sockets. Engines and the trainer's rank are those of
+`primeslurm.testbed.emulated`; many
 engines share a process, each on a port of its own. Functions here are where spawned processes begin.
 """
 
@@ -17,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.ports import HOST
-from primeslurm.emulated.rollouts import Script
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
+from primeslurm.orchestrator.worker.generate_endpoint import Completion
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.emulated.rollout_script import Script
 from primeslurm.wire.transport.addresses import AddressBook
 
 TURNS = 100
@@ -83,7 +84,7 @@ class Lag:
 
 def engines(first: int, sockets: list[socket.socket]) -> None:
     """Serve engines, one on each socket."""
-    from primeslurm.emulated import engine, scheduler
+    from primeslurm.testbed.emulated import engine, scheduler
 
     engine.MAX_RUNNING = 1 << 12
     scheduler.DECODE_TOKENS_PER_S = ANSWER / (TURN_S / 2)
@@ -92,15 +93,15 @@ def engines(first: int, sockets: list[socket.socket]) -> None:
 
 
 async def _engines(first: int, sockets: list[socket.socket]) -> None:
-    from primeslurm.emulated import engine, http
-    from primeslurm.inference.gate import VersionGate
+    from primeslurm.inference.version_gate import VersionGate
+    from primeslurm.testbed.emulated import engine, http_server
 
     served = []
     for index, listening in enumerate(sockets):
         emulated = engine.EmulatedEngine("m", 1 << 14, BLOCKS, first + index, tick_s=1.0)
         app = engine.Hangable(VersionGate(emulated))
         loop = asyncio.get_running_loop()
-        await loop.create_server(lambda app=app: http._Connection(app), sock=listening, backlog=1024)  # type: ignore[misc]
+        await loop.create_server(lambda app=app: http_server._Connection(app), sock=listening, backlog=1024)  # type: ignore[misc]
         served.append(asyncio.create_task(emulated.run()))
     await asyncio.gather(*served)
 
@@ -112,7 +113,7 @@ def worker(place: Place, number: int, turns: Synchronized[int], lag: Any) -> Non
 
 
 async def _worker(place: Place, number: int, turns: Synchronized[int], lag: Any) -> None:
-    from primeslurm.emulated.environment import Conversation, EmulatedEnvironment
+    from primeslurm.testbed.emulated.environment import Conversation, EmulatedEnvironment
 
     source = random.Random(number)
 
@@ -148,16 +149,16 @@ async def _worker(place: Place, number: int, turns: Synchronized[int], lag: Any)
 
 def trainer(place: Place) -> None:
     """Train all batches at once: rollouts are what a step waits for."""
-    from primeslurm.emulated import training
-    from primeslurm.emulated.ranks import Ranks
-    from primeslurm.wire.transport.link import TrainerLink
+    from primeslurm.testbed.emulated import training_loop
+    from primeslurm.testbed.emulated.rank_group import Ranks
+    from primeslurm.wire.link.trainer_link import TrainerLink
 
-    training.TOKENS_PER_S_AND_RANK = 1e9
+    training_loop.TOKENS_PER_S_AND_RANK = 1e9
     link = TrainerLink(place.wire)
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         port = probe.getsockname()[1]
-    training.EmulatedTrainer(place.recipe, place.run_dir, 1, link, Ranks("127.0.0.1", port, 0), 1).run()
+    training_loop.EmulatedTrainer(place.recipe, place.run_dir, 1, link, Ranks("127.0.0.1", port, 0), 1).run()
 
 
 def orchestrator(place: Place, routers: list[str], names: list[str], lag: Any) -> None:
@@ -170,8 +171,8 @@ def orchestrator(place: Place, routers: list[str], names: list[str], lag: Any) -
 
 
 async def _orchestrator(recipe: Recipe, arguments: Any, lag: Any) -> None:
-    from primeslurm.orchestrator.server import OrchestratorServer
+    from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 
     watching = asyncio.create_task(Lag(lag).watch())
-    await OrchestratorServer(recipe, arguments).run()
+    await OrchestratorPipeline(recipe, arguments).run()
     watching.cancel()

@@ -18,7 +18,7 @@ import httpx
 from benchmarks.support.ports import HOST, free_port
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.commands.command import Command
-from primeslurm.slurm.embedded.daemons import state_and_start
+from primeslurm.testbed.embedded_slurm.daemons import state_and_start
 from primeslurm.wire.transport import secret
 
 NODE_VALUES = {

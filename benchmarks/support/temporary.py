@@ -7,10 +7,10 @@ import os
 import tempfile
 from pathlib import Path
 
-from primeslurm.node.host.sweeper import Sweeper
+from primeslurm.node.host.exit_cleanup import ExitCleanup
 
 
-def use_own() -> Sweeper:
+def use_own() -> ExitCleanup:
     """Have this process and all that it starts keep temporary files in a directory that goes when they have ended.
 
     torch keeps what it has compiled where it was.
@@ -21,7 +21,7 @@ def use_own() -> Sweeper:
     shared = tempfile.gettempdir()
     own = Path(tempfile.mkdtemp(prefix="ps", dir=shared))  # a short name: paths of sockets are
     own.chmod(0o1777)  # as /tmp: tests act as other users, too
-    sweeper = Sweeper()
+    sweeper = ExitCleanup()
     sweeper.add(own)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{getpass.getuser()}")
     os.environ["TMPDIR"] = tempfile.tempdir = str(own)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from primeslurm.api.runs import Run, reading
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.status.placement import placement_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primeslurm.slurm.embedded.cluster import Cluster, ClusterStatus, default_directory, known_directories, up
-from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.testbed.embedded_slurm.cluster import Cluster, ClusterStatus, default_directory, known_directories, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 
 __all__ = ["Cluster", "ClusterSpec", "ClusterStatus", "find_cluster", "find_clusters", "start_cluster"]
 

@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from primeslurm import files
 from primeslurm.api.loading import RECIPES, load
 from primeslurm.api.runs import find_run
 from primeslurm.api.sites import runs_directory
-from primeslurm.errors import UsageError, Violation
-from primeslurm.paths import is_dir
+from primeslurm.base import files
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.recipe_files import file_or_ready
-from primeslurm.records import recipe as recipe_record
+from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.run.diff import Difference, diff, recipe_diff
 
 

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import psutil
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.units import count, gib
 from primeslurm.plan.emulate import memory_mib
 from primeslurm.plan.model import Plan
 from primeslurm.plan.placement.resources import WITHOUT_GPUS, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher
-from primeslurm.slurm.embedded import equal_pages
-from primeslurm.slurm.embedded.cluster import default_directory, up
-from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name, site
-from primeslurm.units import count, gib
+from primeslurm.testbed.embedded_slurm import page_merging
+from primeslurm.testbed.embedded_slurm.cluster import default_directory, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec, LoopbackPlace, is_name, site
 
 KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
 """What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""
@@ -58,7 +58,7 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     requests = resource_requests(recipe, site_of(spec))
     without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
     total = sum(request.nodes + request.spares for request in requests)
-    sized = replace(spec, nodes=total - without, control_nodes=without, merge_pages=equal_pages.are_merged())
+    sized = replace(spec, nodes=total - without, control_nodes=without, merge_pages=page_merging.are_merged())
     sized.check()
     return sized
 

@@ -9,15 +9,15 @@ from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 
-from primeslurm import files
-from primeslurm.errors import Violation
-from primeslurm.paths import is_dir, is_file
+from primeslurm.base import files
+from primeslurm.base.errors import Violation
+from primeslurm.base.paths import is_dir, is_file
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.checks.sft_files import render_data
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
-from primeslurm.wire.environment_probe import UNKNOWN
+from primeslurm.wire.probe_messages import UNKNOWN
 
 _FIELD = "environments"
 

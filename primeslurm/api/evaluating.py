@@ -10,10 +10,10 @@ import yaml
 from primeslurm.api.loading import RECIPES, LoadedRecipe, load
 from primeslurm.api.runs import find_run
 from primeslurm.api.sites import runs_directory
-from primeslurm.errors import UsageError, Violation
-from primeslurm.paths import is_dir, is_file
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.paths import is_dir, is_file
 from primeslurm.recipe.reading.recipe_files import file_or_ready, load_recipe
-from primeslurm.records import recipe as recipe_record
+from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.wire.weight_transfer import filesystem
 
 TASK = ("task=eval", "teacher=null")

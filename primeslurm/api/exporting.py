@@ -9,13 +9,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from primeslurm import files
 from primeslurm.api.runs import Run
-from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.families.stored import in_four_bits, in_fp8_blocks, storage
-from primeslurm.model_files import model_directory
-from primeslurm.paths import expanded
-from primeslurm.records import recipe as recipe_record
+from primeslurm.base import files
+from primeslurm.base.errors import RunError, UsageError, Violation
+from primeslurm.base.model_files import model_directory
+from primeslurm.base.paths import expanded
+from primeslurm.models.quantization import four_bit_format, is_block_fp8, storage
+from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.wire.stored import checkpoints, manifest
 
 
@@ -131,7 +131,7 @@ def _unconvertible(model: str, source: Path | None) -> list[Violation]:
         stored = config.get("quantization_config") or config.get("text_config", {}).get("quantization_config") or {}
     except (OSError, ValueError, AttributeError) as error:
         return [Violation("MODEL", model, f"has no config.json that can be read: {error}")]
-    if in_four_bits(stored) or in_fp8_blocks(stored):
+    if four_bit_format(stored) or is_block_fp8(stored):
         return []
     how = storage(stored)
     why = f"is stored in {how}, in a format that is not read" if how else "is not quantised: it can be used as it is"

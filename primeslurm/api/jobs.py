@@ -12,9 +12,9 @@ from typing import BinaryIO
 import msgspec
 import psutil
 
-from primeslurm import files
-from primeslurm.errors import ClusterError, RunError
-from primeslurm.hostlists import expand
+from primeslurm.base import files
+from primeslurm.base.errors import ClusterError, RunError
+from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord, Obstacle
 from primeslurm.run.directory import Attempt, RunDirectory

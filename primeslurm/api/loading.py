@@ -21,7 +21,7 @@ from primeslurm.api.planning import (
     look_at_files,
 )
 from primeslurm.api.sites import draft_site, with_python
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.planner import Planned, RecipeFiles, as_findings, refusals, refuse
 from primeslurm.recipe import Recipe, Site
@@ -30,7 +30,7 @@ from primeslurm.recipe.reading.recipe_files import Draft, find_recipe, read_reci
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
     from primeslurm.api.submission import DryRun, Submitted
-    from primeslurm.slurm.embedded.config import ClusterSpec
+    from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 
 RECIPES = (".yaml", ".yml")
 """Endings of recipe files, where a run may be named instead."""

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from primeslurm import files
-from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.base import files
+from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.directory import Attempt
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from primeslurm.api.sites import with_python
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.sft_files import data_problems
 from primeslurm.plan.checks.teacher import teacher_problems

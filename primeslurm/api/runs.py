@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm import durable, files
 from primeslurm.api.jobs import OnSilence, end_job, job_query, queries, settle
 from primeslurm.api.sites import runs_directory
-from primeslurm.errors import ClusterError, RunError, UsageError, Violation
-from primeslurm.paths import is_dir
+from primeslurm.base import durable, files
+from primeslurm.base.errors import ClusterError, RunError, UsageError, Violation
+from primeslurm.base.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord
@@ -245,20 +245,21 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
 
     Args:
         name: the run's name, or its directory.
-        runs: directory of all runs; by default the site file's, or ./runs.
+        runs: directory of all runs. By default the site file's, then ./runs, where runs without a site file go.
 
     Raises:
         RunError: there is no such run, and the nearest name is given; or the run is damaged.
     """
     root = runs_directory(runs)
-    for candidate in (root / name, Path(name)):
+    roots = dict.fromkeys((root, root if runs is not None else Path("runs")))
+    for candidate in (*(each / name for each in roots), Path(name)):
         directory = RunDirectory(candidate.absolute())
         if directory.exists():
             return Run(candidate.resolve())
         if is_dir(candidate / "attempts"):
             why = f"; {UNFINISHED}: remove it" if was_never_submitted(directory.path) else ""
             raise RunError(f"{directory.path} is damaged: it has no lock.json{why}")
-    nearest = suggestion(str(name), [run.name for run in all_runs(root)])
+    nearest = suggestion(str(name), [run.name for each in roots for run in all_runs(each)])
     raise RunError(f"there is no run {name} in {root.absolute()}" + (f" ({nearest})" if nearest else ""))
 
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from primeslurm.errors import UsageError, Violation
-from primeslurm.hostlists import compress
-from primeslurm.paths import expanded, is_file
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.hostlists import compress
+from primeslurm.base.paths import expanded, is_file
 from primeslurm.plan.memory.gpus import GPUS
 from primeslurm.recipe import Site
 from primeslurm.recipe.fields.text import text_problems

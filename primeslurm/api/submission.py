@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from primeslurm import durable
 from primeslurm.api.jobs import ANSWER_S, find_job, settle
 from primeslurm.api.planning import SlurmAnswer
 from primeslurm.api.sites import find_site
-from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
-from primeslurm.hostlists import expand
+from primeslurm.base import durable
+from primeslurm.base.errors import ClusterError, PrimeslurmError, UsageError, Violation
+from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import Planned, refusals, refuse
 from primeslurm.recipe import Site

@@ -70,7 +70,7 @@ class MessageForm:
     """It does not know the role `developer`, which is then rendered as `system`."""
 
 
-def normalised(messages: Any, form: MessageForm | None = None, *, lenient: bool = False) -> list[ChatMessage]:
+def normalized(messages: Any, form: MessageForm | None = None, *, lenient: bool = False) -> list[ChatMessage]:
     """Return the messages of a conversation as a chat template takes them. What is given is not changed.
 
     Args:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.chat import ChatMessage
 from primeslurm.chat.messages import THOUGHTS, ConversationError, MessageForm
 

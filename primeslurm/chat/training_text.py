@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.messages import ConversationError, MessageForm, normalised, tools_of
+from primeslurm.chat.messages import ConversationError, MessageForm, normalized, tools_of
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds, no_end
 
@@ -50,7 +50,7 @@ def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Dial
     if not isinstance(record, dict):
         raise ConversationError("no JSON object", "one JSON object a line")
     if "messages" in record:
-        messages, tools = normalised(record["messages"], form), tools_of(record.get("tools"))
+        messages, tools = normalized(record["messages"], form), tools_of(record.get("tools"))
         if not any(message["role"] == "assistant" for message in messages):
             raise ConversationError("no message is the assistant's: there is nothing to learn", "`role: assistant`")
         if not every and messages[-1]["role"] != "assistant":

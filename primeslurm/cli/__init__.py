@@ -16,8 +16,8 @@ from typing import NoReturn
 import typer
 
 from primeslurm import __version__
+from primeslurm.base.errors import PrimeslurmError
 from primeslurm.cli.lazy_verbs import VerbGroup, asks_for_json
-from primeslurm.errors import PrimeslurmError
 
 GARBAGE_AFTER = 300_000
 """Allocations between two garbage collections. A recipe and its plan are that many objects, and all of them stay alive:

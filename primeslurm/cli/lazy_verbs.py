@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from primeslurm.errors import ExitCode, UsageError, Violation
+from primeslurm.base.errors import ExitCode, UsageError, Violation
 
 PLUGINS = "PYDANTIC_DISABLE_PLUGINS"
 EXAMPLES = "Examples:"

@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from primeslurm.errors import PrimeslurmError, UsageError
+from primeslurm.base.errors import PrimeslurmError, UsageError
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Control characters except tab and newline, including C1, and marks that change the direction of text."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from primeslurm.inference import guards
 from primeslurm.wire.transport import rendezvous
-from primeslurm.wire.transport.store import serve_store
+from primeslurm.wire.transport.rendezvous_store import serve_store
 
 _TIMEOUT = timedelta(seconds=300)
 """As torch has it."""

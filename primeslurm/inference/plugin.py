@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from primeslurm import compiled_code
+from primeslurm.base import compiled_code
 from primeslurm.wire.transport import secret
 
 TRANSFER_ENGINES = {
@@ -35,15 +35,15 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import gated_sockets, gated_store, pausing, spawned
+    from primeslurm.inference import gated_sockets, gated_store, nixl_pause_patch, spawned
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
-        from primeslurm.inference.cpu import patches
+        from primeslurm.testbed.cpu_engine import patches
 
         patches.apply()
     layerwise.load_selection_bias()
-    pausing.use()
+    nixl_pause_patch.use()
     if secret.is_there():  # or it is an engine of no run, to which others of its kind connect
         gated_store.use()
         gated_sockets.use()

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING
 import submitit
 from submitit.helpers import DelayedSubmission
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.attempt.attempt_end import (
     complete_requeue,
     conclude,
     end_for_good,
+    exclude_bad_nodes,
     is_requeued,
-    keep_away_from_bad_nodes,
-    remember_bad_node,
+    record_bad_node,
     see_requeued,
 )
-from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter, this_start
-from primeslurm.node.attempt.controller import insist, requeue
+from primeslurm.node.attempt.attempt_start import PLAN_WAIT_S, enter, this_start
+from primeslurm.node.attempt.controller_commands import insist, requeue
 from primeslurm.plan.model import Plan
 from primeslurm.run.claims import NotOwnerError
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -162,10 +162,10 @@ class AgentTask:
         assert ending is not None
         job_id, client = submitit.JobEnvironment().job_id, SlurmClient()
         if names := node_names(plan, os.environ):
-            remember_bad_node(plan, attempt, names[0], "it was the head, and fell silent", self._agent.journal)
+            record_bad_node(plan, attempt, names[0], "it was the head, and fell silent", self._agent.journal)
         if conclude(plan, run, attempt, ending, self._agent.journal):
             requeue(client, job_id, restarts(os.environ))
-            keep_away_from_bad_nodes(plan, job_id)
+            exclude_bad_nodes(plan, job_id)
         else:
             insist(client, partial(client.cancel, job_id))
 

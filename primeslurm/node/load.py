@@ -13,17 +13,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.records.attempt import pickled_agent
 from primeslurm.run.ownership import why_not_to_load
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 
 
 def main(folder: str, submission: str) -> int:
     """Run the agent that was pickled in this folder for a submission. Returns the exit code."""
     if why := why_not_to_load(Path(folder)):
         print(f"primeslurm: nothing of {folder} is loaded: {why}", file=sys.stderr, flush=True)
-        return exits.FAILED
+        return exit_codes.FAILED
     with absent("numpy"):
         from submitit.core.submission import process_job
     _name_pickle(Path(folder), submission)

@@ -8,11 +8,11 @@ import logging
 import sys
 from pathlib import Path
 
-from primeslurm import files
-from primeslurm.errors import PrimeslurmError
+from primeslurm.base import files
+from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
-from primeslurm.orchestrator.server import OrchestratorServer
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.recipe import Recipe
 from primeslurm.wire.transport import secret
 
@@ -50,7 +50,9 @@ def main(argv: list[str] | None = None) -> int:
 
 async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
     with files.within(files.RETRY_S):  # what is read first may take its time: nothing else runs on the loop yet
-        server = EvaluationServer(recipe, arguments) if recipe.task == "eval" else OrchestratorServer(recipe, arguments)
+        server = (
+            EvaluationServer(recipe, arguments) if recipe.task == "eval" else OrchestratorPipeline(recipe, arguments)
+        )
     await server.run()
 
 

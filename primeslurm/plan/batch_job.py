@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-from primeslurm.errors import Violation
-from primeslurm.hostlists import expand
+from primeslurm.base.errors import Violation
+from primeslurm.base.hostlists import expand
+from primeslurm.base.units import duration
 from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest, together
 from primeslurm.recipe import Recipe, Site
@@ -21,7 +22,6 @@ from primeslurm.recipe.sections.slurm import (
     Pyxis,
     Submission,
 )
-from primeslurm.units import duration
 from primeslurm.wire.transport import secret
 
 _MEMORY = ("mem", "mem_per_gpu", "mem_per_cpu")

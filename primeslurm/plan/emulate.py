@@ -7,13 +7,13 @@ import math
 from primeslurm.plan.model import Plan, Process, Role
 
 STAND_INS: dict[Role, str] = {
-    "engine": "primeslurm.emulated.engine",
-    "prefill": "primeslurm.emulated.engine",
-    "decode": "primeslurm.emulated.engine",
-    "trainer": "primeslurm.emulated.trainer",
-    "environment": "primeslurm.emulated.environment",
-    "store": "primeslurm.emulated.store",
-    "teacher": "primeslurm.emulated.engine",
+    "engine": "primeslurm.testbed.emulated.engine",
+    "prefill": "primeslurm.testbed.emulated.engine",
+    "decode": "primeslurm.testbed.emulated.engine",
+    "trainer": "primeslurm.testbed.emulated.trainer",
+    "environment": "primeslurm.testbed.emulated.environment",
+    "store": "primeslurm.testbed.emulated.store",
+    "teacher": "primeslurm.testbed.emulated.engine",
 }
 """Module that is started in place of a role's own, with the same arguments."""
 

@@ -42,7 +42,7 @@ class Health(Section):
     """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
 
 
-class Beats(Section):
+class HeartbeatLimits(Section):
     """A process's main loop says that it goes on (`records.beats`)."""
 
     start_timeout_s: int = 1800
@@ -76,7 +76,7 @@ class Process(Section):
     group or of the trainer."""
     max_restarts: int = 5
     health: Health | None = None
-    beats: Beats | None = None
+    heartbeats: HeartbeatLimits | None = None
     """None: it does not beat."""
     files: dict[str, str] = {}
     """Files written before it starts: name under `${tmp}` to text, with placeholders."""

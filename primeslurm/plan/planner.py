@@ -11,8 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
-from primeslurm.errors import UsageError, Violation
-from primeslurm.families.shape import ModelShape
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan import batch_job
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
@@ -22,7 +22,7 @@ from primeslurm.plan.commands.processes import decided, environment_command, orc
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.memory.forecast import Amount, Estimate
 from primeslurm.plan.memory.time_limits import with_limits
-from primeslurm.plan.model import Beats, Finding, Plan, Replica, Totals
+from primeslurm.plan.model import Finding, HeartbeatLimits, Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder, finish
 from primeslurm.plan.placement.resources import ResourceRequest, count_gpus, local_problems, resource_requests
@@ -289,7 +289,7 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
                 gpus=(local,),
                 restart="attempt",
                 unit="trainer" if world > 1 else None,
-                beats=Beats(hang_timeout_s=recipe.trainer.hang_timeout_s),
+                heartbeats=HeartbeatLimits(hang_timeout_s=recipe.trainer.hang_timeout_s),
                 after=("orchestrator", *engines) if recipe.task == "rl" else (),
             )
             rank += 1
@@ -299,8 +299,8 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int,
 def _control(recipe: Recipe, head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
-    beats = Beats(hang_timeout_s=recipe.orchestrator.hang_timeout_s)
-    head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers), beats=beats)
+    heartbeats = HeartbeatLimits(hang_timeout_s=recipe.orchestrator.hang_timeout_s)
+    head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers), heartbeats=heartbeats)
 
 
 def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -> None:
@@ -317,7 +317,7 @@ def _environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilder]) -
             f"environment-{label}-{worker}",
             "environment",
             environment_command(label, worker, kind.scratch if kind else None),
-            beats=Beats(hang_timeout_s=recipe.orchestrator.worker_hang_timeout_s),
+            heartbeats=HeartbeatLimits(hang_timeout_s=recipe.orchestrator.worker_hang_timeout_s),
             after=("orchestrator",),
         )
 

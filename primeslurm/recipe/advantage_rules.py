@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.length_penalties import Overlong
 from primeslurm.recipe.sections.orchestrator import RAE_DECAY, Environment

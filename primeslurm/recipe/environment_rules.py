@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters, Length

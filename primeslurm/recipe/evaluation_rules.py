@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe import sandbox_rules
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment

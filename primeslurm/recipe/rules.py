@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from primeslurm.errors import Violation
-from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
+from primeslurm.base.errors import Violation
+from primeslurm.models.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
 from primeslurm.recipe import advantage_rules, environment_rules, sampling_rules, sandbox_rules
 from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe

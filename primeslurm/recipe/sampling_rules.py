@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.recipe.sections.orchestrator import Environment

@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import (
     ApptainerRuntime,

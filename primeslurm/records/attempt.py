@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import files
+from primeslurm.base import files
 
 
 class TakenOverError(OSError):

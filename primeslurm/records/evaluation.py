@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.records.metrics import EVALUATION, Row
 from primeslurm.records.reading import find_record
 

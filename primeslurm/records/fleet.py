@@ -44,13 +44,13 @@ class Ending:
     """Message of what has failed. Empty if nothing says why, or if a node, a signal or Slurm has ended the attempt."""
 
 
-class BeatReport(msgspec.Struct, frozen=True):
+class HeartbeatReport(msgspec.Struct, frozen=True):
     """Where a process was when it was last heard of, and how long ago that was."""
 
     phase: str = ""
     step: int | None = None
     number: int = 0
-    """Beats so far; 0: it has not begun."""
+    """HeartbeatLimits so far; 0: it has not begun."""
     collectives: int = 0
     """Collectives that a trainer rank has begun."""
     silent_s: float = 0.0
@@ -85,11 +85,11 @@ class ProcessReport(msgspec.Struct, frozen=True):
     """So often, most recently, it ended alike before it was ready."""
     start_error: str = ""
     """With this error."""
-    beat: BeatReport | None = None
+    heartbeat: HeartbeatReport | None = None
     """None: it neither beats nor is probed, or does not run."""
 
 
-class Fitness(StrEnum):
+class PreflightState(StrEnum):
     """Whether an agent's node can be worked on."""
 
     CHECKING = "checking"
@@ -109,7 +109,7 @@ class AgentReport(msgspec.Struct, frozen=True):
     agent_pid: int
     number: int = 0
     """Heartbeats so far: whoever reads them sees by it that there is a new one."""
-    fitness: Fitness = Fitness.CHECKING
+    fitness: PreflightState = PreflightState.CHECKING
     unfit_because: str = ""
     environments_fail: str = ""
     """Why environments do not load there."""
@@ -143,7 +143,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """Restart groups (`unit` in the Plan) that were restarted at least once."""
     lost: list[str] = []
     """Processes that were given up: they end, and nothing waits for them."""
-    silent: dict[str, BeatReport] = {}
+    silent: dict[str, HeartbeatReport] = {}
     """Processes that have been silent for a while."""
     hung: dict[str, str] = {}
     """Trainer ranks that their agents have to end, and why."""

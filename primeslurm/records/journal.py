@@ -14,11 +14,11 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm import durable, files
-from primeslurm.files import Appender, write_json
-from primeslurm.records.base import Event, Record
-from primeslurm.records.beats import pulse
+from primeslurm.base import durable, files
+from primeslurm.base.files import Appender, write_json
 from primeslurm.records.events.processes import StorageFault
+from primeslurm.records.heartbeats import liveness
+from primeslurm.records.record import Event, Record
 from primeslurm.records.reserve import Reserve
 
 MOST_UNWRITTEN = 1000
@@ -52,7 +52,7 @@ class Journal:
             self.write(StorageFault(str(fault.path), fault.error, fault.tries, fault.seconds, fault.recovered))
 
         files.on_fault = note
-        files.on_pause = pulse().beat
+        files.on_pause = liveness().heartbeat
 
     def write(self, event: Event) -> None:
         """Append one event. On a full disk it waits in memory for the next one, or for `flush`."""

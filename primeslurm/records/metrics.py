@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primeslurm import durable, files
-from primeslurm.files import Appender, write_atomic
+from primeslurm.base import durable, files
+from primeslurm.base.files import Appender, write_atomic
 from primeslurm.records.attempt import LockRecord
 from primeslurm.records.reading import find_record, last_lines, whole_lines
 

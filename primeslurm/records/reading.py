@@ -9,8 +9,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
-from primeslurm import files
-from primeslurm.files import Watched, read_json
+from primeslurm.base import files
+from primeslurm.base.files import FileWatcher, read_json
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
@@ -38,7 +38,7 @@ def find_record(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def changed_record(file: Watched, kind: type[T]) -> T | None:
+def changed_record(file: FileWatcher, kind: type[T]) -> T | None:
     """Read a record that its writer replaces again and again.
 
     Returns:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
-from primeslurm import files
-from primeslurm.files import write_atomic
-from primeslurm.records.beats import pulse
+from primeslurm.base import files
+from primeslurm.base.files import write_atomic
+from primeslurm.records.heartbeats import liveness
 
 log = logging.getLogger(__name__)
 FILE = ".reserve"
@@ -76,7 +76,7 @@ def warn(error: Exception) -> None:
 
 def pause(pause_s: float) -> None:
     """Let seconds pass between two tries. Who waits does not hang."""
-    pulse().beat()
+    liveness().heartbeat()
     time.sleep(pause_s)
 
 

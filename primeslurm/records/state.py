@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from primeslurm.records.base import Record
 from primeslurm.records.evaluation import EvaluationProgress
+from primeslurm.records.record import Record
 
 
 class EngineRecord(msgspec.Struct, frozen=True):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable, files
-from primeslurm.errors import RunError, Violation
+from primeslurm.base import durable, files
+from primeslurm.base.errors import RunError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord, StartRecord
 from primeslurm.run.directory import START_FILE, Attempt, RunDirectory

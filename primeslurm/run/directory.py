@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
-from primeslurm import durable, files
-from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.files import write_atomic
+from primeslurm.base import durable, files
+from primeslurm.base.errors import RunError, UsageError, Violation
+from primeslurm.base.files import write_atomic
 from primeslurm.plan import plan_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
-from primeslurm.records import recipe as recipe_record
+from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord, StartRecord
-from primeslurm.records.base import Record
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
-from primeslurm.records.recipe import RunRecipe
+from primeslurm.records.record import Record
+from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.run.ownership import unsafe
 from primeslurm.run.versions import commit, installed_packages
 from primeslurm.wire.transport import addresses, secret
@@ -74,13 +74,13 @@ class Attempt:
         return self.path / addresses.FILE
 
     @property
-    def roster_file(self) -> Path:
+    def assignment_file(self) -> Path:
         """The path of roster.json, written by the head: which agent plays which node of the plan."""
         return self.path / "roster.json"
 
     def assignment(self) -> AssignmentRecord:
         """Read which agent plays which node of the plan; empty before the head has decided."""
-        return find_record(self.roster_file, AssignmentRecord) or AssignmentRecord(0, {})
+        return find_record(self.assignment_file, AssignmentRecord) or AssignmentRecord(0, {})
 
     def fleet(self) -> FleetView | None:
         """Read what the head tells of the fleet; None if it has told nothing yet.
@@ -124,7 +124,7 @@ class Attempt:
 
     def forget_agents(self) -> None:
         """Remove what agents and head have told each other, before others of this attempt begin anew."""
-        told = (self.fleet_file, self.addresses_file, self.roster_file, self.reference_file)
+        told = (self.fleet_file, self.addresses_file, self.assignment_file, self.reference_file)
         for path in (*told, *files.listing(self.path / "agents", "*.json")):
             files.unlink(path)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import write_json
-from primeslurm.hostlists import expand
+from primeslurm.base.files import write_json
+from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.reading import find_record
 from primeslurm.run.ledger import BadNode

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import files
-from primeslurm.files import write_json
+from primeslurm.base import files
+from primeslurm.base.files import write_json
+from primeslurm.base.units import duration
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.records.reading import find_record
-from primeslurm.units import duration
 
 DIRECTORY = ".bad-nodes"
 FIELD = "bad nodes"

@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from primeslurm import files
-from primeslurm.errors import Violation
+from primeslurm.base import files
+from primeslurm.base.errors import Violation
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _OTHERS_PASS = stat.S_IXGRP | stat.S_IXOTH

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.records import metrics
-from primeslurm.records.base import Event
 from primeslurm.records.events import decode, in_order
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
+from primeslurm.records.record import Event
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 
-from primeslurm.paths import in_checkout, shipped
+from primeslurm.base.paths import in_checkout, shipped
 
 PACKAGES = (
     "primeslurm",

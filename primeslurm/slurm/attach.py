@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.slurm.client import JobState
 
 

@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from primeslurm.errors import ClusterError
-from primeslurm.hostlists import compress, expand
+from primeslurm.base.errors import ClusterError
+from primeslurm.base.hostlists import compress, expand
 from primeslurm.slurm.accounting import (
     ASSOCIATION_FORMAT,
     NO_ACCOUNTING,

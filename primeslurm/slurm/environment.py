@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from primeslurm.hostlists import expand
+from primeslurm.base.hostlists import expand
 
 _PREFIXES = (
     *("SLURM_", "SLURMD_", "SLURMCTLD_", "SRUN_", "SBATCH_", "SALLOC_", "SATTACH_", "SCRONTAB_"),

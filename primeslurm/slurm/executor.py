@@ -10,8 +10,8 @@ from pathlib import Path
 
 from submitit.helpers import DelayedSubmission
 
-from primeslurm import durable
-from primeslurm.errors import ClusterError
+from primeslurm.base import durable
+from primeslurm.base.errors import ClusterError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.records.attempt import pickled_agent

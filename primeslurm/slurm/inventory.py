@@ -9,14 +9,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from primeslurm import files
-from primeslurm.errors import ClusterError, UsageError, Violation
-from primeslurm.paths import shipped
+from primeslurm.base import files
+from primeslurm.base.errors import ClusterError, UsageError, Violation
+from primeslurm.base.paths import shipped
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.partitions import is_broken, is_usable
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.installed_parts import InstalledParts
 
 MODULE = "primeslurm.node.preflight.installed"
@@ -135,7 +135,7 @@ def _parse(text: str) -> dict[str, Parts]:
     for line in text.splitlines():
         if line.startswith('{"node"'):
             try:
-                told = json_value(line.encode(), InstalledParts)
+                told = decode_json(line.encode(), InstalledParts)
             except DamagedError as error:
                 raise ClusterError(f"{MODULE}: cannot read what it says is installed: {error}") from error
             found[told.node] = told.parts

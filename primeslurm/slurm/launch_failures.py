@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
-from primeslurm import files
-from primeslurm.hostlists import expand
+from primeslurm.base import files
+from primeslurm.base.hostlists import expand
 from primeslurm.plan.model import Plan
 from primeslurm.records.job_output import MARK, of_start
 

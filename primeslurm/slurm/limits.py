@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.plan.model import HetGroup, Plan
 from primeslurm.recipe.fields.slurm_syntax import bytes_of, minutes
 from primeslurm.recipe.reading.explain import suggestion

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from primeslurm.errors import Violation
-from primeslurm.hostlists import compress, expand
+from primeslurm.base.errors import Violation
+from primeslurm.base.hostlists import compress, expand
+from primeslurm.base.units import count
 from primeslurm.plan.model import HetGroup, Node, Plan
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.accounting import NO_ACCOUNTING, Accounting
@@ -30,7 +31,6 @@ from primeslurm.slurm.partitions import (
     is_broken,
     parse_gres,
 )
-from primeslurm.units import count
 
 _FEATURES = re.compile(r"[\w.+-]+(&[\w.+-]+)*")
 _NODES = {

@@ -11,13 +11,13 @@ import re
 import shlex
 from pathlib import Path
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.templating import environment
+from primeslurm.base.units import count
 from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
 from primeslurm.recipe.fields.section import Section
 from primeslurm.records.job_output import MARK
 from primeslurm.slurm.launch_failures import START
-from primeslurm.templating import environment
-from primeslurm.units import count
 
 LOAD = "primeslurm.node.load"
 """Module that a job starts on every node, with the folder of the pickled agent."""

@@ -1,4 +1,4 @@
-"""One trainer rank from its arguments to its exit code."""
+"""Set up one trainer rank from its arguments, run its task, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from primeslurm import compiled_code, files
+from primeslurm.base import compiled_code, files
+from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import TrainerStarted, TrainerStopped
+from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
@@ -31,8 +31,8 @@ from primeslurm.trainer.weight_transfer.collective import CollectiveTransfer, Se
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import published
-from primeslurm.wire import exits
-from primeslurm.wire.transport.link import LinkError, TrainerLink
+from primeslurm.wire import exit_codes
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 
 log = logging.getLogger("primeslurm.trainer")
 
@@ -40,7 +40,7 @@ log = logging.getLogger("primeslurm.trainer")
 def run(
     recipe_path: Path, run_dir: Path, attempt: int, orchestrator: str | None, device: str, interrupt: Interrupt
 ) -> int:
-    """Train as rank RANK of WORLD_SIZE. Returns the exit code; errors that have a name are logged, not raised."""
+    """Train as rank RANK of WORLD_SIZE. Return the exit code. Expected errors are logged, not raised."""
     rank = os.environ["RANK"]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
@@ -49,11 +49,11 @@ def run(
     journal.write(TrainerStarted(os.getpid()))
     if device == "cuda" and compat.ON_CPU:
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
-        return exits.FAILED
+        return exit_codes.FAILED
     recipe = Recipe.model_validate_json(files.read_text(recipe_path))
     compiled_code.use()
     limits = PhaseLimits.of(recipe)
-    pulse().enter("load", limit_s=limits.long_s)
+    liveness().enter("load", limit_s=limits.long_s)
     world = join(interrupt, limits.control_s, recipe.trainer.memory.optimizer_offload)
     if recipe.colocated and world.device.type == "cuda":
         bound_memory(world.device, recipe.trainer_memory_share)
@@ -62,8 +62,8 @@ def run(
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         journal.write(TrainerStopped(reason=str(error)))
-        # Another attempt would load the weights that have no finite gradient, or reach them again.
-        return exits.FUTILE if isinstance(error, FloatingPointError) else exits.FAILED
+        # A restart would resume at the same weights, which have no finite gradient, or reach them again.
+        return exit_codes.UNRECOVERABLE if isinstance(error, FloatingPointError) else exit_codes.FAILED
     world.close()
     return code
 
@@ -74,7 +74,7 @@ def _task(
     torch.manual_seed(recipe.seed)
     link = None
     if orchestrator:
-        link = TrainerLink(orchestrator, on_wait=pulse().beat, empty=host_memory(world.device))
+        link = TrainerLink(orchestrator, on_wait=liveness().heartbeat, empty=host_memory(world.device))
     policy = build(recipe, world)
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     reader = None

@@ -34,7 +34,7 @@ def value(data: Any, kind: type[T]) -> T:
     return _decoded(msgspec.msgpack.Decoder, data, kind)
 
 
-def json_value(data: bytes, kind: type[T]) -> T:
+def decode_json(data: bytes, kind: type[T]) -> T:
     """Decode one JSON value.
 
     Raises:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress
+from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, RunProgress
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events, rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from pathlib import Path
 
-from primeslurm.files import read_json
+from primeslurm.base.files import read_json
 from primeslurm.run.directory import RunDirectory
 
 _LISTENS = "0A"

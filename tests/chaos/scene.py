@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from primeslurm.errors import PrimeslurmError
+from primeslurm.base.errors import PrimeslurmError
 from primeslurm.records.events import decode
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.reading import whole_lines
 from primeslurm.run.ledger import BadNode, Ledger
 from primeslurm.run.status.run_status import ProcessStatus, RunStatus
-from primeslurm.slurm.embedded.daemons import OsProcess, job_processes
+from primeslurm.testbed.embedded_slurm.daemons import OsProcess, job_processes
 from tests.support.emulation import OVER, Deployment
 from tests.support.faults import revive_controller, revive_node
 

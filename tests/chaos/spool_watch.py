@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import read_json
+from primeslurm.base.files import read_json
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.stored import checkpoints

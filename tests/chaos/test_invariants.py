@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primeslurm.files import write_json
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress
-from primeslurm.records.base import Event
+from primeslurm.base.files import write_json
+from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, RunProgress
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
 from primeslurm.records.journal import Journal
+from primeslurm.records.record import Event
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.stored import checkpoints
 from tests.chaos import invariants, spool_watch

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.slurm.embedded.cluster import Cluster, up
-from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from tests.cluster.accounting.cluster import AccountingCluster, missing_programs
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
-from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.cli import Result, primeslurm
 from tests.support.plans import python
 from tests.support.slurm_plans import group, plan

@@ -9,10 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 import primeslurm
+from primeslurm.base.errors import UsageError
 from primeslurm.cli.verbs.cluster import app
-from primeslurm.errors import UsageError
-from primeslurm.slurm.embedded.cluster import Cluster
-from primeslurm.slurm.embedded.daemons import end
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.daemons import end
 
 pytestmark = pytest.mark.cluster
 

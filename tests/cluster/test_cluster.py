@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from primeslurm.errors import ClusterError, UsageError
-from primeslurm.hostlists import compress, expand
+from primeslurm.base.errors import ClusterError, UsageError
+from primeslurm.base.hostlists import compress, expand
 from primeslurm.recipe.site import Site
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.embedded import cluster as cluster_module
-from primeslurm.slurm.embedded.cluster import Cluster, up
-from primeslurm.slurm.embedded.config import ClusterSpec
-from primeslurm.slurm.embedded.daemons import job_processes
+from primeslurm.testbed.embedded_slurm import cluster as cluster_module
+from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec
+from primeslurm.testbed.embedded_slurm.daemons import job_processes
 from tests.support.kernels import merges_pages
 
 pytestmark = pytest.mark.cluster

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.cluster.test_requeue import make, wait_for_end
 from tests.cluster.toy import EnvironmentNote
 from tests.support.slurm_plans import group

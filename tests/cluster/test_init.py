@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
-from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.cluster.accounting.cluster import AccountingCluster
 from tests.support.cli import primeslurm
 

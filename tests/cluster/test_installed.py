@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.cli import primeslurm
 
 pytestmark = pytest.mark.cluster

@@ -14,10 +14,10 @@ import pytest
 import yaml
 
 from primeslurm.api.runs import Run, find_run
-from primeslurm.hostlists import compress
+from primeslurm.base.hostlists import compress
 from primeslurm.records.attempt import Obstacle
-from primeslurm.slurm.embedded.cluster import Cluster, up
-from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from tests.cluster.test_requeue import wait
 from tests.support.cli import Result, primeslurm
 from tests.support.recipes import model_dir, recipe_data

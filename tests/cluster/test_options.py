@@ -14,8 +14,8 @@ import pytest
 
 from primeslurm.plan.model import Plan
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.render import render
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.slurm_plans import group, plan
 
 pytestmark = pytest.mark.cluster

@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from primeslurm.api.runs import Run
-from primeslurm.errors import UsageError
-from primeslurm.files import write_json
+from primeslurm.base.errors import UsageError
+from primeslurm.base.files import write_json
 from primeslurm.plan.model import JobOptions, Node, Plan, Process, Totals
 from primeslurm.recipe.site import Site
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.directory import RunDirectory
-from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.plans import python
 from tests.support.slurm_plans import group
 

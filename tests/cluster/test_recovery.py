@@ -17,24 +17,24 @@ import pytest
 import yaml
 
 from primeslurm.api.submission import avoid_bad_nodes
-from primeslurm.files import read_json, write_json
-from primeslurm.hostlists import expand
-from primeslurm.node.attempt.attempt_end import keep_away_from_bad_nodes
+from primeslurm.base.files import read_json, write_json
+from primeslurm.base.hostlists import expand
+from primeslurm.node.attempt.attempt_end import exclude_bad_nodes
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 from primeslurm.recipe.site import Site
 from primeslurm.records.attempt import JobRecord
-from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssigned, PreflightDone
 from primeslurm.records.fleet import AgentReport
+from primeslurm.records.record import Event
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.exclusion import excluded
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.status.summary import events
-from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
 from tests.support.plans import SERVER, python
 
@@ -397,12 +397,12 @@ def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared(
         return str(value)
 
     try:
-        keep_away_from_bad_nodes(plan, job_id)
+        exclude_bad_nodes(plan, job_id)
         assert expand(told()) == names[: len(names) - 2]
         assert [entry.node for entry in excluded(Path(plan.run_dir))] == names[: len(names) - 2]
         for name in names:
             ledger.forget(name)
-        keep_away_from_bad_nodes(plan, job_id)
+        exclude_bad_nodes(plan, job_id)
         assert told() == "(null)" and excluded(Path(plan.run_dir)) == []
     finally:
         cluster.client.cancel(job_id)

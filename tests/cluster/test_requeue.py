@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from primeslurm.errors import ClusterError
+from primeslurm.base.errors import ClusterError
 from primeslurm.plan.model import HetGroup, Plan
 from primeslurm.slurm.client import JobState
-from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.cluster.toy import ToyAgent, notes
 from tests.support.faults import warn
 from tests.support.slurm_plans import group, plan

@@ -10,7 +10,7 @@ import yaml
 
 from primeslurm.api.runs import find_run
 from primeslurm.run.directory import RunDirectory
-from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.cli import primeslurm
 from tests.support.recipes import recipe_data
 

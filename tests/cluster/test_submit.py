@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
 from tests.support.cli import primeslurm
 from tests.support.recipes import model_dir, recipe_data
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.trainer.hangman import write_model
+from scripts.models.hangman_model import write_model
 from tests.e2e.conftest import ROOT, turns_on_policy
 from tests.support.hangman import write_words
 from tests.support.runs import Demo

@@ -20,9 +20,9 @@ from typing import Any
 import httpx
 
 from primeslurm.api.jobs import job_query
-from primeslurm.files import read_json
-from primeslurm.hostlists import expand
-from primeslurm.orchestrator.telemetry.watch import STATE_INTERVAL_S
+from primeslurm.base.files import read_json
+from primeslurm.base.hostlists import expand
+from primeslurm.orchestrator.telemetry.progress_monitor import STATE_INTERVAL_S
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.diagnosis.doctor import diagnose

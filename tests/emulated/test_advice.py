@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from primeslurm.emulated.scheduler import Request, Scheduler, exposition
+from primeslurm.orchestrator.telemetry.engine_metrics import parse
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
-from primeslurm.orchestrator.telemetry.scrape import parse
 from primeslurm.run.diagnosis.advice import Advice, Tunables, advise
+from primeslurm.testbed.emulated.scheduler import Request, Scheduler, exposition
 
 TICK_S = 0.1
 LOOK_S = 5.0

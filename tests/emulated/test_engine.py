@@ -18,10 +18,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from benchmarks.support.ports import free_port
-from primeslurm.emulated.engine import EmulatedEngine
-from primeslurm.emulated.environment import EmulatedEnvironment
-from primeslurm.files import write_json
-from primeslurm.inference.admission import Message
+from primeslurm.base.files import write_json
+from primeslurm.inference.auth import Message
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
 from primeslurm.orchestrator.weight_transfer.engine_client import (
@@ -36,6 +34,8 @@ from primeslurm.plan.commands.routers import router_command
 from primeslurm.plan.emulate import STAND_INS
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
+from primeslurm.testbed.emulated.engine import EmulatedEngine
+from primeslurm.testbed.emulated.environment import EmulatedEnvironment
 from primeslurm.wire.transport import addresses, secret
 from primeslurm.wire.transport.addresses import AddressBook, Addresses
 from primeslurm.wire.weight_transfer import filesystem

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from primeslurm.emulated import rollouts
-from primeslurm.emulated.prefix_cache import PrefixCache
-from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
-from primeslurm.orchestrator.telemetry.scrape import parse
+from primeslurm.orchestrator.telemetry.engine_metrics import parse
+from primeslurm.testbed.emulated import rollout_script
+from primeslurm.testbed.emulated.prefix_cache import PrefixCache
+from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
 
 TICK_S = 0.05
 
@@ -113,10 +113,10 @@ def test_the_orchestrator_can_read_the_metrics() -> None:
 
 
 def test_rollouts_of_an_example_share_its_prompt_and_newer_policies_do_better() -> None:
-    scripts = [rollouts.script(0, "swe", 5, f"job-{i}") for i in range(200)]
+    scripts = [rollout_script.script(0, "swe", 5, f"job-{i}") for i in range(200)]
     assert all(script.prompt == scripts[0].prompt for script in scripts)
-    assert rollouts.script(0, "swe", 5, "job-3") == scripts[3]
+    assert rollout_script.script(0, "swe", 5, "job-3") == scripts[3]
     turns = [len(script.tool_outputs) + 1 for script in scripts]
     assert min(turns) == 1 and max(turns) >= 3 * (sum(turns) / len(turns)), "no long tail"
-    means = [sum(rollouts.reward(f"job-{i}", version) for i in range(300)) / 300 for version in (0, 8, 24)]
+    means = [sum(rollout_script.reward(f"job-{i}", version) for i in range(300)) / 300 for version in (0, 8, 24)]
     assert means[0] < 0.35 < means[1] < 0.85 < means[2]

@@ -17,8 +17,8 @@ import pytest
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.slurm.embedded.cluster import Cluster, up
-from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
 from tests.support.unmeasured import unmeasured
 

@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.api.emulation import refuse_too_large
 from primeslurm.api.loading import load
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.plan.commands.command import Command
 from primeslurm.plan.emulate import STAND_INS, emulate, memory_mib
 from primeslurm.plan.placement.resources import WITHOUT_GPUS

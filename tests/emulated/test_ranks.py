@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.support.ports import free_port
-from primeslurm.emulated import ranks as emulated
+from primeslurm.testbed.emulated import rank_group as emulated
 from tests.support.doors import MESSAGES
 
 LEADER = """
 import os, signal, sys, time
-from primeslurm.emulated.ranks import Ranks
+from primeslurm.testbed.emulated.rank_group import Ranks
 ranks = Ranks(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"]) - 1)
 signal.signal(signal.SIGUSR1, ranks.interrupt)
 ranks.join(timeout_s=float(sys.argv[1]))
@@ -48,7 +48,7 @@ def start(port: int) -> Iterator[Start]:
     def begin(rank: int, patience_s: float = 30) -> subprocess.Popen[str]:
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         env = {**os.environ, **place, "RANK": str(rank), "WORLD_SIZE": "3"}
-        argv = ["-c", LEADER, str(patience_s)] if rank == 0 else ["-m", "primeslurm.emulated.trainer"]
+        argv = ["-c", LEADER, str(patience_s)] if rank == 0 else ["-m", "primeslurm.testbed.emulated.trainer"]
         processes.append(subprocess.Popen([sys.executable, *argv], env=env, stdout=subprocess.PIPE, text=True))
         return processes[-1]
 

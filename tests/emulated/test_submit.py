@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.families import families
+from primeslurm.models import families
 from primeslurm.plan.commands.command import Device, EngineRole
 from primeslurm.plan.memory.engine import PROMPT_TOKENS
 from tests.engine.conftest import tiny_recipe
@@ -28,7 +28,7 @@ def test_vllm_parses_the_options(model: Path, device: Device, role: EngineRole) 
     validate_parsed_serve_args(args)
     assert (args.port, args.served_model_name, args.max_num_seqs) == (1234, ["policy"], 7)
     assert args.weight_transfer_config.backend == "primeslurm_filesystem"
-    assert args.middleware == ["primeslurm.inference.gate.VersionGate"]
+    assert args.middleware == ["primeslurm.inference.version_gate.VersionGate"]
     assert (args.kv_transfer_config is not None) == (role != "engine")
 
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from primeslurm import compiled_code
+from primeslurm.base import compiled_code
 from primeslurm.inference import guards
-from primeslurm.inference.cpu import patches
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.testbed.cpu_engine import patches
 from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens

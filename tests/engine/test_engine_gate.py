@@ -14,7 +14,7 @@ import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineDownError,
-    EngineSilentError,
+    EngineUnresponsiveError,
     PolicyVersion,
     Step,
 )
@@ -91,7 +91,7 @@ async def test_a_stopped_core_is_noticed_behind_its_server(
     try:
         wait_for_status(engine, 504)
         assert engine.status_code("/health") == 504
-        with pytest.raises(EngineSilentError, match=r"core has not answered its HTTP server for 1\d s"):
+        with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
             await control.status()
         refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
         assert refused.status_code == 503 and refused.json()["error"].startswith("silent")

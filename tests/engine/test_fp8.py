@@ -7,7 +7,7 @@ import torch
 
 from primeslurm.inference.weight_transfer import layerwise
 from primeslurm.inference.weight_transfer.layerwise import PolicyError, dequantised
-from primeslurm.trainer.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
 from primeslurm.trainer.weights.export import Encoding
 
 pytestmark = pytest.mark.engine

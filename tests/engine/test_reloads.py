@@ -29,11 +29,11 @@ from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from primeslurm.families import model_types
 from primeslurm.inference.plugin import register
 from primeslurm.inference.weight_transfer.experts import held_experts
 from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
+from primeslurm.models import model_types
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer.catalogue import stacked
 from tests.trainer.families import CASES, write

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from primeslurm.orchestrator.rollouts.generate_endpoint import ROUTED_FROM, Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from primeslurm.orchestrator.worker.generate_endpoint import ROUTED_FROM, Completion, GenerateEndpoint
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command

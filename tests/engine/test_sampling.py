@@ -11,8 +11,8 @@ from transformers import GenerationConfig, Qwen3MoeForCausalLM
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
-from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
 from primeslurm.recipe.sampling_rules import EXACT, OFF, is_off
 from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.recipe.sections.orchestrator import COLDEST, HOTTEST, Sampling

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.rendering import choosing
-from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
+from primeslurm.orchestrator.rendering import renderer_selection
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.sequences import sequences
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.trainer import tiny
+from primeslurm.orchestrator.worker.generate_endpoint import Completion, GenerateEndpoint
+from primeslurm.orchestrator.worker.trace_sequences import sequences
+from scripts.models import tiny_model
 from tests.engine.conftest import STATUS_S, StartEngine
 from tests.support.conversations import Message, RealEngine, converse
 
@@ -35,7 +35,7 @@ async def test_what_is_trained_follows_on_what_the_engine_saw(
     start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"
-    tiny.write_model(model, hidden=32)
+    tiny_model.write_model(model, hidden=32)
     engine = start_engine(source=model)
     client = EngineClient(lambda: engine.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)
     await client.apply(PolicyVersion(0, str(model)), timeout_s=600)
@@ -49,7 +49,7 @@ async def test_what_is_trained_follows_on_what_the_engine_saw(
         return replace(completion, prompt_ids=None)
 
     monkeypatch.setattr(GenerateEndpoint, "generate", watched)
-    chosen = choosing.choose(str(model))
+    chosen = renderer_selection.select_renderer(str(model))
     assert not chosen.no_tools
     found = await converse(model, chosen, RealEngine(engine.url), replies, max_tokens=24, seed=1)
     rollouts = sequences(Job("j", "g", "e", 0, 0, "r", "s"), found.trace, found.completions, 1.0, False)

@@ -15,9 +15,9 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.trainer import tiny
 from primeslurm.wire.stored import checkpoints
+from scripts.models import tiny_model
 from tests.trainer.conftest import finish, make_recipe, start_fresh_ranks
 
 torch = pytest.importorskip("torch")
@@ -44,8 +44,8 @@ def train(directory: Path, max_steps: int, asynchronous: bool, offload: bool) ->
 
 
 def test_asynchronous_checkpoints_of_offloaded_states(tmp_path: Path) -> None:
-    tiny.write_model(tmp_path / "model")
-    lines = (json.dumps(chat) + "\n" for chat in tiny.demonstrations(64, 0.0, 0))
+    tiny_model.write_model(tmp_path / "model")
+    lines = (json.dumps(chat) + "\n" for chat in tiny_model.demonstrations(64, 0.0, 0))
     (tmp_path / "data.jsonl").write_text("".join(lines))
     expected = train(tmp_path / "plain", 6, asynchronous=False, offload=False)
     for offload in (False, True):

@@ -9,9 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.trainer.components import fp8
-from primeslurm.trainer.kernels.fp8.backend import backend
-from primeslurm.trainer.kernels.fp8.blocks import (
+from primeslurm.nn.kernels.fp8.backend import backend
+from primeslurm.nn.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Quantised,
@@ -25,6 +24,7 @@ from primeslurm.trainer.kernels.fp8.blocks import (
     quantise_transposed,
     scales_of,
 )
+from primeslurm.nn.layers import fp8
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 from tests.trainer.conftest import finish, make_recipe, start_fresh_ranks
 
 torch = pytest.importorskip("torch")
@@ -66,7 +66,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[s
         tie_word_embeddings=False,
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(root / "model")
-    tiny.tokenizer().save_pretrained(root / "model")
+    tiny_model.tokenizer().save_pretrained(root / "model")
 
     @functools.cache
     def row(name: str) -> dict[str, Any]:

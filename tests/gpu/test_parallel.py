@@ -10,7 +10,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torchtitan.models.common.attention import VarlenMetadata, create_varlen_metadata_for_document
 
 from benchmarks.support.shared_gpu import nccl_version
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
 from primeslurm.trainer.components import varlen_attention
 from primeslurm.trainer.distributed.context_parallel import local_documents
 from tests.trainer.families import CASES, write

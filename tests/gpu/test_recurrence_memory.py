@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from primeslurm.families.shape import DeltaNets, Mamba
+from primeslurm.models.shape import DeltaNets, Mamba
 from primeslurm.plan.memory.activations import Mixer, delta_net, mamba
 
 torch = pytest.importorskip("torch")
@@ -26,7 +26,7 @@ def test_a_layer_that_is_computed_anew_takes_what_is_estimated(
     kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from benchmarks.recurrence_memory import LAYERS, built
-    from primeslurm.trainer.kernels import linear_attention
+    from primeslurm.nn.kernels import linear_attention
 
     if kernels:
         pytest.importorskip("fla")

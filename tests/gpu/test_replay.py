@@ -9,11 +9,11 @@ import torch
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
-from primeslurm.trainer import tiny
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
+from scripts.models import tiny_model
 from tests.trainer.conftest import make_recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
@@ -24,7 +24,7 @@ SEQ_LEN = 256
 def test_given_experts_are_followed(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in rank_environment(0, 1, free_port()).items():
         monkeypatch.setenv(name, value)
-    tiny.write_model(tmp_path / "model", "qwen3_moe", hidden=128)
+    tiny_model.write_model(tmp_path / "model", "qwen3_moe", hidden=128)
     world = join(Interrupt(), patience_s=60)
     try:
         trainer = {"router_replay": True, "parallelism": {"activation_checkpointing": "full"}}
@@ -35,7 +35,7 @@ def test_given_experts_are_followed(dtype: torch.dtype, tmp_path: Path, monkeypa
         taken: list[torch.Tensor] = []
         for router in routers:
             router.register_forward_hook(lambda _, __, output: taken.append(output[1]))
-        tokens = torch.randint(3, tiny.VOCABULARY, (1, SEQ_LEN), device="cuda")
+        tokens = torch.randint(3, tiny_model.VOCABULARY, (1, SEQ_LEN), device="cuda")
         positions = torch.arange(SEQ_LEN, device="cuda")[None]
         choices = torch.rand(1, SEQ_LEN, 2, 8, device="cuda").argsort(-1)[..., :2]
         choices[:, ::4] = torch.iinfo(dtype).max

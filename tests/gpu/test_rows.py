@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.trainer.kernels import rows
+from primeslurm.nn.kernels import rows
 from tests.support.rows import inverted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
+from primeslurm.nn.kernels.index_rounding import rounded
+from primeslurm.nn.kernels.sparse_mla import dense_mla, sparse_mla
+from primeslurm.nn.layers import sparse_attention
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components import sparse_attention
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.kernels.index_rounding import rounded
-from primeslurm.trainer.kernels.sparse_mla import dense_mla, sparse_mla
 from primeslurm.trainer.loops.interrupt import Interrupt
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import DSA, GROUPS, MLA, MLA_YARN, SHARED, Case, write
@@ -35,7 +35,7 @@ DENSE = {"first_k_dense_replace": 4}
     ("heads", "buffer_bytes"), [(16, 2**32), (16, 2**26), (64, 2**32)], ids=["at once", "in parts", "FlashMLA"]
 )
 def test_forward_and_backward_equal_float32(heads: int, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.trainer.kernels.sparse_mla_backward.BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr("primeslurm.nn.kernels.sparse_mla_backward.BUFFER_BYTES", buffer_bytes)
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, QUERIES, heads, RANK + ROPE), (1, KEYS, RANK + ROPE))
     rounded = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -74,7 +74,7 @@ def test_keys_are_selected_as_in_float32_from_what_engines_round() -> None:
 
 
 def test_deep_gemm_scores_as_the_triton_kernel() -> None:
-    from primeslurm.trainer.kernels.index_kernel import index_scores, triton_scores  # needs Triton
+    from primeslurm.nn.kernels.index_kernel import index_scores, triton_scores
 
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(300, 32, 128, generator=generator).bfloat16().cuda()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 from tests.trainer.distributed.test_stopped_ranks import Ranks, is_named_when_stopped_in, training
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 @pytest.fixture(scope="module", params=[{"ep": 2}, {"cp": 2}], ids=["ep", "cp"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     directory = tmp_path_factory.mktemp("stopped")
-    tiny.write_model(directory / "model", "qwen3_moe", hidden=64)
+    tiny_model.write_model(directory / "model", "qwen3_moe", hidden=64)
     model = {"path": str(directory / "model"), "dtype": "bfloat16"}
     trainer = {"optimizer": {"lr": 1e-5}, "parallelism": request.param, "micro_batch_tokens": 64}
     with training(directory / "model", directory, 2, model=model, trainer=trainer) as found:

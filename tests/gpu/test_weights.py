@@ -22,7 +22,7 @@ from benchmarks.support.shared_gpu import nccl_version
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
-from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens

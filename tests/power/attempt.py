@@ -29,27 +29,27 @@ from benchmarks.support.ports import free_port
 from primeslurm.api import loading, submission
 from primeslurm.node import load
 from primeslurm.node.attempt.attempt_end import conclude
-from primeslurm.node.attempt.attempts import enter
+from primeslurm.node.attempt.attempt_start import enter
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.progress import Change, ProgressFile
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
+from primeslurm.orchestrator.pipeline.progress import Change, ProgressFile
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.records.attempt import StartRecord, pickled_agent
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create
 from primeslurm.slurm.held_signals import HeldSignals
 from primeslurm.trainer import main as trainer
-from primeslurm.trainer import tiny
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
+from scripts.models import tiny_model
 
 Doing = Callable[[str], AbstractContextManager[None]]
 STEPS = 6
@@ -98,7 +98,7 @@ class Place:
 
 def prepare(place: Place) -> None:
     """Write what a user has: a model, a recipe, a site; and an `sbatch` that takes every job."""
-    tiny.write_model(place.beside / "model", "qwen3_moe", hidden=32)
+    tiny_model.write_model(place.beside / "model", "qwen3_moe", hidden=32)
     recipe = {
         "schema": 1,
         "name": "power",
@@ -203,7 +203,7 @@ async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
     from primeslurm.recipe import Recipe
 
     recipe = Recipe.model_validate_json((arguments.run_dir / "recipe.resolved.json").read_bytes())
-    orchestrator = OrchestratorServer(recipe, arguments)
+    orchestrator = OrchestratorPipeline(recipe, arguments)
     serving = asyncio.create_task(orchestrator._link.serve())
     finishing = asyncio.create_task(orchestrator._finishing.run())
     while not serving.done() and not finishing.done():
@@ -225,7 +225,7 @@ def _rollout(job: Job, version: int) -> Rollout:
     mask = np.arange(tokens) >= 8
     return Rollout(
         RolloutInfo(job.id, job.group, job.environment, job.opened_version, float(rng.random())),
-        rng.integers(3, tiny.VOCABULARY, tokens, dtype=np.int32),
+        rng.integers(3, tiny_model.VOCABULARY, tokens, dtype=np.int32),
         mask,
         np.where(mask, -5.0, 0.0).astype(np.float32),
         np.where(mask, version, -1).astype(np.int32),
@@ -286,6 +286,6 @@ def _digest(data: bytes) -> str:
 
 def succeeded(code: int) -> bool:
     """Whether an attempt ended as it should."""
-    if code not in (0, exits.CHECKPOINTED):
+    if code not in (0, exit_codes.CHECKPOINTED):
         print(f"the trainer ended with {code}", file=sys.stderr)
-    return code in (0, exits.CHECKPOINTED)
+    return code in (0, exit_codes.CHECKPOINTED)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.records.attempt import EndRecord, JobRecord

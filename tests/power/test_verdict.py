@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.orchestrator.progress import PROGRESS, RunProgress
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress
 from tests.power.attempt import Place
 from tests.power.verdict import of_progress
 

@@ -9,7 +9,7 @@ from typing import Any
 from submitit.helpers import DelayedSubmission
 
 from primeslurm.api import submission
-from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import rows

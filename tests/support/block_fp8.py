@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from primeslurm.trainer.kernels.fp8.blocks import BLOCKS, ROWS, Groups, Quantised, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, Quantised, quantise
 
 OFFSETS = (5, 5, 205, 205, 461)
 """Ends of groups of 5, 0, 200, 0 and 256 rows."""

@@ -21,8 +21,8 @@ from typing import Any
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.families.renderers import DEFAULT, renderers_of
-from primeslurm.orchestrator.rendering import choosing, probing
+from primeslurm.models.renderers import DEFAULT, renderers_of
+from primeslurm.orchestrator.rendering import renderer_selection, template_comparison
 from tests.support.conversations import TOOL, Message, missing_tokens, sampled, with_tokens
 
 ROOT = Path(__file__).parent.parent.parent
@@ -142,7 +142,9 @@ def write_model(directory: Path, name: str, template: str) -> Path:
     tokens += [begins] if begins and begins not in tokens else []
     for renderer in renderers_of(model_type, name):
         asked = tokens
-        while found := [t for t in missing_tokens(with_tokens(asked), choosing.named(renderer, {})) if t not in asked]:
+        while found := [
+            t for t in missing_tokens(with_tokens(asked), renderer_selection.named(renderer, {})) if t not in asked
+        ]:
             asked = [*asked, *found]
         tokens = asked
     tokenizer = with_tokens(tokens)
@@ -158,7 +160,7 @@ def tried(name: str, template: str) -> Row:
     """Render all conversations."""
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory), name, template)
-        chosen = choosing.choose(str(model))
+        chosen = renderer_selection.select_renderer(str(model))
         tokenizer = load_tokenizer(str(model))
         extra = chosen.config.model_extra or {}
         used = extra.get("renderer") or (chosen.config.name if chosen.config.name == DEFAULT else "own")
@@ -186,14 +188,16 @@ def tried(name: str, template: str) -> Row:
 
 
 def _thoughts(tokenizer: Any, options: dict[str, Any]) -> str:
-    if probing.keeps_thoughts(tokenizer, {key: value for key, value in options.items() if key == "enable_thinking"}):
+    if template_comparison.keeps_thoughts(
+        tokenizer, {key: value for key, value in options.items() if key == "enable_thinking"}
+    ):
         return "kept"
-    calling = probing.CALLS[-2]
+    calling = template_comparison.CALLS[-2]
     try:
-        text = tokenizer.decode(probing.by_its_template(tokenizer, calling.messages, calling.tools, {}))
+        text = tokenizer.decode(template_comparison.by_its_template(tokenizer, calling.messages, calling.tools, {}))
     except Exception:
         return "dropped"
-    return "dropped" if probing.THOUGHT in text else "not shown"
+    return "dropped" if template_comparison.THOUGHT in text else "not shown"
 
 
 def _whole(renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
@@ -201,7 +205,7 @@ def _whole(renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]) -
     tools = [TOOL, ADD] if kind.tools else []
     for told in prompts:
         try:
-            theirs = probing.by_its_template(tokenizer, said[:told], tools, options)
+            theirs = template_comparison.by_its_template(tokenizer, said[:told], tools, options)
         except Exception:  # two calls in one answer
             continue
         yield renderer.render_ids(copy.deepcopy(said[:told]), tools=tools or None, add_generation_prompt=True), theirs
@@ -217,7 +221,7 @@ def _extended(
         copy.deepcopy(said[: prompts[0]]), tools=tools or None, add_generation_prompt=True
     )
     for told, next_told in itertools.pairwise(prompts):
-        theirs = probing.by_its_template(tokenizer, said[:next_told], tools, options)
+        theirs = template_comparison.by_its_template(tokenizer, said[:next_told], tools, options)
         completion = _completion(renderer, prompt, theirs) or sampled(renderer, copy.deepcopy(said[told]))
         new = copy.deepcopy(said[told + 1 : next_told])
         found = renderer.bridge_to_next_turn(prompt, completion, new, tools=tools or None)

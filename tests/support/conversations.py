@@ -23,12 +23,12 @@ from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, TraceTask
 
-from primeslurm.orchestrator.rendering import harmony
-from primeslurm.orchestrator.rendering.choosing import Rendering
-from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS
-from primeslurm.orchestrator.rendering.remembering import remember
-from primeslurm.orchestrator.rollouts.token_client import TokenClient
-from tests.support.fake_engine import routed
+from primeslurm.models.gpt_oss import harmony
+from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
+from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering
+from primeslurm.orchestrator.worker.token_client import TokenClient
+from primeslurm.testbed.fakes.fake_engine import routed
 
 Message = dict[str, Any]
 TOOL = {
@@ -289,7 +289,7 @@ async def rollout(
     task = TraceTask(type="Task", data=vf.TaskData(prompt="Look it up."))
     trace = vf.Trace(task=task, agent=AgentInfo(config=AgentConfig(), trainable=trainable))
     async with InterceptionServer() as server:
-        remember(server, OF_ROLLOUTS)
+        cache_conversations(server, ROLLOUT_DIALECTS)
         server.clients[client.key] = client
         context = ModelContext(model="m", client=client.config, sampling=vf.SamplingConfig(cache_salt="s", **sampling))
         async with server.acquire(RolloutSession(ctx=context, trace=trace)) as (base, secret, _):

@@ -23,7 +23,7 @@ import psutil
 
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.batches.rollouts import RankShard
-from primeslurm.wire.transport.link import GetBatch
+from primeslurm.wire.link.trainer_link import GetBatch
 
 WRONG = "0" * 64
 """Looks like the secret of a run."""

@@ -16,14 +16,14 @@ import msgspec
 import yaml
 
 from primeslurm.api.jobs import job_query
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress
+from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS, RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.records.fleet import AgentReport
 from primeslurm.records.reading import read_record
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.run_status import ProcessStatus, RlProgress, RunStatus, read_status
-from primeslurm.slurm.embedded.cluster import Cluster, up
-from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
 from tests.support.unmeasured import unmeasured
 

@@ -8,8 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from primeslurm.slurm.embedded.cluster import Cluster
-from primeslurm.slurm.embedded.daemons import OsProcess
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.daemons import OsProcess
 
 
 def kill_node(cluster: Cluster, name: str) -> None:

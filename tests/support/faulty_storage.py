@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm import files
+from primeslurm.base import files
 
 OPERATIONS = (
     "open",

@@ -27,16 +27,16 @@ from tests.support.unmeasured import measuring
 ROOT = Path(__file__).resolve().parents[2]
 ORCHESTRATOR = (
     "primeslurm.orchestrator.main",
-    "primeslurm.orchestrator.rollouts.worker",
+    "primeslurm.orchestrator.worker.main",
     "primeslurm.orchestrator.environments.reverse_text",
     "tensorboard.summary",
     "verifiers.v1.tasksets",
-    "primeslurm.orchestrator.rollouts.preloaded",
+    "primeslurm.orchestrator.worker.preload",
 )
 """Modules of the orchestrator and of environments' workers."""
 TRAINER = (
     "primeslurm.trainer.main",
-    "primeslurm.trainer.models.qwen3",
+    "primeslurm.models.qwen3.model",
     "torchtitan.trainer",
     "tests.trainer.gradients",
     "tests.trainer.ranks",

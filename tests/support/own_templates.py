@@ -6,7 +6,8 @@ from pathlib import Path
 
 from renderers import prime_qwen3
 
-from primeslurm.orchestrator.rendering import deepseek_v31, intellect3
+from primeslurm.models.deepseek_v3 import deepseek_v31_renderer
+from primeslurm.models.glm4_moe import intellect3_renderer
 
 KIMI_K2 = """
 {%- set last = namespace(answer=-1) %}
@@ -155,8 +156,11 @@ OWN = {
     "Kimi-K2.5": _made(TYPESCRIPT, DROPPED, opened='"<think>"'),
     "Kimi-K2.7-Code": _made(TYPESCRIPT, KEPT, opened='"<think>"'),
     "INTELLECT-3": _told(
-        INTELLECT_3, SYSTEM=intellect3.SYSTEM, HEADER=prime_qwen3._TOOLS_HEADER, FOOTER=prime_qwen3._TOOLS_FOOTER
+        INTELLECT_3,
+        SYSTEM=intellect3_renderer.SYSTEM,
+        HEADER=prime_qwen3._TOOLS_HEADER,
+        FOOTER=prime_qwen3._TOOLS_FOOTER,
     ),
-    "DeepSeek-V3.1": _told(DEEPSEEK_V3_1, HEADER=deepseek_v31.HEADER, FOOTER=deepseek_v31.FOOTER),
+    "DeepSeek-V3.1": _told(DEEPSEEK_V3_1, HEADER=deepseek_v31_renderer.HEADER, FOOTER=deepseek_v31_renderer.FOOTER),
 }
 """By a name that says which it is like."""

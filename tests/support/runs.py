@@ -16,8 +16,8 @@ from primeslurm.api import submission
 from primeslurm.api.runs import Run
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
-from primeslurm.records.base import Event
 from primeslurm.records.events.training import StepTrained
+from primeslurm.records.record import Event
 from primeslurm.run.directory import RunDirectory, create
 from primeslurm.run.records import attempt_events, events, rows
 from primeslurm.slurm.held_signals import signals_held

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.ports import free_port
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import FILE
-from primeslurm.wire.transport.link import TrainerLink
 from tests.support.forks import ORCHESTRATOR, Forked, server
 
 STEPS = 5
@@ -86,7 +86,7 @@ class Run:
             command += ["--engines", ",".join(self.engines), "--teachers", ",".join(self.teachers)]
         else:
             command = [
-                "primeslurm.orchestrator.rollouts.worker",
+                "primeslurm.orchestrator.worker.main",
                 *common,
                 "--environment",
                 environment,

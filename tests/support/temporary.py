@@ -6,10 +6,10 @@ import os
 import tempfile
 
 from benchmarks.support import temporary
-from primeslurm.node.host.sweeper import Sweeper
+from primeslurm.node.host.exit_cleanup import ExitCleanup
 
 
-def use_own() -> Sweeper:
+def use_own() -> ExitCleanup:
     """Have this process and all that it starts keep temporary files in a directory that goes when they have ended.
 
     pytest keeps its directories of the last tests where they were.

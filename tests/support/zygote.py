@@ -14,7 +14,7 @@ import threading
 import traceback
 from typing import Any
 
-from primeslurm.imports import uncollected
+from primeslurm.base.imports import uncollected
 
 PRELOAD = (
     "model_hosting_container_standards.sagemaker",

@@ -21,10 +21,10 @@ from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import tiny
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
+from scripts.models import tiny_model
 from tests.support.faulty_storage import storage_time  # noqa: F401 - for all tests
 from tests.support.forks import TRAINER, Forked, server
 
@@ -114,7 +114,7 @@ def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = Fa
     mask = rng.random(seq_len) < 0.7
     mask[-lengths[-1] :] = False
     return Row(
-        token_ids=rng.integers(3, tiny.VOCABULARY, seq_len, dtype=np.int32),
+        token_ids=rng.integers(3, tiny_model.VOCABULARY, seq_len, dtype=np.int32),
         positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
         mask=mask,
         logprobs=np.where(mask, -5 + rng.random(seq_len), 0).astype(np.float32),
@@ -153,7 +153,7 @@ def make_timer(directory: Path) -> PhaseTimer:
 def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-MoE directory."""
     path = tmp_path_factory.mktemp("models") / "moe"
-    tiny.write_model(path, "qwen3_moe", hidden=32)
+    tiny_model.write_model(path, "qwen3_moe", hidden=32)
     return path
 
 
@@ -161,5 +161,5 @@ def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3 directory."""
     path = tmp_path_factory.mktemp("models") / "dense"
-    tiny.write_model(path, "qwen3", hidden=32)
+    tiny_model.write_model(path, "qwen3", hidden=32)
     return path

@@ -40,10 +40,10 @@ from transformers import (
     Qwen3VLMoeConfig,
 )
 
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 
 COMMON: dict[str, Any] = {
-    "vocab_size": tiny.VOCABULARY,
+    "vocab_size": tiny_model.VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_hidden_layers": 2,
@@ -363,7 +363,7 @@ def write(case: Case, directory: Path) -> Path:
     model.save_pretrained(directory)
     if case.name.startswith("qwen3_vl_moe"):
         _transpose_experts(directory / "model.safetensors")
-    tiny.tokenizer().save_pretrained(directory)
+    tiny_model.tokenizer().save_pretrained(directory)
     return directory
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from primeslurm.trainer.data.image_positions import Images
-from primeslurm.trainer.tiny import tokenizer
 from primeslurm.wire.batches.rollouts import Row
+from scripts.models.tiny_model import tokenizer
 from tests.trainer.conftest import SEQ_LEN
 from tests.trainer.families import CASES, IMAGES, SEEING_CASES, Case, write
 

@@ -13,7 +13,7 @@ from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.transport.link import TrainerLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 
 
 def main() -> None:

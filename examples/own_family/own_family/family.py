@@ -1,6 +1,6 @@
 """What `primeslurm` is told of Maple. It is read on login nodes, too: no torch here."""
 
-from primeslurm.families import ATTENTION, SWIGLU, Capabilities, Family, Parsers, Traits
+from primeslurm.models import ATTENTION, SWIGLU, Capabilities, Family, Parsers, Traits
 
 MAPLE = Family(
     name="maple",

@@ -4,13 +4,13 @@ import json
 import sys
 from pathlib import Path
 
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 
 
 def main() -> None:
     """Write the model to the directory that the command line names."""
     directory = Path(sys.argv[1])
-    tiny.write_model(directory, family="qwen3")
+    tiny_model.write_model(directory, family="qwen3")
     file = directory / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "maple"}, indent=2))
 

@@ -5,7 +5,7 @@ from typing import Any
 from torchtitan.protocols.model_spec import ModelSpec
 from transformers import AutoConfig, Qwen3Config
 
-from primeslurm.trainer.models import qwen3
+from primeslurm.models.qwen3 import model
 
 
 class MapleConfig(Qwen3Config):
@@ -25,4 +25,4 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         seq_len: longest sequence.
         attention: "flex" or "varlen".
     """
-    return qwen3.spec(hf, seq_len, attention)
+    return model.spec(hf, seq_len, attention)

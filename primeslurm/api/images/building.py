@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from primeslurm.api.images.wanted import WantedImage
-from primeslurm.errors import PrimeslurmError, UsageError, Violation
+from primeslurm.base.errors import PrimeslurmError, UsageError, Violation
 from primeslurm.wire.stored import task_images
 
 _BUILDERS = {"apptainer": ("podman", "buildah", "docker")}

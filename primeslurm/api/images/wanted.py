@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from primeslurm.errors import UsageError, Violation
-from primeslurm.paths import expanded, is_dir, is_file
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.paths import expanded, is_dir, is_file
 from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe
 from primeslurm.wire.stored import task_images
 

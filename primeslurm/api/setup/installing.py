@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from primeslurm import __version__
-from primeslurm.errors import PrimeslurmError, UsageError, Violation
-from primeslurm.paths import exists, in_checkout, is_dir, is_file, shipped
+from primeslurm.base.errors import PrimeslurmError, UsageError, Violation
+from primeslurm.base.paths import exists, in_checkout, is_dir, is_file, shipped
 
 Flavour = Literal["cpu", "gpu"]
 PYTHONS: Mapping[Flavour, str] = {"cpu": "3.11", "gpu": "3.12"}

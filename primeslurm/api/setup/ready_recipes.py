@@ -6,9 +6,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from primeslurm import durable, files
-from primeslurm.errors import UsageError, Violation
-from primeslurm.paths import is_dir, shipped
+from primeslurm.base import durable, files
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.paths import is_dir, shipped
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.explain import closest
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, ready_recipes

@@ -10,9 +10,9 @@ import typer
 
 from primeslurm.api.attaching import attachment
 from primeslurm.api.runs import find_run
+from primeslurm.base.errors import RunError
 from primeslurm.cli.options import RunArg, RunsOpt
 from primeslurm.cli.output import note
-from primeslurm.errors import RunError
 
 
 def attach(

@@ -9,11 +9,11 @@ from typing import Annotated
 import typer
 
 from primeslurm.api.clusters import ClusterStatus, find_cluster, find_clusters, start_cluster
+from primeslurm.base.errors import ExitCode
+from primeslurm.base.units import count
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command
 from primeslurm.cli.options import JsonOpt, YesOpt, confirm
 from primeslurm.cli.output import note
-from primeslurm.errors import ExitCode
-from primeslurm.units import count
 
 app = typer.Typer(
     cls=HelpingGroup,

@@ -9,10 +9,10 @@ import msgspec
 import typer
 
 from primeslurm.api.comparing import compare
+from primeslurm.base.errors import ExitCode
 from primeslurm.cli.options import JsonOpt, LocalOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.differences import show_comparison
-from primeslurm.errors import ExitCode
 
 
 def diff_(

@@ -10,10 +10,10 @@ import typer
 
 from primeslurm.api.runs import find_run
 from primeslurm.api.submission import installed
+from primeslurm.base.errors import ExitCode, UsageError, Violation
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.doctor import show_diagnosis, show_installed
-from primeslurm.errors import ExitCode, UsageError, Violation
 from primeslurm.run.diagnosis.validity import MAX_KL
 
 

@@ -10,11 +10,11 @@ import typer
 
 from primeslurm.api import exporting
 from primeslurm.api.runs import find_run
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.files import write_atomic
 from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
 from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.tables import out
-from primeslurm.errors import UsageError, Violation
-from primeslurm.files import write_atomic
 
 DirectoryArg = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory to create. It must not exist.", show_default=False)

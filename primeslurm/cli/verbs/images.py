@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from primeslurm.api.images import building, wanted
+from primeslurm.base.units import count
 from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import note, print_json
-from primeslurm.units import count
 
 
 def images(

@@ -9,6 +9,7 @@ import typer
 
 from primeslurm.api.loading import check as examine
 from primeslurm.api.loading import load
+from primeslurm.base.errors import ExitCode
 from primeslurm.cli.options import (
     JsonOpt,
     LocalOpt,
@@ -21,7 +22,6 @@ from primeslurm.cli.options import (
 )
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.verdict import show_all, summary
-from primeslurm.errors import ExitCode
 from primeslurm.recipe import Recipe, Site
 
 

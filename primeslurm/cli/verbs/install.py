@@ -10,8 +10,8 @@ import typer
 
 from primeslurm.api.setup import installing
 from primeslurm.api.setup.installing import Installation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.cli.output import note
-from primeslurm.errors import UsageError, Violation
 
 
 def install(

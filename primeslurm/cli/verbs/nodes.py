@@ -10,10 +10,10 @@ import typer
 
 from primeslurm.api.sites import runs_directory
 from primeslurm.api.submission import bad_nodes, forget_bad_nodes
+from primeslurm.base.units import duration
 from primeslurm.cli.options import JsonOpt, RunsOpt, YesOpt, confirm
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import light_table, out
-from primeslurm.units import duration
 
 ForgetOpt = Annotated[
     list[str] | None,

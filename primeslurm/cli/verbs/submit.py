@@ -12,6 +12,8 @@ import typer
 from primeslurm.api.loading import load
 from primeslurm.api.runs import Run, find_run
 from primeslurm.api.submission import DryRun, Submitted
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.units import count
 from primeslurm.cli.options import (
     JsonOpt,
     LocalOpt,
@@ -28,10 +30,8 @@ from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.placement import show_plan
 from primeslurm.cli.views.tables import out
 from primeslurm.cli.views.verdict import show_findings
-from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe import Recipe
 from primeslurm.slurm.environment import is_started_by_slurm
-from primeslurm.units import count
 
 if TYPE_CHECKING:
     from primeslurm.api.clusters import ClusterSpec

@@ -16,14 +16,14 @@ from rich.live import Live
 from primeslurm.api.logs import Tail, log_files, logs_of
 from primeslurm.api.runs import Run, all_runs, find_run
 from primeslurm.api.sites import runs_directory
+from primeslurm.base.errors import ExitCode, RunError
+from primeslurm.base.units import count, duration, number
 from primeslurm.cli.options import AttemptOpt, JsonOpt, RunArg, RunsOpt
 from primeslurm.cli.output import note, plain, print_json, warn
 from primeslurm.cli.views.dashboard import failures_text, one_line, process_table, view
 from primeslurm.cli.views.tables import err, out
-from primeslurm.errors import ExitCode, RunError
 from primeslurm.records.fleet import outcome_text
 from primeslurm.run.status.run_status import EMULATED
-from primeslurm.units import count, duration, number
 
 REFRESH_S = 1.0
 """Interval between two queries of a run's status."""

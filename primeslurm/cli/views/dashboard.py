@@ -10,9 +10,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from primeslurm.base.units import count, duration
 from primeslurm.records.state import FailedRollouts, Load
 from primeslurm.run.status.run_status import EMULATED, ProcessStatus, ReplicaStatus, RlProgress, RunStatus
-from primeslurm.units import count, duration
 
 MAX_LINES = 8
 """Longest list of replicas and of unhealthy processes. Healthy ones are summed up."""

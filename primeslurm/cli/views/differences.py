@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from primeslurm.api.comparing import Comparison
+from primeslurm.base.units import count, gib, tokens
 from primeslurm.cli.output import note
 from primeslurm.cli.views.folding import fold, pattern
 from primeslurm.cli.views.placement import amount_text
@@ -15,7 +16,6 @@ from primeslurm.cli.views.plan_verdict import resources, role_rows
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.plan.model import Plan
 from primeslurm.run.diff import Difference
-from primeslurm.units import count, gib, tokens
 
 LONGEST_VALUE = 80
 """Characters of a value of a recipe that are shown; `--json` has the whole value."""

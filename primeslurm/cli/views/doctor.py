@@ -10,9 +10,9 @@ from rich.table import Table
 from rich.text import Text
 
 from primeslurm.api.submission import Installed
+from primeslurm.base.hostlists import compress
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import out
-from primeslurm.hostlists import compress
 from primeslurm.records.fleet import outcome_text
 from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
 from primeslurm.slurm.inventory import InstalledDifference, Parts

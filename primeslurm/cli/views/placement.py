@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from primeslurm.base.units import duration, number, size
 from primeslurm.cli.output import note
 from primeslurm.cli.views.folding import fold, pattern, ranges
 from primeslurm.cli.views.plan_verdict import show_verdict
@@ -13,7 +14,6 @@ from primeslurm.cli.views.verdict import show_findings, totals
 from primeslurm.plan.memory.forecast import Amount, Estimate
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.recipe import Recipe
-from primeslurm.units import duration, number, size
 
 
 @dataclass(frozen=True)

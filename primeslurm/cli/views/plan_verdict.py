@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from primeslurm.base.units import count, duration, gib, number, size, tokens
 from primeslurm.cli.views.tables import light_table, out
 from primeslurm.plan.memory.estimate import TYPICAL
 from primeslurm.plan.memory.forecast import Amount, RoleMemory
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.slurm_syntax import minutes
-from primeslurm.units import count, duration, gib, number, size, tokens
 
 TIGHT = 0.9
 """Share of its limit from which on a role may run out of memory, by the accuracy of the estimate."""

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterable
 
 from primeslurm.api.planning import Check, by_severity
+from primeslurm.base.units import count
 from primeslurm.cli.output import note
 from primeslurm.plan.model import Finding, Level, NodeRole, Plan
-from primeslurm.units import count
 
 _STYLES = {"error": "bold red", "blocked": "bold magenta", "warning": "yellow", "note": "cyan"}
 _ROLES: tuple[NodeRole, ...] = ("train", "inference", "prefill", "decode", "teacher", "environments", "control")

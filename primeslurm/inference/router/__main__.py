@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primeslurm.inference.router.keeper import REMEMBERED_BYTES, Address, Keeper
+from primeslurm.inference.router.supervisor import REMEMBERED_BYTES, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
     journal = Journal(mine.attempt_dir, mine.name)
     journal.note_storage_faults()
     router, door = Address(where.host, where.port), Address(where.host, mine.door)
-    keeper = Keeper(options, router, door, journal, mine.remembered_bytes)
+    keeper = RouterSupervisor(options, router, door, journal, mine.remembered_bytes)
     code = asyncio.run(keeper.run())
     return code if code >= 0 else 128 - code
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 
 LARGEST_LIST = 16 << 20
 """Bytes of a router's list: a thousand workers are a hundredth of it."""
@@ -63,6 +63,6 @@ def compare(wanted: Workers, has: Iterable[str]) -> WorkerDifference:
 def listed(body: bytes) -> list[str] | None:
     """Read a router's answer to /list_workers: URLs; None if it is none."""
     try:
-        return json_value(body, _Listed).urls
+        return decode_json(body, _Listed).urls
     except DamagedError:
         return None

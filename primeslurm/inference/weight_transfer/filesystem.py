@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, some
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory

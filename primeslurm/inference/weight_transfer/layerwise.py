@@ -28,10 +28,11 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.gpt_oss import GptOssModel, OAIAttention
 from vllm.platforms import current_platform
 
-from primeslurm.inference.cpu import patches
 from primeslurm.inference.guards import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.testbed.cpu_engine import patches
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _ELEMENTS_AT_ONCE = 2**25
 """How much of a stack of FP8 weights is in float32 at a time."""

@@ -22,8 +22,8 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from primeslurm.imports import uncollected
-from primeslurm.node.agent.child import settle
+from primeslurm.base.imports import uncollected
+from primeslurm.node.agent.child_process import settle
 
 MOST_FILES = 9
 

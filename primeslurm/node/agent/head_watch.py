@@ -15,7 +15,7 @@ QUIET = 3.0
 PERIOD_S = 1.0
 
 
-class HeadWatch:
+class HeadKillDetector:
     """Looks into the job's output while the head is silent. Without a job of Slurm it sees nothing.
 
     Args:

@@ -17,17 +17,18 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import files
-from primeslurm.files import Watched, write_json
-from primeslurm.node.agent.head_watch import HeadWatch
+from primeslurm.base import files
+from primeslurm.base.files import FileWatcher, write_json
+from primeslurm.base.unresponsive_timer import MAX_GAP_S, scheduling_delay_s
+from primeslurm.node.agent.head_watch import HeadKillDetector
 from primeslurm.node.agent.health_probe import TIMEOUT_S
+from primeslurm.node.agent.liveness_monitor import STOPPED_S
 from primeslurm.node.agent.node_context import directory_of, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
-from primeslurm.node.agent.vitals import STOPPED_S
+from primeslurm.node.host.exit_cleanup import ExitCleanup
 from primeslurm.node.host.network import NetworkError, node_name, own_address
 from primeslurm.node.host.private_directory import PrivateDirectory, random_word
 from primeslurm.node.host.record_writer import RecordWriter
-from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -35,14 +36,13 @@ from primeslurm.records.fleet import (
     AgentReport,
     AssignmentRecord,
     Ending,
-    Fitness,
     FleetView,
     Outcome,
+    PreflightState,
 )
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import BY_SIGTERM, Attempt
-from primeslurm.silence import LATE_S, held_up_s
 from primeslurm.wire.transport.addresses import Addresses
 
 TICK_RETRY_S = 0.5
@@ -102,7 +102,7 @@ class NodeAgent:
         self.view = FleetView(time=0.0)
         self.error = ""
         self.head_lost = False
-        self._head_watch = HeadWatch(plan, os.environ)
+        self._head_watch = HeadKillDetector(plan, os.environ)
         self._values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
@@ -112,10 +112,10 @@ class NodeAgent:
             "tmp": str(self.tmp),
             "key": key,
         }
-        self._fleet_file = Watched(attempt.fleet_file)
-        self._roster_file = Watched(attempt.roster_file)
-        self._addresses_file = Watched(attempt.addresses_file)
-        self._sweeper: Sweeper | None = None
+        self._fleet_file = FileWatcher(attempt.fleet_file)
+        self._roster_file = FileWatcher(attempt.assignment_file)
+        self._addresses_file = FileWatcher(attempt.addresses_file)
+        self._sweeper: ExitCleanup | None = None
         self._local_ending: Ending | None = None
         self.wall = time.time
         """Clock of what is shown to people. Everything else goes by the monotonic clock of `tick`."""
@@ -154,7 +154,7 @@ class NodeAgent:
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
-        self._sweeper = sweeper = Sweeper()
+        self._sweeper = sweeper = ExitCleanup()
         try:
             remove_of_earlier_attempts(self.tmp)
             self._directory.make()
@@ -182,8 +182,8 @@ class NodeAgent:
             self._tick(now)
 
     def _tick(self, now: float) -> None:
-        hindered = now - self._head_seen_at > LATE_S and self._records.excuses(now)
-        self._head_seen_at += now - self._ticked_at if hindered else held_up_s(self._ticked_at, now)
+        hindered = now - self._head_seen_at > MAX_GAP_S and self._records.excuses(now)
+        self._head_seen_at += now - self._ticked_at if hindered else scheduling_delay_s(self._ticked_at, now)
         self._ticked_at = now
         if self._terminated and self._terminated_at is None:
             self._terminated_at = now
@@ -301,7 +301,7 @@ class NodeAgent:
             unfit_because=why,
             failed=self.preflight.failed,
             file_system=self.preflight.file_system,
-            environments_fail=self.preflight.environments_fail if fitness is Fitness.UNFIT else "",
+            environments_fail=self.preflight.environments_fail if fitness is PreflightState.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},
             processes=processes.reports() if processes else {},

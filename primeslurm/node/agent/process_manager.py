@@ -9,30 +9,30 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
-from primeslurm import files as storage
-from primeslurm.node.agent.child import Child, ProcessGroup
-from primeslurm.node.agent.forks import ForkServers
+from primeslurm.base import files as storage
+from primeslurm.node.agent.child_process import Child, ProcessGroup
+from primeslurm.node.agent.fork_client import ForkServers
 from primeslurm.node.agent.health_probe import TIMEOUT_S, HealthProbe, ProbeTarget
+from primeslurm.node.agent.liveness_monitor import STOPPED_S, Liveness, LivenessMonitor
 from primeslurm.node.agent.node_context import NodeContext, resolve
 from primeslurm.node.agent.supervision import ProcessState, Supervision
-from primeslurm.node.agent.vitals import STOPPED_S, Vital, Vitals
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.model import Node, Plan, Process
-from primeslurm.records import beats
+from primeslurm.records import heartbeats
 from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.events.processes import (
     ProcessContinued,
     ProcessExited,
-    ProcessHangs,
     ProcessStarted,
     ProcessStartFailed,
+    ProcessUnresponsive,
 )
-from primeslurm.records.fleet import BeatReport, FleetView, ProcessReport
+from primeslurm.records.fleet import FleetView, HeartbeatReport, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.diagnosis.logs import last_words
 from primeslurm.run.directory import Attempt
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.transport.addresses import Addresses
 from primeslurm.wire.transport.secret import HANDED_OVER, VARIABLE, generate_token, handing_over, read
 
@@ -85,7 +85,7 @@ class ProcessManager:
         self.supervised = {process.name: Supervision(process) for process in node.processes}
         self.children: dict[str, ProcessGroup] = {}
         self.probes: dict[str, HealthProbe] = {}
-        self.vitals = Vitals()
+        self.liveness_monitor = LivenessMonitor()
         self._killed_at: dict[str, float] = {}
         """When those that hang are killed."""
         self._claims = Ports(address)
@@ -146,10 +146,14 @@ class ProcessManager:
             del self.children[name]
             if probe := self.probes.pop(name, None):
                 probe.stop()
-            served = self.vitals.ended(name) > 0
+            served = self.liveness_monitor.ended(name) > 0
             self._killed_at.pop(name, None)
             supervision = self.supervised[name]
-            if code in (exits.FAILED, exits.BAD_WORDS, exits.FUTILE) and not ending and not supervision.reason:
+            if (
+                code in (exit_codes.FAILED, exit_codes.USAGE_ERROR, exit_codes.UNRECOVERABLE)
+                and not ending
+                and not supervision.reason
+            ):
                 supervision.reason = last_words(self.attempt.path / supervision.process.log)
             supervision.exited(now, code, ending=ending, served=served)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
@@ -168,7 +172,7 @@ class ProcessManager:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._look(self.children)
-        self.vitals.look(now)
+        self.liveness_monitor.look(now)
         self._continue_stopped()
         ready, lost = set(view.ready), set(view.lost)
         for supervision in self.supervised.values():
@@ -183,7 +187,7 @@ class ProcessManager:
                 prerequisites=all(name in ready or name in lost for name in process.after),
                 ready=supervision.running and (probe is None or probe.ready),
                 hangs=self._hangs(process, view),
-                silent_s=self.vitals.of(process.name).silent_s,
+                silent_s=self.liveness_monitor.of(process.name).silent_s,
                 order=order,
             )
             if decision == "start" and not self._moved(process) and not self._importing(process, addresses):
@@ -198,25 +202,27 @@ class ProcessManager:
 
         Ranks wait for one another, so that all of them are silent when one hangs: which of them it is, the head says.
         """
-        vital = self.vitals.of(process.name)
+        liveness = self.liveness_monitor.of(process.name)
         if process.role == "trainer":  # one that has gone on meanwhile, or was started anew, is not meant
-            return view.hung.get(process.name, "") if vital.silent_s > self._stopped_s else ""
-        return f"hangs: {vital.report().words}" if vital.hangs else ""
+            return view.hung.get(process.name, "") if liveness.silent_s > self._stopped_s else ""
+        return f"hangs: {liveness.report().words}" if liveness.hangs else ""
 
     def _continue_stopped(self) -> None:
         for name, child in self.children.items():
-            vital = self.vitals.of(name)
-            if vital.stopped and vital.silent_s > self._stopped_s and name not in self._killed_at:
+            liveness = self.liveness_monitor.of(name)
+            if liveness.stopped and liveness.silent_s > self._stopped_s and name not in self._killed_at:
                 child.go_on()
-                self._journal.write(ProcessContinued(name, round(vital.silent_s, 1)))
+                self._journal.write(ProcessContinued(name, round(liveness.silent_s, 1)))
 
     def _end_hung(self, name: str, now: float) -> None:
-        child, vital = self.children[name], self.vitals.of(name)
-        beat = vital.beat
-        event = ProcessHangs(name, round(vital.silent_s, 1), beat.phase, beat.step, self.supervised[name].reason)
+        child, liveness = self.children[name], self.liveness_monitor.of(name)
+        heartbeat = liveness.heartbeat
+        event = ProcessUnresponsive(
+            name, round(liveness.silent_s, 1), heartbeat.phase, heartbeat.step, self.supervised[name].reason
+        )
         self._journal.write(event)
-        if beat.number and self.supervised[name].process.beats is not None:
-            child.send(beats.DUMP_SIGNAL)
+        if heartbeat.number and self.supervised[name].process.heartbeats is not None:
+            child.send(heartbeats.DUMP_SIGNAL)
         child.send(signal.SIGCONT)  # one that is stopped takes no other signal
         self._killed_at[name] = now + DUMP_S
 
@@ -251,7 +257,7 @@ class ProcessManager:
         """Send SIGKILL to everything that is left, and remove what was made for it."""
         self._clear(self.children)
         for name in self.children:
-            self.vitals.ended(name)
+            self.liveness_monitor.ended(name)
         self._forks.close()
         self._shared_memory.unlink_within(UNLINK_S)
         self._context.remove_scratch()
@@ -287,12 +293,12 @@ class ProcessManager:
             generation=supervision.generation,
             failed_starts=supervision.failed_starts,
             start_error=supervision.start_error,
-            beat=self._beat(name),
+            heartbeat=self._beat(name),
         )
 
-    def _beat(self, name: str) -> BeatReport | None:
-        vital = self.vitals.of(name)
-        return vital.report() if name in self.children and vital != Vital() else None
+    def _beat(self, name: str) -> HeartbeatReport | None:
+        liveness = self.liveness_monitor.of(name)
+        return liveness.report() if name in self.children and liveness != Liveness() else None
 
     def _kill(self, name: str) -> None:
         if child := self.children.get(name):
@@ -314,8 +320,8 @@ class ProcessManager:
         command = self._command(process, addresses)
         argv, env, files, _ = command
         supervision.started(now, generation)
-        page = beats.BeatPage(process.name) if process.beats is not None else None
-        env = dict(os.environ) | env | ({beats.VARIABLE: str(page.descriptor)} if page else {})
+        page = heartbeats.HeartbeatPage(process.name) if process.heartbeats is not None else None
+        env = dict(os.environ) | env | ({heartbeats.VARIABLE: str(page.descriptor)} if page else {})
         try:
             self._context.write(files)
             child = self._spawn(process, argv, env, page)
@@ -326,7 +332,7 @@ class ProcessManager:
                 supervision.postponed(now)
                 return
             supervision.reason = str(error)
-            supervision.exited(now, exits.NO_COMMAND, ending=False)
+            supervision.exited(now, exit_codes.COMMAND_NOT_FOUND, ending=False)
             self._journal.write(ProcessStartFailed(process.name, str(error)))
             return
         self.children[process.name] = child
@@ -335,7 +341,7 @@ class ProcessManager:
             port = self.ports[process.name][process.health.port]
             target = ProbeTarget(self.address, port, process.health.path)
             self.probes[process.name] = HealthProbe(target, self._probe_timeout_s)
-        self.vitals.started(process, child.pid, page, self.probes.get(process.name))
+        self.liveness_monitor.started(process, child.pid, page, self.probes.get(process.name))
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
 
     def _moved(self, process: Process) -> bool:
@@ -361,9 +367,9 @@ class ProcessManager:
         return bool(process.imports) and len(alike) > 1
 
     def _spawn(
-        self, process: Process, argv: tuple[str, ...], env: dict[str, str], page: beats.BeatPage | None
+        self, process: Process, argv: tuple[str, ...], env: dict[str, str], page: heartbeats.HeartbeatPage | None
     ) -> ProcessGroup:
-        handed = {beats.VARIABLE: page.descriptor} if page else {}
+        handed = {heartbeats.VARIABLE: page.descriptor} if page else {}
         if VARIABLE not in self.plan.env:
             return self._started(process, argv, env, handed)
         own = env.pop(VARIABLE)

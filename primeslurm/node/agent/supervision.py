@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from primeslurm.errors import signature
+from primeslurm.base.errors import signature
+from primeslurm.base.units import duration
 from primeslurm.plan.model import Process
 from primeslurm.records.fleet import RestartOrder
-from primeslurm.units import duration
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits before the first, second, ... restart; the last one repeats."""
@@ -158,7 +158,7 @@ class Supervision:
         elif self.process.restart == "unit":
             self.restarts += 1
             self._become(ProcessState.FALLEN, now)
-        elif self._restartable and (self._runs_tasks or code not in (exits.STALLED, exits.FUTILE)):
+        elif self._restartable and (self._runs_tasks or code not in (exit_codes.STALLED, exit_codes.UNRECOVERABLE)):
             self.restarts += 1
             self.useless += not served
             self._become(ProcessState.BACKOFF, now)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from tenacity import RetryCallState
 
-from primeslurm.errors import ClusterError, same_error
-from primeslurm.node.attempt.controller import requeue
+from primeslurm.base.errors import ClusterError, same_error
+from primeslurm.node.attempt.controller_commands import requeue
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord, newest_attempt
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
@@ -27,7 +27,7 @@ from primeslurm.run.ledger import BadNode, Ledger
 from primeslurm.run.records import trained_of
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport.retry import insisting_in_thread
+from primeslurm.wire.transport.retry import retry_in_thread
 
 EXCLUDE_S = 5.0
 REQUEUE_S = 5.0
@@ -165,7 +165,7 @@ def should_requeue(
     return True, ""
 
 
-def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:
+def record_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:
     """Put a node into the ledger of all runs. Nodes of the local executor are this one machine, and are left out.
 
     Args:
@@ -192,7 +192,7 @@ def nodes_to_avoid(plan: Plan, partitions: Partitions) -> list[BadNode]:
     return spared(plan, Ledger(Path(plan.run_dir).parent).entries(time.time()), partitions)
 
 
-def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
+def exclude_bad_nodes(plan: Plan, job_id: str) -> None:
     """Tell Slurm which nodes a job that was just requeued must not get, in place of those that it must not get so far.
 
     More than one try: Slurm ends the step meanwhile, and its SIGTERM meets its commands as well. Not for long: the job
@@ -213,7 +213,7 @@ def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
         error = state.outcome.exception() if state.outcome else None
         print(f"job {job_id} is not kept away from bad nodes yet: {error}", file=sys.stderr, flush=True)
 
-    again = insisting_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
+    again = retry_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
     with contextlib.suppress(ClusterError, OSError):
         record_excluded(run_dir, again.copy(after=tell)(exclude))
 
@@ -230,7 +230,7 @@ def see_requeued(plan: Plan, job_id: str, restarts: int) -> None:
         requeue(SlurmClient(), job_id, restarts)
     except ClusterError as error:
         print(f"job {job_id} may not start again: {error}", file=sys.stderr, flush=True)
-    keep_away_from_bad_nodes(plan, job_id)
+    exclude_bad_nodes(plan, job_id)
 
 
 def is_requeued(job_id: str, restarts: int) -> bool:
@@ -275,8 +275,8 @@ def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:
         return True
 
     try:
-        if insisting_in_thread(ClusterError, REQUEUE_S, pause_s=0.5)(starts_again):
-            keep_away_from_bad_nodes(plan, job_id)
+        if retry_in_thread(ClusterError, REQUEUE_S, pause_s=0.5)(starts_again):
+            exclude_bad_nodes(plan, job_id)
             requeue(client, job_id, restarts)
     except ClusterError as error:
         print(f"job {job_id} may not start again: {error}", file=sys.stderr, flush=True)

@@ -16,10 +16,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from primeslurm.errors import ClusterError, RunError
-from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
-from primeslurm.node.attempt.attempts import enter, this_start
-from primeslurm.node.attempt.controller import insist, requeue
+from primeslurm.base.errors import ClusterError, RunError
+from primeslurm.node.attempt.attempt_end import conclude, exclude_bad_nodes, record_bad_node
+from primeslurm.node.attempt.attempt_start import enter, this_start
+from primeslurm.node.attempt.controller_commands import insist, requeue
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
@@ -126,7 +126,7 @@ class BatchEpilogue:
         for name, why in sorted(nodes.items()):
             reason = f"no agent could be started: {why}"
             self._journal.write(NodeLost(name, self._names.index(name), reason))
-            remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
+            record_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
         """A head may have assigned the nodes that are left already: srun gives it seconds before it ends all tasks."""
@@ -144,7 +144,7 @@ class BatchEpilogue:
     def _requeue(self) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
         requeue(self._client, self._job_id, self._restarts)
-        keep_away_from_bad_nodes(self._plan, self._job_id)
+        exclude_bad_nodes(self._plan, self._job_id)
 
 
 def main(run_dir: str, submission: str, code: str, *step: str) -> int:

@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-from primeslurm.errors import ClusterError, RunError
+from primeslurm.base.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude
-from primeslurm.node.attempt.attempts import enter, this_start
+from primeslurm.node.attempt.attempt_start import enter, this_start
 from primeslurm.records.events.nodes import AttemptEnds
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal

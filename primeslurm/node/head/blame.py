@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 
-from primeslurm.records.fleet import AgentReport, Fitness
+from primeslurm.records.fleet import AgentReport, PreflightState
 
 COMMON = frozenset({"address", "model", "shared file system", "temporary directory", "versions"})
 """Checks that depend on what all nodes share, whatever runs on them: files, packages, and the site file."""
@@ -45,7 +45,7 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
     if len(kind) == 1:
         failed, kind = failed & COMMON, used
     others = [agents.get(other) for other in kind if other != rank]
-    decided = [other for other in others if other is not None and other.fitness is not Fitness.CHECKING]
+    decided = [other for other in others if other is not None and other.fitness is not PreflightState.CHECKING]
     if not failed or any(not _alike(other, failed) for other in decided):
         return Fault.NODE
     return Fault.ALIKE if len(decided) == len(others) else Fault.OPEN
@@ -57,4 +57,4 @@ def fails_again(report: AgentReport) -> bool:
 
 
 def _alike(other: AgentReport, failed: set[str]) -> bool:
-    return other.fitness is Fitness.UNFIT and not failed.isdisjoint(other.failed)
+    return other.fitness is PreflightState.UNFIT and not failed.isdisjoint(other.failed)

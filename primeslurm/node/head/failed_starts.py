@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
-from primeslurm.errors import signature
+from primeslurm.base.errors import signature
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.plan.model import VLLM_ROLES, Process
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport

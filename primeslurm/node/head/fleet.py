@@ -14,15 +14,15 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from primeslurm.base.units import duration
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.head.blame import Fault, fails_again, whose_fault
 from primeslurm.node.head.failed_starts import FailedStarts
-from primeslurm.node.head.hangs import PATIENCE, Patience, Standstill, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died, message
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
+from primeslurm.node.head.unresponsive_ranks import PATIENCE, Patience, UnresponsiveRanks, unresponsive_ranks
 from primeslurm.plan.model import Plan, Process, Replica
-from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import (
     NodeLost,
     NodeReplaced,
@@ -33,17 +33,17 @@ from primeslurm.records.events.nodes import (
 )
 from primeslurm.records.fleet import (
     AgentReport,
-    BeatReport,
     Ending,
-    Fitness,
+    HeartbeatReport,
     Outcome,
+    PreflightState,
     ProcessReport,
     RestartOrder,
 )
+from primeslurm.records.record import Event
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
-from primeslurm.units import duration
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 
 AGENT_ENDED = "its agent ended"
 """Why a node is lost whose agent has ended by itself, without an error."""
@@ -92,7 +92,7 @@ class Fleet:
     """Why the orchestrator ends, in its own words."""
     hung: dict[str, str] = field(default_factory=dict)
     """Trainer ranks that have to be ended, and why."""
-    standstill: Standstill | None = None
+    unresponsive_ranks: UnresponsiveRanks | None = None
     """Of the trainer's ranks, as long as it lasts."""
 
     def __post_init__(self) -> None:
@@ -122,12 +122,12 @@ class Fleet:
         if marker != self.progress or not self.progress_at:
             self.progress, self.progress_at = marker, now
 
-    def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
+    def observe_exits(self, exit_codes: Mapping[str, str], now: float) -> None:
         """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run.
 
         No node is to blame if this happened to all of its peers. Until that is known, nothing is decided.
         """
-        self._exits = {**exits, **self._exits}
+        self._exits = {**exit_codes, **self._exits}
         for rank in self.unheard:
             name, peers = self._name(rank), self._peers(rank)
             if name in self._exits and (self._works(peers) or all(self._name(peer) in self._exits for peer in peers)):
@@ -173,16 +173,16 @@ class Fleet:
         return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
 
     @property
-    def silent(self) -> dict[str, BeatReport]:
+    def silent(self) -> dict[str, HeartbeatReport]:
         """Processes that have been silent for a while; of the trainer's ranks those that the others wait for."""
         found = {}
         for process in self._processes.values():
             report = self.report(process.name)
-            if report is None or report.beat is None:
+            if report is None or report.heartbeat is None:
                 continue
-            waited_for = self.standstill is not None and process.name in self.standstill.behind
-            if waited_for if process.role == "trainer" else self.patience.is_over(report.beat):
-                found[process.name] = report.beat
+            waited_for = self.unresponsive_ranks is not None and process.name in self.unresponsive_ranks.behind
+            if waited_for if process.role == "trainer" else self.patience.is_over(report.heartbeat):
+                found[process.name] = report.heartbeat
         return found
 
     @property
@@ -193,7 +193,9 @@ class Fleet:
     @property
     def waits_for(self) -> str:
         """What is wrong with the shared file system, as long as agents wait for that to be over; empty otherwise."""
-        waiting = (a for r, a in sorted(self.agents.items()) if r not in self.gone and a.fitness is Fitness.CHECKING)
+        waiting = (
+            a for r, a in sorted(self.agents.items()) if r not in self.gone and a.fitness is PreflightState.CHECKING
+        )
         return next((agent.file_system for agent in waiting if agent.file_system), "")
 
     def decide(self, now: float) -> Ending | None:
@@ -217,7 +219,7 @@ class Fleet:
     # nodes
 
     def _fit(self) -> set[int]:
-        return {r for r, agent in self.agents.items() if agent.fitness is Fitness.FIT and r not in self.gone}
+        return {r for r, agent in self.agents.items() if agent.fitness is PreflightState.FIT and r not in self.gone}
 
     def _assign_nodes(self, now: float) -> Ending | None:
         if self.assignment.short(self.gone):
@@ -261,7 +263,7 @@ class Fleet:
                 continue
             if agent.environments_fail and not self._environments_load(rank):
                 ending = self._environments_fail(rank, agent)
-            elif agent.fitness is Fitness.UNFIT:
+            elif agent.fitness is PreflightState.UNFIT:
                 ending = self._lose_unfit(rank, agent, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
@@ -302,12 +304,12 @@ class Fleet:
     def _environments_load(self, rank: int) -> bool:
         """Whether environments load on another node of an agent's group."""
         peers = self.plan.ranks(self.plan.group_of_rank(rank).index)
-        return any(self.agents[peer].fitness is Fitness.FIT for peer in peers if peer in self.agents)
+        return any(self.agents[peer].fitness is PreflightState.FIT for peer in peers if peer in self.agents)
 
     def _environments_fail(self, rank: int, agent: AgentReport) -> Ending | None:
         """Where they load nowhere, no node is to blame. Until all that may run them have tried, nobody knows."""
         peers = set(self.plan.ranks(self.plan.group_of_rank(rank).index)) - set(self.gone)
-        if any(peer not in self.agents or self.agents[peer].fitness is Fitness.CHECKING for peer in peers):
+        if any(peer not in self.agents or self.agents[peer].fitness is PreflightState.CHECKING for peer in peers):
             return None
         reason = f"environments do not load on node {agent.name}: {agent.environments_fail}"
         return Ending(Outcome.FAILED, reason, "environments", final=True)
@@ -435,22 +437,26 @@ class Fleet:
 
     def _look_at_ranks(self) -> None:
         """Find those that hang: ranks wait for one another, so that their agents cannot tell."""
-        beats = self._beats_of_ranks()
-        known, self.standstill = self.standstill, standstill(beats, self.patience)
-        if self.standstill is None:
-            self.hung = {} if beats else self.hung  # kept while the others die of the end of those that hung
+        heartbeats = self._beats_of_ranks()
+        known, self.unresponsive_ranks = self.unresponsive_ranks, unresponsive_ranks(heartbeats, self.patience)
+        if self.unresponsive_ranks is None:
+            self.hung = {} if heartbeats else self.hung  # kept while the others die of the end of those that hung
             return
-        if known is None or known.behind != self.standstill.behind:
-            self.news.append(News(self.standstill.event()))
-        if self.standstill.hangs and not self.hung:
-            self.hung = dict.fromkeys(self.standstill.behind, self.standstill.reason)
+        if known is None or known.behind != self.unresponsive_ranks.behind:
+            self.news.append(News(self.unresponsive_ranks.event()))
+        if self.unresponsive_ranks.hangs and not self.hung:
+            self.hung = dict.fromkeys(self.unresponsive_ranks.behind, self.unresponsive_ranks.reason)
 
-    def _beats_of_ranks(self) -> dict[str, BeatReport]:
+    def _beats_of_ranks(self) -> dict[str, HeartbeatReport]:
         """Of all ranks of the trainer; none if one of them does not run."""
         ranks = [process.name for process in self._processes.values() if process.role == "trainer"]
         reports = [self.report(name) for name in ranks]
-        beats = [report.beat if report and report.state == ProcessState.READY else None for report in reports]
-        return {name: beat for name, beat in zip(ranks, beats, strict=True) if beat} if all(beats) else {}
+        heartbeats = [report.heartbeat if report and report.state == ProcessState.READY else None for report in reports]
+        return (
+            {name: heartbeat for name, heartbeat in zip(ranks, heartbeats, strict=True) if heartbeat}
+            if all(heartbeats)
+            else {}
+        )
 
     def _dead_process(self, now: float) -> Ending | None:
         # Those that hung first: the others died of their end. Then those with an error of their own, as ranks that lose
@@ -468,12 +474,12 @@ class Fleet:
             if group is not None and report.generation < group.generation:
                 continue  # it is about to be started again
             reason = f"{process.name} {how_it_died(report)}"
-            if report.exit_code == exits.CHECKPOINTED:
+            if report.exit_code == exit_codes.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
-            if report.exit_code == exits.STALLED:
+            if report.exit_code == exit_codes.STALLED:
                 reason = self.last_words or f"{process.name} saw no progress: see its events"
                 return Ending(Outcome.FAILED, reason, process.name)
-            if report.exit_code == exits.FUTILE:
+            if report.exit_code == exit_codes.UNRECOVERABLE:
                 words = self.last_words or (reason if report.reason else f"{reason}: see its events")
                 return Ending(Outcome.FAILED, words, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm import files
-from primeslurm.files import Watched, write_json
+from primeslurm.base import files
+from primeslurm.base.files import FileWatcher, write_json
+from primeslurm.base.units import duration
+from primeslurm.base.unresponsive_timer import scheduling_delay_s
 from primeslurm.node.agent.node_agent import TICK_RETRY_S, NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
-from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
+from primeslurm.node.attempt.attempt_end import conclude, record_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
-from primeslurm.node.head.hangs import PATIENCE, Patience
 from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.termination import Termination, ask_slurm, grace_time, termination
+from primeslurm.node.head.unresponsive_ranks import PATIENCE, Patience
 from primeslurm.node.head.walltime import MARGIN_S, boot_clock, ends_too_late, seconds_left, seconds_to_stop
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
@@ -39,7 +41,6 @@ from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import progress_of
-from primeslurm.silence import held_up_s
 from primeslurm.slurm.client import KILL_WAIT_S
 from primeslurm.slurm.launch_failures import (
     START,
@@ -50,7 +51,6 @@ from primeslurm.slurm.launch_failures import (
     node_names,
     restarts,
 )
-from primeslurm.units import duration
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 
@@ -102,7 +102,7 @@ class Head(threading.Thread):
         self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), os.environ.get(START, ""))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
-        self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
+        self._heartbeats = {rank: FileWatcher(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
         self._records = RecordWriter(run.path, 1.5 * agent.plan.stall_timeout_s)
         self._waits_for = ""
         self._addresses = Addresses({}, {})
@@ -161,7 +161,7 @@ class Head(threading.Thread):
 
     def _tick(self, now: float) -> None:
         hindered, elapsed = self._records.excuses(now), now - self._ticked_at
-        if late := elapsed if hindered else held_up_s(self._ticked_at, now):
+        if late := elapsed if hindered else scheduling_delay_s(self._ticked_at, now):
             self.fleet.held_up(late)
         else:
             self.fleet.unreadable(self._unread_for_a_while(now), elapsed)
@@ -266,7 +266,7 @@ class Head(threading.Thread):
             self.journal.write(item.event)
             match item:
                 case News(NodeLost(reason=reason), blamed=str(node)):
-                    remember_bad_node(self.plan, self.attempt, node, reason, self.journal)
+                    record_bad_node(self.plan, self.attempt, node, reason, self.journal)
 
     def _publish_all(self, now: float) -> None:
         """In this order: agents rely on it. What cannot be written is written with the next turn."""
@@ -281,7 +281,7 @@ class Head(threading.Thread):
         names = {rank: agent.name for rank, agent in self.fleet.agents.items()}
         agents = {node: AssignedAgent(rank, names[rank]) for node, rank in sorted(assignment.rank_of.items())}
         record = AssignmentRecord(assignment.generation, agents, assignment.moved)
-        write_json(self.attempt.roster_file, msgspec.to_builtins(record))
+        write_json(self.attempt.assignment_file, msgspec.to_builtins(record))
         self._published_generation = assignment.generation
 
     def _publish_addresses(self) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from primeslurm.errors import ClusterError
+from primeslurm.base.errors import ClusterError
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.run.directory import BY_SIGTERM
 from primeslurm.slurm.client import KILL_WAIT_S, JobState, SlurmClient
-from primeslurm.wire.transport.retry import insisting_in_thread
+from primeslurm.wire.transport.retry import retry_in_thread
 
 SLURM_ANSWER_S = 5.0
 """Longest wait for Slurm to say why it ends the job: that time is missing for the last checkpoint. [s]"""
@@ -83,7 +83,7 @@ def ask_slurm(job_id: str) -> tuple[JobState | None, float]:
     """Ask Slurm for the state of a job that it ends, and for its KillWait. Without an answer: None, and the default."""
     client = SlurmClient(timeout_s=SLURM_ANSWER_S / 2)
     # More than one try: SIGTERM may come twice, and then ends the command, too.
-    again = insisting_in_thread(ClusterError, SLURM_ANSWER_S / 2, pause_s=0.3)
+    again = retry_in_thread(ClusterError, SLURM_ANSWER_S / 2, pause_s=0.3)
     try:
         return again(lambda: (client.job(job_id), client.kill_wait_s()))
     except ClusterError:

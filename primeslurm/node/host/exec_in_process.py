@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _TERMINAL = ("TERM", "COLORTERM", "COLUMNS", "LINES")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     base, own = environment_of(agent), environment_of(pid)
     if base is None:
         print(f"the agent {agent} does not run on this node any more", file=sys.stderr)
-        return exits.NOT_HERE
+        return exit_codes.NOT_ON_THIS_NODE
     if own is None:
         print("the process does not run: this is its agent's environment", file=sys.stderr)
     os.chdir(Path("/proc") / str(agent if own is None else pid) / "cwd")
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         os.execvpe(command[0], command, base | (own or {}) | terminal)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return exits.NO_COMMAND
+        return exit_codes.COMMAND_NOT_FOUND
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import shutil
 import stat
 from pathlib import Path
 
-from primeslurm.files import LONGEST_SOCKET
+from primeslurm.base.files import LONGEST_SOCKET
 
 WORD = 6
 """Letters of the random word: paths of sockets are short."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from primeslurm.files import is_transient
+from primeslurm.base.files import is_transient
 from primeslurm.records.reserve import GIVEN_UP, Reserve, free_bytes, may_pass
 
 FILL_S = 5.0

@@ -12,14 +12,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from primeslurm import files
-from primeslurm.files import read_json, write_atomic
+from primeslurm.base import files
+from primeslurm.base.files import read_json, write_atomic
+from primeslurm.base.units import duration, gib
 from primeslurm.node.host.network import can_bind
 from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 from primeslurm.records.reserve import LEAST_FREE, may_pass
-from primeslurm.units import duration, gib
 
 COMMAND_TIMEOUT_S = 20.0
 USED_MIB = 2048

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from primeslurm.files import read_json
+from primeslurm.base.files import read_json
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.recipe.sections.evaluation import Evaluation
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.teacher import Teacher, TeacherEngines
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.records import recipe as recipe_record
+from primeslurm.records import resolved_recipe as recipe_record
 
 
 class LoadedOnNodes(BaseModel):

@@ -13,20 +13,20 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm.files import Watched, digest, write_json
-from primeslurm.model_files import model_directory
+from primeslurm.base.files import FileWatcher, digest, write_json
+from primeslurm.base.model_files import model_directory
+from primeslurm.base.units import duration
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
 from primeslurm.plan.model import VLLM_ROLES, Node, Plan
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
-from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
+from primeslurm.records.fleet import FleetView, PreflightCheck, PreflightReference, PreflightState, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
-from primeslurm.units import duration
 
 T = TypeVar("T")
 _POLL_S = 0.05
@@ -81,19 +81,19 @@ class Preflight:
         self._doing = "nothing"
 
     @property
-    def verdict(self) -> tuple[Fitness, str]:
+    def verdict(self) -> tuple[PreflightState, str]:
         """Whether the node is fit, and why not."""
         bad = [check.text for check in self._found if check.level == "failed"]
         if bad:
-            return Fitness.UNFIT, "; ".join(bad)
+            return PreflightState.UNFIT, "; ".join(bad)
         if self._done:
-            return Fitness.FIT, ""
+            return PreflightState.FIT, ""
         if time.monotonic() > self._deadline:
             return (
-                Fitness.UNFIT,
+                PreflightState.UNFIT,
                 f"preflight takes longer than {duration(self._timings.limit_s)}; it checks {self._doing}",
             )
-        return Fitness.CHECKING, ""
+        return PreflightState.CHECKING, ""
 
     @property
     def failed(self) -> list[str]:
@@ -260,7 +260,7 @@ class Preflight:
 
     def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
-        file = Watched(self._attempt.reference_file)
+        file = FileWatcher(self._attempt.reference_file)
         reference = self._wait_for(file, PreflightReference, self._plan.node_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
         if reference is None:
@@ -281,7 +281,7 @@ class Preflight:
 
     def _clock(self) -> list[PreflightCheck]:
         """The head writes its time into fleet.json all the time."""
-        file = Watched(self._attempt.fleet_file)
+        file = FileWatcher(self._attempt.fleet_file)
         found = PreflightCheck("clock", "warning", "the head's time is not seen")
         for _ in range(2):  # the first one may have been there for long
             view = self._wait_for(file, FleetView, self._timings.clock_wait_s)
@@ -291,7 +291,7 @@ class Preflight:
                 break
         return [found]
 
-    def _wait_for(self, file: Watched, kind: type[T], timeout_s: float) -> T | None:
+    def _wait_for(self, file: FileWatcher, kind: type[T], timeout_s: float) -> T | None:
         """Return a record once the file has one that is whole; None after so many seconds."""
         deadline = time.monotonic() + timeout_s
         while (value := changed_record(file, kind)) is None and time.monotonic() < deadline:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import custom
 from primeslurm.orchestrator.algorithms.by_environment import ByEnvironment, Weighted
 from primeslurm.orchestrator.algorithms.echo import Echo

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.orchestrator import CustomAlgorithm

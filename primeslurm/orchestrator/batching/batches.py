@@ -27,7 +27,7 @@ from primeslurm.recipe.sections.losses import Average, CustomLoss
 from primeslurm.wire.batches.file_ranges import Part, StoredArray
 from primeslurm.wire.batches.rollouts import BatchInfo, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.transport.link import Answer
+from primeslurm.wire.link.trainer_link import Answer
 
 log = logging.getLogger(__name__)
 KEPT_STEPS = 2

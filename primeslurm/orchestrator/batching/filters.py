@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.files import read_json
-from primeslurm.model_files import model_directory
+from primeslurm.base.files import read_json
+from primeslurm.base.model_files import model_directory
 from primeslurm.orchestrator.algorithms import Algorithm
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.filters import Filters, Gibberish, Length, Repetition, Truncated, ZeroAdvantage

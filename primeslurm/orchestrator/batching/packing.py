@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
+from primeslurm.wire.batches.array_checks import ArraySpec
 from primeslurm.wire.batches.file_ranges import Part, StoredArray
 from primeslurm.wire.batches.rollouts import BatchInfo, Bool, Float32, ImageSpan, Int32, batch_header, piece
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.received import ArraySpec
 
 ATTENTION_TOKENS = 32_768
 """In a document of so many tokens attention costs as much as all the rest. With n active parameters, l layers and h

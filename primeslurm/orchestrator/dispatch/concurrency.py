@@ -17,7 +17,7 @@ from types import MappingProxyType
 from primeslurm.orchestrator.dispatch.held import Held, Overcommit
 from primeslurm.orchestrator.dispatch.replica_samples import ReplicaSample
 from primeslurm.orchestrator.dispatch.replica_share import START_PER_ENGINE, ReplicaShare
-from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, Sample
+from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import ReplicaLoad
 
 SLOW, LESS = 0.5, 0.8

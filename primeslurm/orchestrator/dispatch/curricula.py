@@ -13,12 +13,12 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.orchestrator.dispatch.pools import Pools
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import Row
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +145,6 @@ def _read_lines(content: bytes) -> Iterator[Outcome]:
     """The outcomes of whole lines. One that is damaged is lost, and no other."""
     for line in content.splitlines():
         try:
-            yield json_value(line, Outcome)  # type: ignore[arg-type]  # a tuple of types is no type
+            yield decode_json(line, Outcome)  # type: ignore[arg-type]  # a tuple of types is no type
         except DamagedError as error:
             log.error("what was learned of an example is lost: %s", error)

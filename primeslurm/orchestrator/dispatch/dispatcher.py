@@ -18,12 +18,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import count
 from typing import NamedTuple
 
+from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast
 from primeslurm.orchestrator.dispatch.examples import Examples
+from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, group_id
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
-from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, OpenGroups, group_id
 from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
-from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
-from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
+from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.wire.batches.rollouts import Rollout
@@ -32,12 +32,12 @@ PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""
 CUT_AHEAD_LOSS = 0.02
 """A batch is cut ahead of its time if so much of one is lost by that: the trainer does not wait for its fetch then."""
-MOST_FAILURES: dict[Cause, int] = {"environment": 3, "engine": 10, "prompt": 1}
+MAX_FAILURES: dict[Cause, int] = {"environment": 3, "engine": 10, "prompt": 1}
 """Failures of one rollout, by cause, after which its group is given up. If no engine answers, that is no fault of the
 rollout, unless its request is to blame. Lost jobs (their worker died) do not count."""
 
 
-class Swept(NamedTuple):
+class AgeLimitResult(NamedTuple):
     """What a sweep has found."""
 
     stale: list[RolloutGroup]
@@ -94,8 +94,8 @@ class Dispatcher:
         """Jobs that are finished, in groups that are not on disk."""
         self._claimed: set[str] = set()
         """Jobs of others, each of which is gone on with once: what became too old would come back for ever."""
-        self._replicas = ReplicaPlaces(routers)
-        self._ahead = WorkAhead(limits.ratios, clock)
+        self._replicas = ReplicaSlots(routers)
+        self._ahead = CompletionForecast(limits.ratios, clock)
         self._surplus: list[str] = []
         self._serial = count()
 
@@ -153,7 +153,7 @@ class Dispatcher:
         """
         if self.version < 0 or self.inflight >= self.limits.max_inflight:
             return None
-        if not (routers := self._replicas.with_room):
+        if not (routers := self._replicas.with_free_slots):
             return None
         at_home = self.open.next(available, routers, PATIENCE * len(self._replicas.routers))
         group = at_home or self._open(available) or self.open.next(available)
@@ -199,7 +199,7 @@ class Dispatcher:
         return tuple(self._replicas.routers)
 
     @property
-    def replicas(self) -> ReplicaPlaces:
+    def replicas(self) -> ReplicaSlots:
         """Return what each replica runs, and may run."""
         return self._replicas
 
@@ -224,7 +224,7 @@ class Dispatcher:
         self._surplus += self._close(group)
         return self._complete(group)
 
-    def take_surplus(self) -> list[str]:
+    def take_surplus_jobs(self) -> list[str]:
         """Return jobs of groups that were completed without them: they are to be cancelled."""
         surplus, self._surplus = self._surplus, []
         return surplus
@@ -246,7 +246,7 @@ class Dispatcher:
         group, index = self._end(job, "failed")
         tries = group.engine_failures if cause == "engine" else group.tries
         tries[index] += 1
-        if tries[index] >= MOST_FAILURES[cause]:
+        if tries[index] >= MAX_FAILURES[cause]:
             return self._drop(group, "failed")
         self.open.again(group, index)
         return []
@@ -277,7 +277,7 @@ class Dispatcher:
             self.lost(job)
         for group in self.open.values():
             if group.router == router:
-                group.router = self._replicas.roomiest()
+                group.router = self._replicas.least_loaded()
         return jobs
 
     def rejected(self, group: RolloutGroup, reason: str) -> None:
@@ -319,7 +319,7 @@ class Dispatcher:
         """
         return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
-    def sweep(self, step: int) -> Swept:
+    def apply_age_limit(self, step: int) -> AgeLimitResult:
         """Give up what is too old for `step`, as the rule says."""
         oldest = self.limits.oldest_version(step)
         late = self.ready.before(oldest)
@@ -330,7 +330,7 @@ class Dispatcher:
             self._count_stale(group.size)
             self._come_again(group.id, group.environment, group.example, group.task)
         if self.limits.staleness.rule == "mask":
-            return Swept(stale, [], [])
+            return AgeLimitResult(stale, [], [])
         cancelled: list[str] = []
         for old in self.open.before(oldest):
             if self._goes_on(old.environment, old.example, old.id):
@@ -339,9 +339,9 @@ class Dispatcher:
                 cancelled += self._drop(old, "stale")
                 self._come_again(old.id, old.environment, old.example, old.task)
         early, more = self._last_chance(oldest)
-        return Swept(stale, cancelled + more, early)
+        return AgeLimitResult(stale, cancelled + more, early)
 
-    def may_cut_ahead(self) -> bool:
+    def may_form_early(self) -> bool:
         """Tell whether the next step's batch may be cut before the trainer needs it.
 
         Not if much of the groups that may be in no later one is expected to be done until then.
@@ -378,7 +378,7 @@ class Dispatcher:
         """Return the groups that `cut` would take, without taking them; none if there are not enough."""
         return self._chosen()
 
-    def was_read(self, group: RolloutGroup, whole: RolloutGroup) -> None:
+    def replace_with_loaded(self, group: RolloutGroup, whole: RolloutGroup) -> None:
         """Have a group that waits for a batch replaced by the same one with its arrays in memory."""
         self.ready.replace(group, whole)
 
@@ -394,10 +394,10 @@ class Dispatcher:
         self.unscored.pop(name, None)
         self.counts["groups_damaged"] += 1
         task = next((group.task for group in known if group.id == name), None)
-        if (position := self._examples.of_file(name)) is not None:
+        if (position := self._examples.position_of_file(name)) is not None:
             self._come_again(group_id(*position), *position, task)
 
-    def uncut(self, groups: Sequence[RolloutGroup]) -> None:
+    def return_batch(self, groups: Sequence[RolloutGroup]) -> None:
         """Take back a batch that could not be given out."""
         self.step -= 1
         self._ahead.batch_taken_back()
@@ -456,7 +456,7 @@ class Dispatcher:
         Also where nothing of it would come again: its example came again already, or it is a part of one.
         """
         is_part = name != group_id(label, example)
-        return self.limits.staleness.rule == "carry" or is_part or self._examples.has_returned((label, example))
+        return self.limits.staleness.rule == "carry" or is_part or self._examples.was_returned((label, example))
 
     def _may_end_early(self, group: OpenGroup) -> bool:
         """Whether a group is trained with the rollouts that are done, if the next batch is its last."""
@@ -486,7 +486,11 @@ class Dispatcher:
         if job.group != first and not (runs and job.group.startswith(f"{first}.")):
             return None
         group = self.open.get(first)
-        if group is None and first not in self._finishing and self._examples.is_to_come((job.environment, job.example)):
+        if (
+            group is None
+            and first not in self._finishing
+            and self._examples.is_unopened((job.environment, job.example))
+        ):
             return self._reopen(job)
         if group is None:  # its example is trained without it
             carries = goes_on or self.limits.staleness.surplus == "carry"
@@ -525,7 +529,7 @@ class Dispatcher:
         return PARTS_A_STEP * self.step + 1
 
     def _reopen(self, job: Job) -> OpenGroup:
-        self._examples.pass_by((job.environment, job.example))
+        self._examples.mark_opened((job.environment, job.example))
         self._examples.drawn.pop(group_id(job.environment, job.example), None)
         return self._new_group(job.environment, job.example, job.opened_version, job.router, job.task)
 
@@ -580,7 +584,7 @@ class Dispatcher:
             return None
         running = (group.task for group in self._unfinished_groups() if group.environment == position[0])
         task = self._examples.take_task(position, running)
-        return self._new_group(*position, self.version, self._replicas.roomiest(), task)
+        return self._new_group(*position, self.version, self._replicas.least_loaded(), task)
 
     def _new_group(self, label: str, example: int, version: int, router: str, task: int | None) -> OpenGroup:
         size = self.limits.group_sizes[label]
@@ -626,7 +630,7 @@ class Dispatcher:
         position = (group.environment, group.example)
         comes_again = stale and position in self._examples.unfinished  # as was on record
         if group.id == group_id(*position) and not comes_again:
-            self._examples.pass_by(position)
+            self._examples.mark_opened(position)
         if stale:
             self._count_stale(group.size)
             self._come_again(group.id, group.environment, group.example, group.task)

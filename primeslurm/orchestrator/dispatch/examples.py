@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from primeslurm.orchestrator.dispatch.open_groups import group_id
+from primeslurm.orchestrator.dispatch.group_queues import group_id
 
 Position = tuple[str, int]
 """Label of an environment, and a position in its stream."""
@@ -105,14 +105,14 @@ class Examples:
             task = self._draws.draw(*position, {other for other in running if other is not None})
         return task
 
-    def is_to_come(self, position: Position) -> bool:
+    def is_unopened(self, position: Position) -> bool:
         """Tell whether no group was opened for a position, as far as is known."""
         label, example = position
         if group_id(*position) in self.taken:
             return False
         return example >= self.cursors[label] or position in self.unfinished
 
-    def pass_by(self, position: Position) -> None:
+    def mark_opened(self, position: Position) -> None:
         """Note that there is a group of a position, wherever the cursor is. What is before it is to come.
 
         The example would come again otherwise, once its group is trained and forgotten.
@@ -135,7 +135,7 @@ class Examples:
             self.drawn[group_id(*position)] = task
         return True
 
-    def has_returned(self, position: Position) -> bool:
+    def was_returned(self, position: Position) -> bool:
         """Tell whether an example came again."""
         return position in self._returned
 
@@ -155,7 +155,7 @@ class Examples:
         """Note that a batch was taken back, or that its step is committed: its groups are in none any more."""
         self._returned_in_batches -= self._returned_of(names)
 
-    def of_file(self, name: str) -> Position | None:
+    def position_of_file(self, name: str) -> Position | None:
         """Find what is to be sampled again for a group of which nothing is known but its file's name; None: nothing."""
         label, _, example = name.rpartition("-")
         label = next((each for each in self.cursors if each.replace("/", "_") == label.replace("/", "_")), "")

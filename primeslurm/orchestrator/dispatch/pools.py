@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch
+from primeslurm.orchestrator.dispatch.task_order import ENDLESS_WINDOW, WINDOW, first_epoch
 from primeslurm.recipe.sections.curriculum import Curriculum
 
 UNSEEN = "unseen"

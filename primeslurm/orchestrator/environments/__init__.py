@@ -15,11 +15,11 @@ from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_config_type
 
-from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.orchestrator.dispatch.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
-from primeslurm.wire.environment_probe import UNKNOWN
+from primeslurm.wire.probe_messages import UNKNOWN
 
 BUNDLED = ("arithmetic", "harbor-local", "math-problems", "reverse-text", "tool-use")
 HARNESSES = ("chat", "shell")

@@ -13,7 +13,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
 from primeslurm.chat import ChatMessage
-from primeslurm.wire.transport.http import client_within_run
+from primeslurm.wire.transport.http import internal_client
 
 __all__ = ["ChatHarness"]
 
@@ -38,7 +38,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     ) -> ProgramResult:
         """Take one turn. The rollout's own error, if any, is raised by verifiers after this returns."""
         messages = opening(*self.resolve_prompt(data))
-        async with client_within_run(None, headers={"Authorization": f"Bearer {secret}"}) as client:
+        async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
             answer = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
         if answer.status_code != httpx.codes.OK:
             return ProgramResult(exit_code=1, stdout="", stderr=answer.text)

@@ -13,7 +13,7 @@ import verifiers.v1 as vf
 from verifiers.v1.harnesses.bash import BashHarnessConfig
 from verifiers.v1.utils.loaders import harness_config_type
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.orchestrator.environments import hosted
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.environments.sandbox import disk, limits, namespaces, scripts, view

@@ -12,7 +12,7 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.utils.prime import load_prime_config
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 
 _FIELD = "environments.runtime"

@@ -19,7 +19,7 @@ from packaging.version import Version
 from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 
 _WORDS = 300
 """Characters of a message that are shown."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import SubprocessConfig
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.orchestrator.environments.shell import ShellHarness
 from primeslurm.recipe.sandbox_rules import ENV_KEY, offers_tools
 from primeslurm.recipe.sections.orchestrator import Environment

@@ -23,13 +23,13 @@ from typing import IO, Generic, TypeVar
 import msgspec
 import verifiers.v1 as vf
 
-from primeslurm.errors import UsageError, Violation
-from primeslurm.imports import uncollected
-from primeslurm.orphans import end_with_parent
-from primeslurm.paths import is_file
+from primeslurm.base.errors import UsageError, Violation
+from primeslurm.base.imports import uncollected
+from primeslurm.base.parent_death import end_with_parent
+from primeslurm.base.paths import is_file
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.wire.environment_probe import (
+from primeslurm.wire.probe_messages import (
     EnvironmentAnswer,
     ModelAnswer,
     ProbeRequest,
@@ -129,14 +129,16 @@ def _read_file(environment: Environment, rest: Iterator[vf.Task]) -> tuple[int |
 
 def look_at(model: Model) -> ModelAnswer:
     """Choose a model's renderer, as workers do."""
-    from primeslurm.orchestrator.rendering import choosing
+    from primeslurm.orchestrator.rendering import renderer_selection
 
-    if choosing.model_type_of(model.path) is None:  # it is not here, or is no model: others tell
+    if renderer_selection.model_type_of(model.path) is None:  # it is not here, or is no model: others tell
         return ModelAnswer()
     try:
-        chosen = choosing.choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
+        chosen = renderer_selection.select_renderer(
+            model.path, model.renderer, model.renderer_options, model.vlm is not None
+        )
         return ModelAnswer(no_tools=chosen.no_tools)
-    except choosing.RenderingError as error:
+    except renderer_selection.RenderingError as error:
         return ModelAnswer([Violation("model.renderer", model.renderer, str(error))])
 
 

@@ -17,7 +17,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
 from primeslurm.orchestrator.environments.chat import opening
-from primeslurm.wire.transport.http import client_within_run
+from primeslurm.wire.transport.http import internal_client
 
 __all__ = ["ShellHarness"]
 
@@ -68,7 +68,7 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
     ) -> ProgramResult:
         """Take turns. The rollout's own error, if any, is raised by verifiers after this returns."""
         messages = opening(*self.resolve_prompt(data))
-        async with client_within_run(None, headers={"Authorization": f"Bearer {secret}"}) as client:
+        async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
             while True:
                 body = {"model": ctx.model, "messages": messages, "tools": [TOOL]}
                 answer = await client.post(f"{endpoint}/chat/completions", json=body)

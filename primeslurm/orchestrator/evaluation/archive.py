@@ -18,12 +18,12 @@ from statistics import fmean
 
 import msgspec
 
-from primeslurm import durable, files
-from primeslurm.files import Appender, write_atomic
+from primeslurm.base import durable, files
+from primeslurm.base.files import Appender, write_atomic
 from primeslurm.orchestrator.evaluation.statistics import Sample, SampleResult
 from primeslurm.records import evaluation as records
 from primeslurm.records.evaluation import EvaluationRecord
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +91,13 @@ class Archive:
         except FileNotFoundError:
             return None
         try:
-            begun = json_value(lines[0], Begun)
+            begun = decode_json(lines[0], Begun)
         except (IndexError, DamagedError):
             return None  # killed before it was on disk
         samples = []
         for line in lines[1:]:
             try:
-                samples.append(json_value(line, Sample))
+                samples.append(decode_json(line, Sample))
             except DamagedError as error:
                 log.warning("a sample of the evaluation of step %d is lost: %s", begun.step, error)
         return begun, samples

@@ -17,7 +17,7 @@ from statistics import fmean
 
 import numpy as np
 
-from primeslurm.orchestrator.dispatch.dispatcher import MOST_FAILURES
+from primeslurm.orchestrator.dispatch.dispatcher import MAX_FAILURES
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
@@ -168,7 +168,7 @@ class EvaluationRun:
         """Try the rollout of a failed job again, or have its sample end as failed; then it is returned."""
         place = self._take(job)
         self._failures[place, cause] += 1
-        return self._again(place, error, give_up=self._failures[place, cause] >= MOST_FAILURES[cause])
+        return self._again(place, error, give_up=self._failures[place, cause] >= MAX_FAILURES[cause])
 
     def lost(self, job: str) -> None:
         """Dispatch a job again, as its worker is gone."""

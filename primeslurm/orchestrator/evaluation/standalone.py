@@ -9,19 +9,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from primeslurm.errors import PrimeslurmError
+from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
+from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.orchestrator.telemetry import worker_deaths
+from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
-from primeslurm.orchestrator.telemetry.watch import FAILED_BATCHES, FutileError, StallError
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.policy_loop import policy_loop
+from primeslurm.orchestrator.weight_transfer.weight_update_loop import weight_update_loop
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import require_newest
-from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     EnvironmentFails,
     OrchestratorDone,
@@ -29,6 +28,7 @@ from primeslurm.records.events.training import (
     ReplicaLost,
     Stalled,
 )
+from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
@@ -75,7 +75,7 @@ class EvaluationServer:
         workers = {each.label: each.workers for each in recipe.evaluation_environments}
         many = FAILED_BATCHES * recipe.orchestrator.batch_size
         self._failures = RolloutFailures(many, workers, hopeful=self._evaluator.working)
-        self._policy = policy_loop(recipe, arguments, self._journal)
+        self._policy = weight_update_loop(recipe, arguments, self._journal)
         self._cancelled: list[str] = []
         self._wake = asyncio.Event()
 
@@ -83,7 +83,7 @@ class EvaluationServer:
         """Run until the results are on disk.
 
         Raises:
-            FutileError: an environment cannot work.
+            UnrecoverableError: an environment cannot work.
             PrimeslurmError: there is nothing to evaluate on any more.
         """
         self._journal.write(OrchestratorUp(VERSION))
@@ -101,7 +101,7 @@ class EvaluationServer:
         self._journal.write(OrchestratorDone(VERSION))
 
     async def _step(self) -> None:
-        pulse().enter("event loop")
+        liveness().enter("event loop")
         self._follow_addresses()
         self._workers.expire()
         self._check()
@@ -135,7 +135,7 @@ class EvaluationServer:
             return
         self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
         self._journal.state(msgspec.structs.replace(self._state(), failure=str(hopeless)))
-        raise FutileError(str(hopeless))
+        raise UnrecoverableError(str(hopeless))
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""

@@ -17,7 +17,7 @@ from typing import Any
 from verifiers.v1.dialects import AnthropicDialect, ChatDialect, ResponsesDialect
 from verifiers.v1.types import Request, Response, ToolCall
 
-from primeslurm.orchestrator.rendering.remembering import RememberingDialect, RolloutDialect
+from primeslurm.orchestrator.rendering.conversation_cache import CachingChatDialect, RolloutDialect
 
 NUMBERED = re.compile(r"call_\d+")
 """Ids that verifiers gives the calls of a turn whose renderer gives none: the next turn's are the same."""
@@ -53,7 +53,7 @@ class TrainedDialect(RolloutDialect):
         raise NotImplementedError
 
 
-class TrainedMessages(TrainedDialect, AnthropicDialect):  # type: ignore[misc]
+class TrainedAnthropicMessages(TrainedDialect, AnthropicDialect):  # type: ignore[misc]
     """Anthropic's Messages (https://docs.claude.com/en/api/messages, its streaming page for the events)."""
 
     def written(self, response: Response) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class TrainedMessages(TrainedDialect, AnthropicDialect):  # type: ignore[misc]
         return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in events]
 
 
-class TrainedResponses(TrainedDialect, ResponsesDialect):  # type: ignore[misc]
+class TrainedOpenAIResponses(TrainedDialect, ResponsesDialect):  # type: ignore[misc]
     """OpenAI's Responses (https://platform.openai.com/docs/api-reference/responses and responses-streaming)."""
 
     def written(self, response: Response) -> dict[str, Any]:
@@ -142,7 +142,11 @@ class TrainedResponses(TrainedDialect, ResponsesDialect):  # type: ignore[misc]
         return [f"event: {event['type']}\ndata: {json.dumps(event)}\n\n".encode() for event in numbered]
 
 
-OF_ROLLOUTS = {ChatDialect: RememberingDialect, AnthropicDialect: TrainedMessages, ResponsesDialect: TrainedResponses}
+ROLLOUT_DIALECTS = {
+    ChatDialect: CachingChatDialect,
+    AnthropicDialect: TrainedAnthropicMessages,
+    ResponsesDialect: TrainedOpenAIResponses,
+}
 """What stands for verifiers' dialects where rollouts are trained."""
 
 

@@ -31,10 +31,10 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.files import LONGEST_SOCKET
-from primeslurm.orchestrator.rollouts.generate_endpoint import Answers, NoAnswerError
-from primeslurm.orchestrator.rollouts.pieces import cut
-from primeslurm.records.beats import pulse
+from primeslurm.base.files import LONGEST_SOCKET
+from primeslurm.orchestrator.rollouts.message_chunks import cut
+from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts, NoAnswerError
+from primeslurm.records.heartbeats import liveness
 from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import Count, DamagedError, Size, value
 from primeslurm.wire.transport import secret
@@ -149,7 +149,7 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Seconds since its last status for which its event loop computed, or waited for a CPU."""
     held: dict[str, Size] = {}
     """Jobs that have ended and whose results are still there, with their bytes."""
-    answers: dict[str, Answers] = {}
+    answers: dict[str, AnswerCounts] = {}
     """Usable and damaged answers since the last status, by the address of the engine, or of its router if the engine is
     not known."""
 
@@ -284,7 +284,7 @@ class JobRunner:
         rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]],
         tasks: int | None = None,
         node: str = "",
-        answers: Callable[[], dict[str, Answers]] = dict,
+        answers: Callable[[], dict[str, AnswerCounts]] = dict,
     ) -> None:
         self._answers = answers
         self._environment = environment
@@ -386,7 +386,7 @@ class JobRunner:
     async def _beat(self) -> None:
         busy = _busy_s()
         while True:
-            pulse().enter("event loop")
+            liveness().enter("event loop")
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
             before, busy = busy, _busy_s()
             held = {job: _size(result) for job, result in chain(self._unsent.items(), self._held.items())}

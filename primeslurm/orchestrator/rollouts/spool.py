@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.orchestrator.rollouts.groups import (
     PREFIX,
     GroupHead,

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.rollouts.generate_endpoint import Answers
+from primeslurm.base.unresponsive_timer import scheduling_delay_s
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Claims,
@@ -39,10 +39,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
     shortened,
 )
-from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, is_cut, joined
+from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, is_cut, joined
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
-from primeslurm.orchestrator.telemetry.worker_deaths import WorkerDeaths
-from primeslurm.silence import held_up_s
+from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
+from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts
 from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.transport import secret
@@ -155,7 +155,7 @@ class WorkerPool:
         keeps: Callable[[str], bool] = lambda job: False,
         deaths: WorkerDeaths | None = None,
         on_death: Callable[[str, int, list[Job]], None] = lambda environment, worker, guilty: None,
-        on_answers: Callable[[Mapping[str, Answers]], None] = lambda answers: None,
+        on_answers: Callable[[Mapping[str, AnswerCounts]], None] = lambda answers: None,
     ) -> None:
         self._deaths = WorkerDeaths() if deaths is None else deaths
         self._on_death = on_death
@@ -330,7 +330,7 @@ class WorkerPool:
     def expire(self) -> None:
         """Give up the workers that are silent, and spare those that are quiet."""
         now = self._clock()
-        held_up, self._looked_at = held_up_s(self._looked_at, now), now
+        held_up, self._looked_at = scheduling_delay_s(self._looked_at, now), now
         for worker in list(self._live.values()):
             worker.heard += held_up
             silence = now - worker.heard

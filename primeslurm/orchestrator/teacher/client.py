@@ -13,9 +13,9 @@ import httpx
 import msgspec
 import numpy as np
 
-from primeslurm.errors import PrimeslurmError
+from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.rollouts.generate_endpoint import (
+from primeslurm.orchestrator.worker.generate_endpoint import (
     BUSY,
     LARGEST_LOGPROB,
     MovedError,
@@ -24,11 +24,11 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import (
 )
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Float32
-from primeslurm.wire.decoding import json_value
-from primeslurm.wire.transport.http import client_out_of_run, client_within_run, words
-from primeslurm.wire.transport.retry import insisting
+from primeslurm.wire.decoding import decode_json
+from primeslurm.wire.transport.http import external_client, internal_client, words
+from primeslurm.wire.transport.retry import retry_with_backoff
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ MOST_DAMAGED = 3
 class TeacherError(PrimeslurmError):
     """The teacher refuses, or does not answer what it was asked. It would do so every time: the attempt ends."""
 
-    exit_code = exits.STALLED
+    exit_code = exit_codes.STALLED
 
 
 class _Logprob(msgspec.Struct):
@@ -116,7 +116,7 @@ class Teacher:
 
     async def _ask(self, body: dict[str, object]) -> tuple[str, httpx.Response]:
         """Ask until an engine answers. Return the URL of the engine, and its answer."""
-        asked: tuple[str, httpx.Response] = await insisting(UnavailableError)(self._try, body)
+        asked: tuple[str, httpx.Response] = await retry_with_backoff(UnavailableError)(self._try, body)
         return asked
 
     async def close(self) -> None:
@@ -159,7 +159,7 @@ def _logprobs_in(content: bytes, token_ids: Sequence[int]) -> Float32:
         LookupError: a token's log-probability is missing.
         ValueError: it is no answer, or about another number of tokens, or has what is no log-probability.
     """
-    found = json_value(content, _Answer).choices[0].prompt_logprobs
+    found = decode_json(content, _Answer).choices[0].prompt_logprobs
     given = zip(token_ids[1:], found[1:], strict=True)
     values = [0.0, *(_logprob_in(entry, token) for token, entry in given)]
     if not all(abs(value) <= LARGEST_LOGPROB for value in values):
@@ -168,7 +168,7 @@ def _logprobs_in(content: bytes, token_ids: Sequence[int]) -> Float32:
 
 
 def _logprob_in(entry: msgspec.Raw, token: int) -> float:
-    found: _Entry = json_value(entry, _Entry)  # type: ignore[arg-type]  # a union is no type
+    found: _Entry = decode_json(entry, _Entry)  # type: ignore[arg-type]  # a union is no type
     return (found or {})[str(token)].logprob
 
 
@@ -182,11 +182,11 @@ def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:
     assert teacher is not None
     timeout_s = recipe.orchestrator.request_timeout_s
     if isinstance(teacher, PolicyTeacher):
-        return Teacher(lambda: [f"{url}/v1" for url in _own_engines(arguments)], client_within_run(timeout_s))
+        return Teacher(lambda: [f"{url}/v1" for url in _own_engines(arguments)], internal_client(timeout_s))
     if not isinstance(teacher, ServedTeacher):
-        return Teacher(lambda: [f"{url}/v1" for url in arguments.teacher_urls()], client_within_run(timeout_s))
+        return Teacher(lambda: [f"{url}/v1" for url in arguments.teacher_urls()], internal_client(timeout_s))
     headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
-    return Teacher(lambda: [teacher.base_url.rstrip("/")], client_out_of_run(timeout_s, headers), teacher.model)
+    return Teacher(lambda: [teacher.base_url.rstrip("/")], external_client(timeout_s, headers), teacher.model)
 
 
 def _own_engines(arguments: OrchestratorArguments) -> list[str]:

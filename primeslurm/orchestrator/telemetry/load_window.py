@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, GAUGES, Sample
+from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, GAUGES, Sample
 from primeslurm.records.state import Load
 
 WINDOW_S = 60.0

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from primeslurm.errors import signature
+from primeslurm.base.errors import signature
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, RolloutError
 from primeslurm.records.state import FailedRollouts
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
-from primeslurm.wire.decoding import json_value
+from primeslurm.orchestrator.weight_transfer.polling import HELD_UP, LEAST_S, AnswerTime
+from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
-from primeslurm.wire.transport.http import client_within_run, words
-from primeslurm.wire.transport.retry import repeating
+from primeslurm.wire.transport.http import internal_client, words
+from primeslurm.wire.transport.retry import retry_times
 from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirectory, SessionPlace, UpdateInfo
 
 
@@ -54,11 +54,11 @@ class EngineDownError(Exception):
     """Nobody answers at the engine's address, or the process died while it was asked."""
 
 
-class EngineSilentError(EngineDownError):
+class EngineUnresponsiveError(EngineDownError):
     """It took the connection, or may yet, and did not answer in time: it hangs, or has too much to do."""
 
 
-class HeldUpError(Exception):
+class EventLoopDelayedError(Exception):
     """No answer was seen in time, but this process stood still itself: that says nothing of the engine."""
 
 
@@ -108,9 +108,9 @@ class EngineClient:
         self.seconds: dict[str, float] = {}
         """Of the last update: `wait` for the trainer's turn to send, `load` (and transfer), `pause` of generation."""
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
-        self._http = client_within_run(status_timeout_s, keep=0)
+        self._http = internal_client(status_timeout_s, keep=0)
         # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
-        self._looking = client_within_run(status_timeout_s, keep=1)
+        self._looking = internal_client(status_timeout_s, keep=1)
 
     @property
     def url(self) -> str:
@@ -125,21 +125,23 @@ class EngineClient:
 
         Raises:
             EngineDownError: nobody listens, or it answers nonsense.
-            EngineSilentError: it did not answer in time.
-            HeldUpError: whether it did cannot be told.
+            EngineUnresponsiveError: it did not answer in time.
+            EventLoopDelayedError: whether it did cannot be told.
         """
         timeout_s, began, stood = self._answer_time.timeout_s, time.monotonic(), own_delay_s()
         try:
             response = await self._look(timeout_s)
             if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # its server lives, its core does not answer
-                raise EngineSilentError(f"{self.url}: {words(response)}")
+                raise EngineUnresponsiveError(f"{self.url}: {words(response)}")
             response.raise_for_status()
-            status = json_value(response.content, EngineStatus)
+            status = decode_json(response.content, EngineStatus)
         except httpx.TimeoutException as error:
             if (late := own_delay_s() - stood) > HELD_UP * timeout_s:
-                raise HeldUpError(f"this process stood still for {late:.1f} s of {timeout_s:.1f} s") from error
+                raise EventLoopDelayedError(
+                    f"this process stood still for {late:.1f} s of {timeout_s:.1f} s"
+                ) from error
             self._answer_time.missed()
-            raise EngineSilentError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
+            raise EngineUnresponsiveError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
         self._answer_time.answered(max(0.0, time.monotonic() - began - (own_delay_s() - stood)))
@@ -159,7 +161,7 @@ class EngineClient:
             What had to be done: an engine that is there already is left alone.
 
         Raises:
-            EngineSilentError: it did not answer a request in time. Perhaps it serves what it served before.
+            EngineUnresponsiveError: it did not answer a request in time. Perhaps it serves what it served before.
             EngineDownError: it is not there. No fault of the update: it will be met again.
             EngineUpdateError: it refused, or took longer than `timeout_s`. It was not resumed.
             NoSenderError: the trainer would have to send the policy, and does not send now.
@@ -193,7 +195,7 @@ class EngineClient:
 
     async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:
         while True:
-            with contextlib.suppress(HeldUpError):
+            with contextlib.suppress(EventLoopDelayedError):
                 return await self.status(own_delay_s)
 
     async def _apply(self, policy: PolicyVersion, timeout_s: float, status: EngineStatus) -> Step:
@@ -220,7 +222,7 @@ class EngineClient:
         return step
 
     async def _update(self, policy: PolicyVersion, info: UpdateInfo, timeout_s: float) -> None:
-        async for attempt in repeating(EngineUpdateError, self._tries, self._retry_s):
+        async for attempt in retry_times(EngineUpdateError, self._tries, self._retry_s):
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
                     info = await self._update_info(policy)
@@ -252,7 +254,7 @@ class EngineClient:
         try:
             response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         except httpx.TimeoutException as error:
-            raise EngineSilentError(f"{self.url}{path}: {_reason(error)}") from error
+            raise EngineUnresponsiveError(f"{self.url}{path}: {_reason(error)}") from error
         except httpx.TransportError as error:
             raise EngineDownError(f"{self.url}{path}: {_reason(error)}") from error
         if response.status_code != 200:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.weight_transfer.polls import SILENT_S
+from primeslurm.orchestrator.weight_transfer.polling import UNRESPONSIVE_S
 from primeslurm.records.state import EngineRecord
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 
@@ -84,7 +84,7 @@ class EnginePool:
         view = self._views[name]
         view.unanswered += 1
         silent_s = self._clock() - view.answered
-        if view.state != "DOWN" and view.unanswered > 1 and silent_s >= SILENT_S:
+        if view.state != "DOWN" and view.unanswered > 1 and silent_s >= UNRESPONSIVE_S:
             view.version, view.down_because = None, f"silent for {silent_s:.0f} s: {why}"
             self._enter(view, "DOWN")
             self._advance()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primeslurm.base.units import number
 from primeslurm.plan.batch_job import node_memory
 from primeslurm.plan.memory.buffered import BUFFERED
 from primeslurm.plan.memory.estimate import TYPICAL
@@ -11,7 +12,6 @@ from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
-from primeslurm.units import number
 
 MARGIN = 0.1
 """Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""
@@ -31,7 +31,7 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
         return []
     largest = max(role.parts, key=lambda part: role.parts[part])
     sizes = ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size)
-    fix = _REMEDIES[largest]
+    fix = _remedy(recipe, largest)
     if largest == "gradients" and recipe.trainer.parallelism.reduce_gradients == "step":
         fix = "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
     text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB per GPU: {sizes}"
@@ -42,17 +42,32 @@ def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=fix)]
 
 
-_STATES = "more nodes, trainer.memory.optimizer_offload: true, or trainer.lora"
-_MOMENTS = "more nodes, trainer.memory.optimizer_state_offload: true, or trainer.lora"
-_REMEDIES = {
-    "weights": _STATES,
-    "gradients": _STATES,
-    "optimizer": _MOMENTS,
-    "gathered": "raise trainer.parallelism.ep: experts then stay where they are",
-    "activations": "raise trainer.parallelism.cp, activation_checkpointing: full, or memory.activation_offload: true",
-    "images": "model.vlm.freeze_vision_encoder: true, activation_checkpointing: full, or a shorter seq_len",
-    "logits": "trainer.memory.lm_head_chunk: 2048",
-}
+def _remedy(recipe: Recipe, largest: str) -> str:
+    """Name what makes the largest part of a trainer GPU's memory smaller, and is not set yet."""
+    trainer, vlm = recipe.trainer, recipe.model.vlm
+    less_state = {"more nodes": False, "trainer.lora": trainer.lora is not None}
+    full = trainer.parallelism.activation_checkpointing == "full"
+    remedies: dict[str, dict[str, bool]] = {
+        "optimizer": {
+            **less_state,
+            "trainer.memory.optimizer_state_offload: true": trainer.memory.optimizer_state_offload,
+        },
+        "gathered": {"raise trainer.parallelism.ep: experts then stay where they are": False},
+        "activations": {
+            "raise trainer.parallelism.cp": False,
+            "trainer.parallelism.activation_checkpointing: full": full,
+            "trainer.memory.activation_offload: true": trainer.memory.activation_offload,
+        },
+        "images": {
+            "a shorter seq_len": False,
+            "trainer.parallelism.activation_checkpointing: full": full,
+            "model.vlm.freeze_vision_encoder: true": vlm is None or vlm.freeze_vision_encoder,
+        },
+        "logits": {"a smaller trainer.memory.lm_head_chunk, for example 2048": False},
+    }
+    state = {**less_state, "trainer.memory.optimizer_offload: true": trainer.memory.optimizer_offload}
+    *others, last = [text for text, is_set in remedies.get(largest, state).items() if not is_set]
+    return f"{', '.join(others)}, or {last}" if others else last
 
 
 def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
@@ -149,5 +164,7 @@ def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
     text += "of a quarter of the longest length"
     if recipe.orchestrator.concurrency == "adaptive":
         text += "; with orchestrator.concurrency: adaptive, only as many run as fit"
-    fix = "lower it, add nodes, or add inference.kv_offload: waiting turns then need no GPU memory"
+    fix = "lower it, or add nodes"
+    if recipe.inference.kv_offload is None:
+        fix += ", or add inference.kv_offload: waiting turns then need no GPU memory"
     return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]

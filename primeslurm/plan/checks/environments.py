@@ -16,15 +16,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from primeslurm.errors import Violation
-from primeslurm.families.renderers import AUTO
+from primeslurm.base.errors import Violation
+from primeslurm.base.units import count, duration
+from primeslurm.models.renderers import AUTO
 from primeslurm.plan.checks.tool_rendering import unrenderable
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.units import count, duration
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.environment_probe import (
+from primeslurm.wire.probe_messages import (
     EnvironmentAnswer,
     ModelAnswer,
     ProbeRequest,

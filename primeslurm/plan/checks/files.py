@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primeslurm.errors import Violation
-from primeslurm.families.catalog import catalog
-from primeslurm.families.config import shape_of
-from primeslurm.families.shape import ModelShape
-from primeslurm.model_files import ModelNotFoundError, locate, model_directory
-from primeslurm.paths import REPOSITORY, in_checkout, is_file
+from primeslurm.base.errors import Violation
+from primeslurm.base.model_files import ModelNotFoundError, locate, model_directory
+from primeslurm.base.paths import REPOSITORY, in_checkout, is_file
+from primeslurm.models.catalog import catalog
+from primeslurm.models.hf_config import shape_of
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.checks.model_tensors import tensor_problems
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe

@@ -15,10 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from primeslurm.errors import Violation
-from primeslurm.families import family_of
-from primeslurm.families.shape import ModelShape
-from primeslurm.model_files import INDEX
+from primeslurm.base.errors import Violation
+from primeslurm.base.model_files import INDEX
+from primeslurm.models import family_of
+from primeslurm.models.shape import ModelShape
 
 _HEADERS_AT_ONCE = 8
 """Headers that are read side by side: each is a wait for the file system."""

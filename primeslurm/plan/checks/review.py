@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.families.shape import ModelShape
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.environment_capacity import environment_capacity

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from primeslurm.families.shape import ModelShape
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import settings_of
 from primeslurm.plan.memory.gpus import Gpu, gpu_of

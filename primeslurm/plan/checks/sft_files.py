@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm.chat.lines import LineErrors, record_of
+from primeslurm.base.errors import Violation
+from primeslurm.base.paths import is_file
+from primeslurm.chat.jsonl_lines import LineErrors, record_of
 from primeslurm.chat.messages import ConversationError, MessageForm
 from primeslurm.chat.training_text import read_line
-from primeslurm.errors import Violation
-from primeslurm.paths import is_file
 from primeslurm.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def render_data(recipe: Recipe, interpreter: Interpreter) -> Rendered:
     # Not above: `render` reads data and renders none.
     from primeslurm.plan.checks.environments import run_module, why_no_answer
     from primeslurm.wire.decoding import DamagedError
-    from primeslurm.wire.environment_probe import DataAnswer, DataRequest, decoded, encoded
+    from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
     assert recipe.sft is not None
     data = recipe.sft.data

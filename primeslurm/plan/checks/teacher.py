@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from primeslurm.errors import Violation
-from primeslurm.model_files import model_directory
+from primeslurm.base.errors import Violation
+from primeslurm.base.model_files import model_directory
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles

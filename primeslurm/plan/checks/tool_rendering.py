@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from primeslurm.errors import Violation
-from primeslurm.families.renderers import AUTO, without_tools
+from primeslurm.base.errors import Violation
+from primeslurm.models.renderers import AUTO, tools_unsupported_reason
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY, offers_tools
@@ -38,7 +38,7 @@ def tool_rendering(recipe: Recipe, model_type: str | None) -> list[Finding]:
         model_type: of the model's config, where it is known.
     """
     model = recipe.model
-    why = without_tools(model_type, model.path, model.renderer, model.renderer_options)
+    why = tools_unsupported_reason(model_type, model.path, model.renderer, model.renderer_options)
     if not why or model.vlm is not None or (model_type is None and model.renderer == AUTO):
         return []
     sampled = {"environments": recipe.trained_environments, "evaluation.environments": recipe.evaluation_environments}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from math import gcd, lcm
 
-from primeslurm.families import bundled, capabilities, lora_targets
-from primeslurm.families.expert_shards import undivided
+from primeslurm.models import bundled, capabilities, lora_targets
+from primeslurm.models.expert_sharding import unshardable_stack
 from primeslurm.plan.checks.rule import Rule, RuleContext
 
 
@@ -112,7 +112,7 @@ def _undivided(context: RuleContext, ranks: int) -> tuple[int, ...] | None:
         return None
     lora = trainer.lora
     adapters = lora.rank if lora and "experts" in (lora.targets or ("experts",)) else None
-    return undivided(shape, context.recipe.model.impl, ranks, trainer.parallelism.ep, adapters)
+    return unshardable_stack(shape, context.recipe.model.impl, ranks, trainer.parallelism.ep, adapters)
 
 
 def _cp_divides(context: RuleContext) -> str:

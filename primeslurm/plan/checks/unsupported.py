@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primeslurm.families import GENERIC, capabilities, model_types
-from primeslurm.families.shape import ModelShape
+from primeslurm.models import GENERIC, capabilities, model_types
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter

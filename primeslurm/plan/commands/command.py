@@ -21,7 +21,7 @@ GIN_OFF = "EP_DISABLE_GIN"
 """DeepEP's variable for ranks that reach each other by NVLink alone."""
 COMPILED_CODE = {"PRIMESLURM_COMPILED_CODE": "/tmp"}
 """Where trainers and engines keep what is compiled while they run, on each node's own disk: below it, they make a
-directory for each user and version. See `primeslurm.compiled_code`."""
+directory for each user and version. See `primeslurm.base.compiled_code`."""
 
 
 class Command(NamedTuple):

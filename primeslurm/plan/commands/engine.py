@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from primeslurm.families import Parsers, parsers_of
+from primeslurm.models import Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv
 from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
 from primeslurm.recipe import Recipe
@@ -26,8 +26,8 @@ LOGPROBS_MODE = "processed_logprobs"
 """Log-probabilities of the distribution that a token was drawn from, after the temperature. `raw_logprobs` are those
 before it; the trainer divides by it."""
 MODULE = "vllm.entrypoints.openai.api_server"
-GATE = "primeslurm.inference.gate.VersionGate"
-CORE_GATE = "primeslurm.inference.core_gate.CoreGate"
+GATE = "primeslurm.inference.version_gate.VersionGate"
+CORE_GATE = "primeslurm.inference.liveness_gate.CoreGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
 """The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""

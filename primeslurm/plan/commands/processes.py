@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.families import family_of
+from primeslurm.models import family_of
 from primeslurm.plan.commands.command import COMPILED_CODE, GIN_OFF, Command
 from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
@@ -11,8 +11,8 @@ from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RECIPE = "${run_dir}/recipe.resolved.json"
-WORKER = "primeslurm.orchestrator.rollouts.worker"
-PRELOADED = "primeslurm.orchestrator.rollouts.preloaded"
+WORKER = "primeslurm.orchestrator.worker.main"
+PRELOADED = "primeslurm.orchestrator.worker.preload"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Rollouts are received into memory in pages of 2 MiB where the kernel has them on request: in pages of 4 KiB half of
 the time goes into making and freeing them. Other C libraries, and a glibc before 2.35, do not heed it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm import units
+from primeslurm.base import units
 from primeslurm.plan.memory.forecast import Amount
 from primeslurm.recipe import Recipe
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from primeslurm import units
-from primeslurm.families.shape import ModelShape
+from primeslurm.base import units
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.batch_job import cpus_per_gpu
 from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
@@ -76,8 +76,8 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
     """Say how engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    as_stored = recipe.task in ("serve", "eval") or shape.fp8_blocks
-    stored = STORED_BYTES.get(shape.quantization or "", element) if as_stored else element
+    adapter_for_checkpoint = recipe.task in ("serve", "eval") or shape.fp8_blocks
+    stored = STORED_BYTES.get(shape.quantization or "", element) if adapter_for_checkpoint else element
     return EngineLayout(
         tp=inference.parallel.tp,
         ep=ep,

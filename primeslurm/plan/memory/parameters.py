@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.families.shape import DeltaNets, Mamba, Mla, ModelShape, Vision
+from primeslurm.models.shape import DeltaNets, Mamba, Mla, ModelShape, Vision
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from primeslurm.families.shape import ModelShape
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.memory.gpus import Gpu
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from primeslurm import units
-from primeslurm.families.registry import family_of
-from primeslurm.families.shape import ModelShape
+from primeslurm.base import units
+from primeslurm.models.registry import family_of
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import START_S, settings_of
 from primeslurm.plan.memory.estimate import STORED_BYTES

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.families.expert_shards import stacks_in_whole_blocks
-from primeslurm.families.shape import ModelShape
-from primeslurm.families.stored import FP8_BLOCK
+from primeslurm.models.expert_sharding import shards_have_whole_blocks
+from primeslurm.models.shape import ModelShape
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.plan.memory.activations import images_of, layers_of
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe
@@ -145,7 +145,7 @@ def experts_in_fp8(recipe: Recipe, ranks: int, shape: ModelShape) -> bool:
     """Say whether FSDP gathers experts in FP8 on `ranks` GPUs that hold a copy of the model."""
     trainer = recipe.trainer
     asked = trainer.fp8 and trainer.grouped_products and not trainer.memory.optimizer_offload
-    return asked and stacks_in_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
+    return asked and shards_have_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from primeslurm.plan.commands.command import Command
-from primeslurm.plan.model import Beats, Health, Node, NodeRole, Process, Restart, Role
+from primeslurm.plan.model import Health, HeartbeatLimits, Node, NodeRole, Process, Restart, Role
 
 RENDEZVOUS_PORT = "master"
 RENDEZVOUS_OFFSET = 500
@@ -44,7 +44,7 @@ class NodeBuilder:
         restart: Restart = "in_place",
         unit: str | None = None,
         health: Health | None = None,
-        beats: Beats | None = None,
+        heartbeats: HeartbeatLimits | None = None,
         after: Iterable[str] = (),
     ) -> None:
         """Put a process on the node. All else is as in `Process`.
@@ -75,7 +75,7 @@ class NodeBuilder:
                 restart=restart,
                 unit=unit,
                 health=health,
-                beats=beats,
+                heartbeats=heartbeats,
                 files=command.files,
                 scratch=command.scratch,
                 imports=command.imports,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.model import NodeRole
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import BaseModel
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 
 MAX_LENGTH = 1024
 """Slurm refuses longer values of an option."""

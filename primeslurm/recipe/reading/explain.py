@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 
 if TYPE_CHECKING:
     from primeslurm.recipe.reading.alias_table import Alias

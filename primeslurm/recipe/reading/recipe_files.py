@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from primeslurm import files
-from primeslurm.errors import UsageError, Violation, signature
-from primeslurm.paths import exists, is_file, shipped
+from primeslurm.base import files
+from primeslurm.base.errors import UsageError, Violation, signature
+from primeslurm.base.paths import exists, is_file, shipped
 from primeslurm.recipe.fields.text import text_problems
 from primeslurm.recipe.reading.explain import RECIPE, SITE_FILE, InputFault, OtherFile, closest, faults, suggestion
 from primeslurm.recipe.reading.repair import Rules, path_of, sound_variants
@@ -249,8 +249,15 @@ class _Loader(yaml.SafeLoader):
     It also shares what an alias repeats: a few lines can stand for billions of values, or contain themselves.
     """
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.equal_keys: list[yaml.ScalarNode] = []
+
     def get_single_node(self) -> yaml.Node | None:
         node: yaml.Node | None = super().get_single_node()
+        if self.equal_keys:
+            lines = [f"{key.value} is given twice (line {key.start_mark.line + 1})" for key in self.equal_keys]
+            raise yaml.constructor.ConstructorError(None, None, ", ".join(lines), self.equal_keys[0].start_mark)
         if node is not None and _count_values(node, {}) > _MOST_VALUES:
             raise yaml.constructor.ConstructorError(None, None, f"aliases repeat more than {_MOST_VALUES:,} values")
         return node
@@ -261,7 +268,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"{key.value} is given twice", key.start_mark)
+                    self.equal_keys.append(key)
                 seen.add((key.tag, key.value))
         return node
 

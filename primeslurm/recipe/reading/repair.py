@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from primeslurm.errors import Violation
+from primeslurm.base.errors import Violation
 from primeslurm.recipe.reading.explain import InputFault, faults, field_type, members
 
 M = TypeVar("M", bound=BaseModel)

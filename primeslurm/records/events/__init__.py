@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from primeslurm.records.base import Event
 from primeslurm.records.events.evaluation import EvaluationEvent
 from primeslurm.records.events.nodes import NodeEvent
 from primeslurm.records.events.policy import PolicyEvent
 from primeslurm.records.events.processes import ProcessEvent
 from primeslurm.records.events.training import TrainingEvent
+from primeslurm.records.record import Event
 
 AnyEvent = NodeEvent | ProcessEvent | TrainingEvent | PolicyEvent | EvaluationEvent
 """Every event that this release writes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from primeslurm.records.base import Event
 from primeslurm.records.fleet import PreflightCheck
+from primeslurm.records.record import Event
 
 
 class AgentStarted(Event, frozen=True, tag="agent_started"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.records.base import Event
+from primeslurm.records.record import Event
 
 
 class PolicyWanted(Event, frozen=True, tag="policy_wanted"):
@@ -29,7 +29,7 @@ class EngineStateChanged(Event, frozen=True, tag="engine_state"):
     """Why it is DOWN."""
 
 
-class EngineSilent(Event, frozen=True, tag="engine_silent"):
+class EngineUnresponsive(Event, frozen=True, tag="engine_silent"):
     """An engine did not answer a look in time, for the first time since its last answer. It is not down for that."""
 
     engine: str
@@ -40,7 +40,7 @@ class EngineSilent(Event, frozen=True, tag="engine_silent"):
     """of so many."""
 
 
-class LoopStoodStill(Event, frozen=True, tag="loop_stood_still"):
+class EventLoopDelayed(Event, frozen=True, tag="loop_stood_still"):
     """The orchestrator had no turn for a while: its machine had none to give. Who was silent meanwhile is not late."""
 
     seconds: float
@@ -105,8 +105,8 @@ PolicyEvent = (
     PolicyWanted
     | PolicyCurrent
     | EngineStateChanged
-    | EngineSilent
-    | LoopStoodStill
+    | EngineUnresponsive
+    | EventLoopDelayed
     | EngineUpdated
     | EngineUpdateFailed
     | EngineLost

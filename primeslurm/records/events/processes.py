@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.records.base import Event
+from primeslurm.records.record import Event
 
 
 class ProcessStarted(Event, frozen=True, tag="started"):
@@ -34,7 +34,7 @@ class ProcessExited(Event, frozen=True, tag="exited"):
     reason: str | None = None
 
 
-class ProcessHangs(Event, frozen=True, tag="hangs"):
+class ProcessUnresponsive(Event, frozen=True, tag="hangs"):
     """An agent ends a process that has been silent for too long. Its log gets the stacks of its threads first."""
 
     name: str
@@ -54,7 +54,7 @@ class ProcessContinued(Event, frozen=True, tag="continued"):
     """Of silence until then."""
 
 
-class RanksWait(Event, frozen=True, tag="ranks_wait"):
+class RanksUnresponsive(Event, frozen=True, tag="ranks_wait"):
     """By the head: trainer ranks wait for others that do not come."""
 
     behind: list[str]
@@ -110,9 +110,9 @@ ProcessEvent = (
     ProcessStarted
     | ProcessStartFailed
     | ProcessExited
-    | ProcessHangs
+    | ProcessUnresponsive
     | ProcessContinued
-    | RanksWait
+    | RanksUnresponsive
     | RouterIncomplete
     | RouterComplete
     | RouterRestarted

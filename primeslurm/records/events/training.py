@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.records.base import Event
+from primeslurm.records.record import Event
 
 
 class TrainerStarted(Event, frozen=True, tag="start"):

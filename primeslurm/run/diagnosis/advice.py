@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm.records.recipe import RunRecipe
+from primeslurm.base.units import duration
+from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import Load, ReplicaLoad
-from primeslurm.units import duration
 
 MIN_SECONDS = 30.0
 """Shorter windows say nothing: a policy update alone takes seconds."""

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import files
+from primeslurm.base import files
+from primeslurm.base.units import duration
 from primeslurm.records.attempt import JobRecord, Obstacle
-from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.fleet import outcome_text
 from primeslurm.records.job_output import of_start, srun_error, telling
-from primeslurm.records.recipe import RunRecipe
+from primeslurm.records.record import Event
+from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis import failure_signatures
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
@@ -29,7 +30,6 @@ from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
 from primeslurm.run.status.run_status import ALIVE, NO_ANSWER, SUBMITTING, WhyWaiting
 from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
-from primeslurm.units import duration
 from primeslurm.wire.stored import checkpoints
 
 LAST_LINES = 20

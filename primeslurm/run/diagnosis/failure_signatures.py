@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -164,9 +164,9 @@ _SIGNALS: dict[int, Cause] = {
     signal.SIGABRT: Cause("native code gave up", "the lines before the abort say why"),
 }
 _CODES = {
-    exits.STALLED: Cause("the orchestrator saw no progress", "look at the suspect that it names"),
-    exits.FUTILE: Cause("the run cannot work as it is", "correct what its last words name"),
-    exits.CHECKPOINTED: Cause("it was asked to checkpoint and stop, and did so", "nothing: the run resumes"),
+    exit_codes.STALLED: Cause("the orchestrator saw no progress", "look at the suspect that it names"),
+    exit_codes.UNRECOVERABLE: Cause("the run cannot work as it is", "correct what its last words name"),
+    exit_codes.CHECKPOINTED: Cause("it was asked to checkpoint and stop, and did so", "nothing: the run resumes"),
     127: Cause("the program does not exist on the node", "check `python` and modules of the site file"),
 }
 _SLURM = {

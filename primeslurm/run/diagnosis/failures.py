@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-from primeslurm.records.base import Event
+from primeslurm.base.units import duration
 from primeslurm.records.events.nodes import (
     AgentFailed,
     AgentStarted,
@@ -23,13 +23,14 @@ from primeslurm.records.events.processes import (
     ProcessExited,
     ProcessStarted,
     ProcessStartFailed,
-    RanksWait,
+    RanksUnresponsive,
     RouterComplete,
     RouterIncomplete,
     RouterRestarted,
 )
 from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained, TaskGivenUp
 from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.records.record import Event
 from primeslurm.run.status.event_text import (
     DIED,
     damaged_words,
@@ -39,8 +40,7 @@ from primeslurm.run.status.event_text import (
     task_words,
     waits,
 )
-from primeslurm.units import duration
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 
 SILENT_S = 20.0
 """A node whose heartbeat stopped so long before the attempt ended was not simply the first to end."""
@@ -89,7 +89,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
     at, by = event.time, event.process
     host = hosts.get(by, "")
     match event:
-        case ProcessExited(name=name, code=code) if event.state in DIED and code != exits.CHECKPOINTED:
+        case ProcessExited(name=name, code=code) if event.state in DIED and code != exit_codes.CHECKPOINTED:
             why = f" ({event.reason})" if event.reason else ""
             return Failure(at, name, host, exit_words(code) + why, code)
         case NodeLost(node=node, reason=reason):
@@ -102,7 +102,7 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
                 f"was stopped by a signal for {duration(seconds)}, and continued",
                 recovered=True,
             )
-        case RanksWait(behind=[first, *_]):
+        case RanksUnresponsive(behind=[first, *_]):
             return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {waits(event)}")
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
@@ -174,7 +174,7 @@ def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failur
     harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
 
     trained = max((event.time for event in events if isinstance(event, StepTrained)), default=0.0)
-    waited = {(event.behind[0], event.time - event.seconds) for event in events if isinstance(event, RanksWait)}
+    waited = {(event.behind[0], event.time - event.seconds) for event in events if isinstance(event, RanksUnresponsive)}
 
     def over(failure: Failure) -> bool:
         name = failure.component

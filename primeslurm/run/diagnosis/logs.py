@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.run.diagnosis.failure_signatures import in_log, is_mild
 
 READ_BYTES = 4 * 1024 * 1024

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from primeslurm.base.templating import environment
+from primeslurm.base.units import count, duration, number
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.attempt import LockRecord
 from primeslurm.records.evaluation import EvaluationRecord
@@ -19,8 +21,6 @@ from primeslurm.run.report.charts import Chart, Tick, chart
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.run_status import EMULATED, JobQuery, RunStatus, read_status
 from primeslurm.run.status.summary import Summary, summarise
-from primeslurm.templating import environment
-from primeslurm.units import count, duration, number
 
 MAX_EVENTS = 200
 BAR_WIDTH, BAR_LEFT, BAR_HEIGHT = 1140, 90, 30

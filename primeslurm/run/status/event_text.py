@@ -9,10 +9,10 @@ from typing import Literal
 
 import msgspec
 
-from primeslurm.records.base import Event
+from primeslurm.base.units import duration
 from primeslurm.records.events import evaluation, nodes, policy, processes, training
 from primeslurm.records.fleet import PreflightCheck
-from primeslurm.units import duration
+from primeslurm.records.record import Event
 
 Level = Literal["info", "warning", "error"]
 DIED = ("backoff", "fallen", "failed")
@@ -99,7 +99,7 @@ def _words(event: Event) -> EventText | None:
     match event:
         case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
             return _of_process(event)
-        case processes.ProcessHangs() | processes.ProcessContinued() | processes.RanksWait():
+        case processes.ProcessUnresponsive() | processes.ProcessContinued() | processes.RanksUnresponsive():
             return _of_silence(event)
         case processes.RouterIncomplete():
             return _tell(event, event.process, incomplete_words(event), "warning")
@@ -132,7 +132,7 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, engine, "did not load the new weights" + _because(error), "warning")
         case policy.EngineStateChanged(engine=engine, state="DOWN", reason=reason) if reason not in ("", "given up"):
             return _tell(event, engine, "is down" + _because(reason), "warning")
-        case policy.LoopStoodStill(seconds=seconds):
+        case policy.EventLoopDelayed(seconds=seconds):
             text = f"was blocked for {duration(seconds)}: its node is overloaded; engines are not blamed for it"
             return _tell(event, event.process, text, "warning")
         case policy.EngineAnswersDamaged(engine=engine):
@@ -162,24 +162,24 @@ def _of_process(
 
 
 def _of_silence(
-    event: processes.ProcessHangs | processes.ProcessContinued | processes.RanksWait,
+    event: processes.ProcessUnresponsive | processes.ProcessContinued | processes.RanksUnresponsive,
 ) -> EventText:
     match event:
-        case processes.ProcessHangs(name=name, reason=reason):
+        case processes.ProcessUnresponsive(name=name, reason=reason):
             return _tell(event, name, f"{reason}; it is killed, and its log has the stacks of its threads", "error")
         case processes.ProcessContinued(name=name, seconds=seconds):
             return _tell(event, name, f"was stopped by a signal for {duration(seconds)}, and was continued", "warning")
-        case processes.RanksWait():
+        case processes.RanksUnresponsive():
             return _tell(event, rank_names(event), waits(event), "warning")
 
 
-def rank_names(event: processes.RanksWait) -> str:
+def rank_names(event: processes.RanksUnresponsive) -> str:
     """Name the first ranks that others wait for."""
     more = f" and {len(event.behind) - 3} more" if len(event.behind) > 3 else ""
     return ", ".join(event.behind[:3]) + more
 
 
-def waits(event: processes.RanksWait) -> str:
+def waits(event: processes.RanksUnresponsive) -> str:
     """Describe which rank the others wait for, if there are others, and in which phase."""
     where = f"no heartbeat for {duration(event.seconds)} in phase {event.phase or '?'}"
     where += f" of step {event.step}" if event.step is not None else ""

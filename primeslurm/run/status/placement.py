@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from primeslurm import files
-from primeslurm.errors import RunError
+from primeslurm.base import files
+from primeslurm.base.errors import RunError
 from primeslurm.plan.plan_file import plain
 from primeslurm.run.directory import Attempt
 

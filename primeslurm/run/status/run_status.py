@@ -14,7 +14,7 @@ from statistics import fmean
 import msgspec
 
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
-from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
+from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
 from primeslurm.records.metrics import Row, recent_rows
 from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
@@ -377,14 +377,17 @@ def _without_what_is_well(
 
 
 def _unhealthy(
-    placement: RunPlacement, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+    placement: RunPlacement, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, HeartbeatReport]
 ) -> list[ProcessStatus]:
     ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
     return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states, silent)
 
 
 def _describe(
-    processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+    processes: Iterable[PlacedProcess],
+    attempt: Attempt,
+    states: Mapping[str, str],
+    silent: Mapping[str, HeartbeatReport],
 ) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
     assignment = attempt.assignment()

@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import files
+from primeslurm.base import files
+from primeslurm.base.units import duration
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record
 from primeslurm.run.directory import Attempt
-from primeslurm.units import duration
 
 SILENT_S = 10.0
 """Who writes every second and has not written for so long is silent; who writes more rarely, after as many times."""

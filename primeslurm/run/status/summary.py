@@ -10,11 +10,11 @@ from statistics import fmean
 
 import msgspec
 
-from primeslurm.errors import RunError, signature
-from primeslurm.records.base import Event
+from primeslurm.base.errors import RunError, signature
 from primeslurm.records.evaluation import BestCheckpoint, EvaluationRecord, best_of, evaluations
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.events.training import RolloutFailed, TaskGivenUp
+from primeslurm.records.record import Event
 from primeslurm.records.state import FailedRollouts
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows

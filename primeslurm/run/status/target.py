@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.directory import Attempt

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.environment import ALLOCATION_TIMES, clean, gpus_given

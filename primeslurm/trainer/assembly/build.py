@@ -13,21 +13,22 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.param_init import skip_param_init
 
-from primeslurm.model_files import locate
+from primeslurm.base.model_files import locate
+from primeslurm.models import model_builder
+from primeslurm.nn import compat, compiled
+from primeslurm.nn.adapters.stacked import adapter_for_checkpoint
+from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory
-from primeslurm.trainer import compat, models
 from primeslurm.trainer.assembly.converters import CONVERTERS
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.components import activation_checkpointing, compiled, lora
+from primeslurm.trainer.components import activation_checkpointing, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
-from primeslurm.trainer.components.sparse_attention import SparseAttention
 from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.models import generic
-from primeslurm.trainer.models.adapters.stacked import as_stored
+from primeslurm.trainer.generic import generic_model
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import by_layer
 from primeslurm.trainer.weights.loading import Loader
@@ -84,8 +85,8 @@ def assemble(
     dtype = getattr(torch, recipe.model.dtype)
     dims = Dims.of(layout, world.size, settings.parallelism.spmd_backend)
     dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
-    if models.is_generic(recipe.model.impl, config):
-        model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
+    if model_builder.is_generic(recipe.model.impl, config):
+        model, adapter, hf_names = generic_model.build(config, dims, recipe, world.device)
         parts = (model, adapter, dims, hf_names, source, dtype, world.device)
         return PolicyModel(
             *parts,
@@ -93,7 +94,7 @@ def assemble(
             micro_batch_tokens=recipe.trainer.micro_batch_tokens,
             host_states=memory.optimizer_state_offload,
         )
-    spec = models.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
+    spec = model_builder.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
     stored = files.fp8_names() if files and huggingface.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
@@ -209,7 +210,7 @@ def _load(policy: PolicyModel, hf_config: Any, files: TensorFiles) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
     ignored = _ignored(hf_config)
     found = {name for name in files.places if not ignored.fullmatch(name)}
-    adapter = as_stored(policy.adapter, found)
+    adapter = adapter_for_checkpoint(policy.adapter, found)
     weights = policy.weights()
     groups = _loaded_together(policy, weights)
     names = (
@@ -235,7 +236,7 @@ def _loaded_together(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> l
 
     Adapters of tied weights want to see both at once, and that of transformers' models everything.
     """
-    if policy.model.enable_weight_tying or isinstance(policy.adapter, generic.GenericAdapter):
+    if policy.model.enable_weight_tying or isinstance(policy.adapter, generic_model.GenericAdapter):
         return [weights]
     return [{name: weights[name] for name in names} for names in by_layer(weights)]
 

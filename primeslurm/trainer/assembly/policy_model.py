@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe.sections.trainer import Lora, Parallelism
 from primeslurm.trainer.components import lora, router_replay
 from primeslurm.trainer.components.loss import Targets
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import to_device
-from primeslurm.trainer.models.layers.vision import VisionInput
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 
-from primeslurm.trainer.components import sparse_attention
+from primeslurm.nn.layers import sparse_attention
 
 
 class MatrixProductsAC(SelectiveAC):

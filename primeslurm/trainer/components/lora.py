@@ -20,10 +20,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
+from primeslurm.nn import compat
+from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe.sections.trainer import Lora
-from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.components.sparse_attention import SparseAttention
 
 A, B = "_lora_a", "_lora_b"
 EXPERTS = "experts"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 
 

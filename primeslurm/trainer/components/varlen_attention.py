@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
 
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 
 _SIZES = (64, 128, 256)

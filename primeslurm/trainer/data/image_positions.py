@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from primeslurm.nn.layers.vision import VisionEncoder, VisionInput
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import to_device
-from primeslurm.trainer.models.layers.vision import VisionEncoder, VisionInput
 from primeslurm.wire.batches.rollouts import Float32, Int32, Row
 
 

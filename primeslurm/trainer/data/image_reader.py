@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.wire.batches import data_uri
 from primeslurm.wire.batches.rollouts import Bool, Float32, ImageSpan, Int32
 

@@ -11,14 +11,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from primeslurm.base.errors import Violation
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.lines import LineErrors, line_number, record_of
+from primeslurm.chat.jsonl_lines import LineErrors, line_number, record_of
 from primeslurm.chat.messages import THOUGHTS, ConversationError
 from primeslurm.chat.training_text import Dialogue, TrainingText, read_line
 from primeslurm.chat.turn_ends import no_end
-from primeslurm.errors import Violation
 from primeslurm.wire.batches import data_uri
-from primeslurm.wire.environment_probe import DataAnswer, DataRequest, decoded, encoded
+from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
 READ = 256 << 20
 """Bytes of the file whose lines are read. Beyond these, only the lines that are rendered are."""

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from primeslurm import files
-from primeslurm.chat.lines import line_number, record_of
+from primeslurm.base import files
+from primeslurm.chat.jsonl_lines import line_number, record_of
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole

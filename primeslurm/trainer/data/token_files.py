@@ -20,13 +20,13 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm import durable, files
-from primeslurm.records.beats import pulse
+from primeslurm.base import durable, files
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.batches.rollouts import ImageSpan
-from primeslurm.wire.decoding import DamagedError, json_value, value
+from primeslurm.wire.decoding import DamagedError, decode_json, value
 
 _TOKEN = np.dtype("<i4")
 _END = np.dtype("<i8")
@@ -114,7 +114,7 @@ def write_part(directory: Path, conversations: Conversations, index: int, parts:
     file = partial(_file, directory, index)
     with file("tokens").open("wb") as of_tokens, file("images").open("wb") as of_images:
         for example in conversations.read(index, parts):
-            pulse().beat()
+            liveness().heartbeat()
             if example is None:
                 too_long += 1
                 continue
@@ -146,7 +146,7 @@ def _complete(directory: Path, conversations: Conversations, record: TokensRecor
 def _read(directory: Path, made_of: str) -> TokensRecord | None:
     """The record of what is there, if it is whole and of the same."""
     try:
-        record = json_value(files.read_bytes(directory / "record.json"), TokensRecord)
+        record = decode_json(files.read_bytes(directory / "record.json"), TokensRecord)
         whole = all(_is_whole(directory, i, part) for i, part in enumerate(record.parts))
     except (FileNotFoundError, DamagedError):
         return None

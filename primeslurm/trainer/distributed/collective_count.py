@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from primeslurm.records.beats import Pulse
+from primeslurm.records.heartbeats import LivenessReporter
 
 PERIOD_S = 1.0
 UNEQUAL = "unequal"
@@ -32,12 +32,12 @@ def _count(group: Any) -> int:
         return 0  # a mesh has groups of its own for what is not split: they carry nothing, and count nothing
 
 
-def tell(pulse: Pulse) -> None:
+def tell(liveness: LivenessReporter) -> None:
     """Keep the count in the pulse's page, from a thread: whoever waits in a collective can tell nothing itself."""
-    threading.Thread(target=_tell, args=(pulse,), name="collectives", daemon=True).start()
+    threading.Thread(target=_tell, args=(liveness,), name="collectives", daemon=True).start()
 
 
-def _tell(pulse: Pulse) -> None:
+def _tell(liveness: LivenessReporter) -> None:
     while dist.is_initialized():
-        pulse.count_collectives(begun())
+        liveness.count_collectives(begun())
         time.sleep(PERIOD_S)

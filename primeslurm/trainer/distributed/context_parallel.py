@@ -24,9 +24,9 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata, create_attention_mask
 
+from primeslurm.nn import compat
+from primeslurm.nn.layers.scan import HeadScan, Parameters, Tensors
 from primeslurm.recipe.sections.trainer import Parallelism
-from primeslurm.trainer import compat
-from primeslurm.trainer.models.layers.scan import HeadScan, Parameters, Tensors
 
 Style = Literal["ulysses", "allgather"]
 Attend = Callable[..., torch.Tensor]

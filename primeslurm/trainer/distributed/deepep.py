@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher, EPDispatchMetadata
 
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 
 

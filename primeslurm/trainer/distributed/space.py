@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass, pause, warn
 from primeslurm.trainer.distributed.world import RankError, World
 

@@ -17,11 +17,11 @@ from torch.distributed import GroupName
 from torch.distributed.tensor import DeviceMesh
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalDispatchMetadata
 
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
+from primeslurm.nn.kernels import on_host, rows
+from primeslurm.nn.kernels.fp8.blocks import BLOCK
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.distributed.world import HostCopy
-from primeslurm.trainer.kernels import on_host, rows
-from primeslurm.trainer.kernels.fp8.blocks import BLOCK
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from torchtitan.config import CommConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from primeslurm.nn import compat
 from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, ENGINE_CONTEXT_BYTES
-from primeslurm.records.beats import pulse
-from primeslurm.trainer import compat
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.distributed import collective_count, cores
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.wire.transport import rendezvous
-from primeslurm.wire.transport.store import serve_store
+from primeslurm.wire.transport.rendezvous_store import serve_store
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -191,7 +191,7 @@ def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) ->
         )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
     interrupt.share(store or dist.TCPStore("127.0.0.1", way, is_master=False))
-    collective_count.tell(pulse())
+    collective_count.tell(liveness())
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", patience_s)
 
 

@@ -1,4 +1,4 @@
-"""The SFT loop: the trainer alone, which writes its own metrics and publishes once, at the end."""
+"""The SFT loop. The trainer runs alone, writes its own metrics, and publishes the weights once at the end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch
 
 log = logging.getLogger(__name__)
 
 
 class SftTask:
-    """The loop and what it works with."""
+    """The SFT training loop of one rank."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class SftTask:
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps or an interrupt. Returns the process's exit code.
+        """Train until max_steps or an interrupt. Return the exit code.
 
         Raises:
-            RankError: a disk or a rank failed; what was committed is intact.
+            RankError: A disk or a rank failed. Committed checkpoints are intact.
         """
         self._timer.step = step = self._saver.restore(self._learner)
         for damaged in self._saver.damaged:
@@ -89,7 +89,7 @@ class SftTask:
             if self._world.is_main:
                 token_files.remove(self._run_dir)
         self._journal.write(TrainerStopped(step, "finished" if finished else "interrupted"))
-        return 0 if finished else exits.CHECKPOINTED
+        return 0 if finished else exit_codes.CHECKPOINTED
 
     def _batch(self, step: int) -> Batch:
         assert self._recipe.sft is not None

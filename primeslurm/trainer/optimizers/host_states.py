@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from primeslurm.nn import compat
 from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_PIECE_BYTES
-from primeslurm.trainer import compat
 from primeslurm.trainer.optimizers.container import Named, Optimizers, add_missing_state
 from primeslurm.trainer.optimizers.host_memory import host_copy
 

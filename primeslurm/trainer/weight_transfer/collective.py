@@ -13,7 +13,7 @@ from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, ExportedTensor, parts
-from primeslurm.wire.transport.link import LinkError, TrainerLink
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (
     Catalogue,
     Experts,

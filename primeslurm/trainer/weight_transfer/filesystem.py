@@ -15,16 +15,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.records.reserve import until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft
 from primeslurm.trainer.weights.export import Encoding, parts
+from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import manifest
 from primeslurm.wire.stored.manifest import FileRecord
-from primeslurm.wire.transport.link import TrainerLink
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 
 FILE_BYTES = 2 * 2**30

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, quantise
 from primeslurm.recipe import Recipe
-from primeslurm.records.beats import pulse
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.kernels.fp8.blocks import BLOCK, BLOCKS, quantise
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
@@ -59,7 +59,7 @@ def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[lis
         layer += [
             ExportedTensor(name, turns.takes(), tensor) for name, tensor in policy.adapter.to_hf(everywhere).items()
         ]
-        pulse().beat()
+        liveness().heartbeat()
         yield layer + beside
         beside = []
 

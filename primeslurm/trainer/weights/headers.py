@@ -14,8 +14,8 @@ from typing import BinaryIO, NamedTuple
 import msgspec
 import torch
 
-from primeslurm import files
-from primeslurm.wire.decoding import DamagedError, Size, json_value
+from primeslurm.base import files
+from primeslurm.wire.decoding import DamagedError, Size, decode_json
 
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
 
 def _entries(path: Path, header: bytes) -> dict[str, _Entry]:
     try:
-        found = json_value(header, dict[str, msgspec.Raw])
-        return {name: json_value(bytes(raw), _Entry) for name, raw in found.items() if name != "__metadata__"}
+        found = decode_json(header, dict[str, msgspec.Raw])
+        return {name: decode_json(bytes(raw), _Entry) for name, raw in found.items() if name != "__metadata__"}
     except DamagedError as error:
         raise ValueError(f"{path}: its header cannot be read: {error}") from error

@@ -10,11 +10,10 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from primeslurm import files
-from primeslurm.families import model_types
-from primeslurm.families.stored import in_four_bits, in_fp8_blocks
-from primeslurm.model_files import INDEX
-from primeslurm.trainer import models
+from primeslurm.base import files
+from primeslurm.base.model_files import INDEX
+from primeslurm.models import model_builder, model_types
+from primeslurm.models.quantization import four_bit_format, is_block_fp8
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -26,10 +25,10 @@ def load_config(directory: Path) -> Any:
         ValueError: no such model type, or weights stored in a way that is not read.
     """
     # Before transformers reads it: the family's module may register a config that transformers lacks.
-    models.builder(json.loads(files.read_bytes(directory / "config.json")).get("model_type", ""))
+    model_builder.builder(json.loads(files.read_bytes(directory / "config.json")).get("model_type", ""))
     config = AutoConfig.from_pretrained(directory)
     stored = _quantization(config)
-    if stored and not (in_fp8_blocks(stored) or _reads_four_bits(config.model_type, stored)):
+    if stored and not (is_block_fp8(stored) or _reads_four_bits(config.model_type, stored)):
         method = stored.get("quant_method", "an unknown format")
         raise ValueError(f"{directory}: weights stored in {method} are not read; convert them to bfloat16 first")
     return config
@@ -47,7 +46,7 @@ def _quantization(config: Any) -> Mapping[str, Any]:
 
 def _reads_four_bits(model_type: str, stored: Mapping[str, Any]) -> bool:
     """Whether weights are in a format in four bits that models of this type are released in."""
-    code, able = in_four_bits(stored), model_types().get(model_type)
+    code, able = four_bit_format(stored), model_types().get(model_type)
     return code is not None and able is not None and bool(getattr(able, f"{code}_checkpoint"))
 
 

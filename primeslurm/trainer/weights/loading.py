@@ -22,15 +22,16 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from primeslurm.records.beats import pulse
-from primeslurm.trainer import compat
+from primeslurm.nn import compat
+from primeslurm.nn.block_sizes import FP8_BLOCK
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
 from primeslurm.trainer.distributed.world import host_memory
 from primeslurm.trainer.weights import four_bits
 from primeslurm.trainer.weights.four_bits import FourBits
 from primeslurm.trainer.weights.headers import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 PIECE = 8 << 20
 """Bytes that a thread reads at once; what is quantised takes four times as many when it is so no longer."""
@@ -117,13 +118,13 @@ class Loader:
         ]
         for part, own in shared:
             self._exchange(part, *own.result())
-            pulse().beat()
+            liveness().heartbeat()
         for part, codes, piece, of_rank in coded:
             self._exchange_codes(part, codes, piece, of_rank.result())
-            pulse().beat()
+            liveness().heartbeat()
         for done in as_completed(alone):
             done.result()
-            pulse().beat()
+            liveness().heartbeat()
 
     @torch.no_grad()
     def _put(self, part: ShardRead, piece: RowSlice) -> None:

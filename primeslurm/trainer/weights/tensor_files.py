@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from primeslurm import files
-from primeslurm.model_files import INDEX
+from primeslurm.base import files
+from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
 from primeslurm.trainer.weights.headers import TensorLocation, read_header
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _AT_ONCE = 8
@@ -156,7 +156,7 @@ def _file_names(directory: Path) -> list[str]:
     index = directory / INDEX
     if files.is_file(index):
         try:
-            return sorted(set(json_value(files.read_bytes(index), _Index).weight_map.values()))
+            return sorted(set(decode_json(files.read_bytes(index), _Index).weight_map.values()))
         except DamagedError as error:
             raise ValueError(f"{index}: cannot be read: {error}") from error
     return [file.name for file in files.listing(directory, "*.safetensors")]

@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.wire.batches.file_ranges import PIECE, Part, loaded
-from primeslurm.wire.batches.rollouts import Batch, Incoming
+from primeslurm.wire.batches.rollouts import Batch, IncomingArrays
 from primeslurm.wire.decoding import DamagedError, Size, value
 from primeslurm.wire.stored.digests import XXH3, hasher
 
@@ -83,14 +83,14 @@ def read(
 
 def _incoming(
     file: Any, empty: Callable[[int], NDArray[np.uint8]], most: int, on_piece: Callable[[], None]
-) -> Incoming:
+) -> IncomingArrays:
     head, _ = _head(file)
     if head.header > LARGEST_HEADER:
         raise DamagedError(f"a header of {head.header} bytes")
     state, header = hasher(), np.empty(head.header, np.uint8)
     for piece in _filled(file, header, on_piece):
         state.update(piece)
-    incoming = Incoming(header.tobytes(), empty, most)
+    incoming = IncomingArrays(header.tobytes(), empty, most)
     if incoming.size != head.arrays:
         raise DamagedError(f"{head.arrays} bytes of arrays, where the header announces {incoming.size}")
     for place in incoming.places:

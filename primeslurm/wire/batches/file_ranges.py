@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.wire.batches.rollouts import Frame
 from primeslurm.wire.decoding import DamagedError
 

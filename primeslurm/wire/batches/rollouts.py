@@ -20,9 +20,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from primeslurm.wire.batches.array_checks import LARGEST_AXIS, ArraySpec, array, mismatch
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import Count, DamagedError, value
-from primeslurm.wire.received import LARGEST_AXIS, ArraySpec, array, mismatch
 
 T = TypeVar("T")
 Frame = bytes | memoryview
@@ -376,7 +376,7 @@ def _bytes_of(array: NDArray[Any]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-class Incoming:
+class IncomingArrays:
     """The arrays of a message whose bytes come part by part.
 
     Args:
@@ -459,7 +459,7 @@ def assembled(frames: Sequence[Any]) -> list[Any]:
     Raises:
         DamagedError: they are not the bytes that the header announces.
     """
-    incoming = Incoming(frames[0], lambda size: np.empty(size, np.uint8), sum(len(frame) for frame in frames[1:]))
+    incoming = IncomingArrays(frames[0], lambda size: np.empty(size, np.uint8), sum(len(frame) for frame in frames[1:]))
     incoming.take(frames[1:])
     return incoming.frames()
 

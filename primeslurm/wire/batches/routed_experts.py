@@ -18,8 +18,8 @@ from itertools import chain, combinations
 import numpy as np
 from numpy.typing import NDArray
 
+from primeslurm.wire.batches.array_checks import LARGEST_AXIS
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.received import LARGEST_AXIS
 
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import manifest
 from primeslurm.wire.stored.digests import XXH3

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from primeslurm import files
+from primeslurm.base import files
 
 if TYPE_CHECKING:
     import xxhash

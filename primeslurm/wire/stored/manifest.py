@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm import durable, files
-from primeslurm.files import digest
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.base import durable, files
+from primeslurm.base.files import digest
+from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.stored import digests
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ def parsed(path: Path, kind: type[T]) -> T | None:
         OSError: The file cannot be read.
     """
     try:
-        return json_value(files.read_bytes(path), kind)
+        return decode_json(files.read_bytes(path), kind)
     except (FileNotFoundError, NotADirectoryError):
         return None
 

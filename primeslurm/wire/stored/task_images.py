@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from primeslurm import files
-from primeslurm.files import digest, write_atomic
+from primeslurm.base import files
+from primeslurm.base.files import digest, write_atomic
 
 RUNTIMES = ("apptainer", "docker", "podman")
 """Runtimes whose images can be built."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import Watched
+from primeslurm.base.files import FileWatcher
 
 FILE = "addresses.json"
 """Name of the file in the attempt directory."""
@@ -38,7 +38,7 @@ class AddressBook:
 
     def __init__(self, attempt_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = attempt_dir / FILE
-        self._file = Watched(self._path)
+        self._file = FileWatcher(self._path)
         self._clock = clock
         self._checked_at: float | None = None
         self._addresses: Addresses | None = None

@@ -35,7 +35,7 @@ class MovedError(Exception):
     """The server has another address now, or none."""
 
 
-def client_within_run(
+def internal_client(
     timeout_s: float | None,
     keep: int = IDLE_CONNECTIONS,
     headers: Mapping[str, str] | None = None,
@@ -65,7 +65,7 @@ def _no_tls() -> ssl.SSLContext:
     return httpx.create_ssl_context(verify=False)
 
 
-def client_out_of_run(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
+def external_client(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
     """Return a client for a server outside the run. It uses the site's proxy and verifies certificates."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
@@ -161,8 +161,9 @@ class _BoundedBody(httpx.AsyncByteStream):
     def hook(cls, largest: int) -> Callable[[httpx.Response], Awaitable[None]]:
         async def bound(answer: httpx.Response) -> None:
             if answer.headers.get("content-encoding", "identity") != "identity":
-                raise httpx.DecodingError("the answer is compressed, although no encoding was accepted",
-                                          request=answer.request)
+                raise httpx.DecodingError(
+                    "the answer is compressed, although no encoding was accepted", request=answer.request
+                )
             assert isinstance(answer.stream, httpx.AsyncByteStream)
             answer.stream = cls(answer.stream, largest)
 

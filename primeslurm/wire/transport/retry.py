@@ -32,8 +32,10 @@ def _jittered(state: RetryCallState) -> float:
     return _doubled(state) * random.uniform(0.5, 1.5)
 
 
-def insisting(on: Errors, within_s: float | None = None) -> AsyncRetrying:
-    """Retry with growing pauses until success, as in `await insisting(OSError)(function, argument)`.
+def retry_with_backoff(on: Errors, within_s: float | None = None) -> AsyncRetrying:
+    """Retry an awaitable call with growing pauses until it succeeds.
+
+    Example: `await retry_with_backoff(OSError)(function, argument)`.
 
     Args:
         on: Errors to retry. Any other error is raised at once.
@@ -43,14 +45,14 @@ def insisting(on: Errors, within_s: float | None = None) -> AsyncRetrying:
     return AsyncRetrying(retry=retry_if_exception_type(on), stop=stop, wait=_jittered, reraise=True)
 
 
-def repeating(on: Errors, tries: int, pause_s: float) -> AsyncRetrying:
+def retry_times(on: Errors, tries: int, pause_s: float) -> AsyncRetrying:
     """Try up to `tries` times with equal pauses, then raise the last error."""
     return AsyncRetrying(
         retry=retry_if_exception_type(on), stop=stop_after_attempt(tries), wait=wait_fixed(pause_s), reraise=True
     )
 
 
-def insisting_in_thread(on: Errors, within_s: float, pause_s: float) -> Retrying:
+def retry_in_thread(on: Errors, within_s: float, pause_s: float) -> Retrying:
     """Retry a blocking call with equal pauses, and raise the last error after `within_s`."""
     return Retrying(
         retry=retry_if_exception_type(on), stop=stop_before_delay(within_s), wait=wait_fixed(pause_s), reraise=True

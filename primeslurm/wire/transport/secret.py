@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from primeslurm import files
+from primeslurm.base import files
 
 if TYPE_CHECKING:  # what most processes of a run do without is imported where it is used: some are hundreds
     from multiprocessing.process import BaseProcess
@@ -49,7 +49,7 @@ class SecretError(RuntimeError):
 
 def create(run_dir: Path) -> None:
     """Make the secret of a run, on disk when this returns; one that is there, and not empty, stays. Raises OSError."""
-    from primeslurm import durable, files
+    from primeslurm.base import durable, files
 
     path = run_dir / FILE
     found = files.status(path)

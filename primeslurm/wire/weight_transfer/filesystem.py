@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm import durable, files
+from primeslurm.base import durable, files
 from primeslurm.wire.stored import checkpoints, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
-from primeslurm.slurm.embedded.daemons import OsProcess
+from primeslurm.testbed.embedded_slurm.daemons import OsProcess
 from tests.chaos.kinds.injury import Injury, Kind, goal_of, one_of
 from tests.chaos.scene import HEAD, Scene
 

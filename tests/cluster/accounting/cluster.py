@@ -20,7 +20,7 @@ import yaml
 from benchmarks.support.ports import free_port
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.embedded.daemons import end, job_processes
+from primeslurm.testbed.embedded_slurm.daemons import end, job_processes
 from tests.cluster.accounting.namespace import UID, UserNamespace, python_directories
 from tests.support.unmeasured import unmeasured
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from primeslurm import durable
+from primeslurm.base import durable
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints import checkpoint, shards
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints

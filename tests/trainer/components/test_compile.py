@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeslurm.families.registry import bundled, model_types
+from primeslurm.models.registry import bundled, model_types
 from primeslurm.trainer.assembly import build
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import make_recipe

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask
 from torchtitan.models.common import attention
 
-from primeslurm.trainer.compat import dense
+from primeslurm.nn.compat import dense
 
 LENGTHS = ((5, 9, 2), (16,), (1, 15))
 POSITIONS = torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in LENGTHS])

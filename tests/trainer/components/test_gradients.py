@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeslurm.trainer.components import sparse_attention
+from primeslurm.nn.layers import sparse_attention
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.families import CASES, SEEING_CASES, UNEVEN_CASES, write
 from tests.trainer.gradients import Layout, compare, gradients, worst

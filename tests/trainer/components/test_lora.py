@@ -11,13 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from primeslurm.families import bundled, capabilities, family_of, lora_targets
-from primeslurm.families.config import shape_of
+from primeslurm.models import bundled, capabilities, family_of, lora_targets, model_builder
+from primeslurm.models.hf_config import shape_of
+from primeslurm.nn import compat
 from primeslurm.plan.memory.trainer import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import compat, models
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.assembly.policy_model import PolicyModel
@@ -191,7 +191,7 @@ def test_families_name_the_layers_that_they_have() -> None:
     built: dict[str, set[str]] = {}
     recipe = make_recipe(Path("not-read"))
     for case in ADAPTED:
-        spec = models.spec(case.config(), SEQ_LEN, "flex")
+        spec = model_builder.spec(case.config(), SEQ_LEN, "flex")
         compat.convert(ModelDraft(recipe, spec))
         with torch.device("meta"):
             model = spec.model.build()

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from primeslurm.trainer import tiny
 from primeslurm.trainer.data import token_files
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
 from primeslurm.trainer.distributed.world import RankError, World
+from scripts.models import tiny_model
 from tests.support.conversations_read import loaded
 from tests.trainer.conftest import SEQ_LEN
 
@@ -38,7 +38,7 @@ def conversations(directory: Path, model: Path, *lines: dict[str, Any]) -> Conve
 
 
 def lines(count: int) -> list[dict[str, Any]]:
-    chats: list[dict[str, Any]] = list(tiny.demonstrations(count, 0.0, 0))
+    chats: list[dict[str, Any]] = list(tiny_model.demonstrations(count, 0.0, 0))
     return [*chats[: count // 2], LONG, SEPARATED, *chats[count // 2 :]]
 
 

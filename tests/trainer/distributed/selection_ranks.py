@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from primeslurm.trainer.components import sparse_attention
+from primeslurm.nn.layers import sparse_attention
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from primeslurm.recipe import Recipe
-from primeslurm.records import beats
+from primeslurm.records import heartbeats
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -28,7 +28,7 @@ def main() -> None:
     recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
     run, pages = Path(sys.argv[2]), sys.argv[3].split(",")
     page = os.open(pages[int(os.environ["RANK"])], os.O_RDWR)
-    os.environ[beats.VARIABLE] = str(page)  # as an agent hands it down
+    os.environ[heartbeats.VARIABLE] = str(page)  # as an agent hands it down
     torch.set_num_threads(1)
     world = join(Interrupt(), patience_s=1800)
     policy = build(recipe, world)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common.moe import RoutedExperts
 from transformers import AutoConfig
 
-from primeslurm.trainer import compat, models
+from primeslurm.models import model_builder
+from primeslurm.nn import compat
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.distributed.deepep import DeepEPDispatcher, convert, cut
@@ -41,7 +42,7 @@ def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.Mon
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
-    spec = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
+    spec = model_builder.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
     config = spec.model
     before = list(config.traverse(AllToAllTokenDispatcher.Config))
     convert(ModelDraft(make_recipe(moe_model, trainer=parallelism(deepep_num_sms=24)), spec))
@@ -56,7 +57,7 @@ def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.Mon
 
 def test_compiled_layers_are_refused(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
-    spec = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
+    spec = model_builder.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
     with pytest.raises(ValueError, match=r"trainer\.compile: DeepEP's operations cannot be traced"):
         convert(ModelDraft(make_recipe(moe_model, trainer=parallelism() | {"compile": True}), spec))
 

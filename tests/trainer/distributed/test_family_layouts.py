@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from primeslurm.families import capabilities
+from primeslurm.models import capabilities
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer import filesystem

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from primeslurm.families.expert_shards import whole_blocks
-from primeslurm.trainer.kernels.fp8 import hollow
-from primeslurm.trainer.kernels.fp8.blocks import BLOCKS, Quantised, amax_of_blocks, encode_blocks, quantise, scales_of
+from primeslurm.nn.expert_splits import whole_blocks
+from primeslurm.nn.kernels.fp8 import hollow
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, Quantised, amax_of_blocks, encode_blocks, quantise, scales_of
 from tests.support.block_fp8 import matrix
 from tests.trainer.conftest import finish, start_ranks
 from tests.trainer.distributed.fp8_gather_ranks import SHAPES

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from primeslurm.trainer import tiny
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer import filesystem
+from scripts.models import tiny_model
 from tests.trainer import families
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.families import write
@@ -39,7 +39,7 @@ def published(directory: Path) -> dict[str, torch.Tensor]:
 
 def test_two_ranks_equal_one(world: World, tmp_path: Path) -> None:
     qwen, glm = tmp_path / "qwen", tmp_path / "glm"
-    tiny.write_model(qwen, "qwen3_moe", hidden=128)
+    tiny_model.write_model(qwen, "qwen3_moe", hidden=128)
     write(next(case for case in families.CASES if case.name == "glm_moe_dsa-short"), glm)
     arguments, expected = [], []
     for name, (options, layout) in CASES.items():

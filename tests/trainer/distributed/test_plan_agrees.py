@@ -8,25 +8,24 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from primeslurm.families import GENERIC, Family, bundled, capabilities
-from primeslurm.families.config import shape_of
+from primeslurm.models import GENERIC, Family, bundled, capabilities, model_builder
+from primeslurm.models.hf_config import shape_of
 from primeslurm.plan.memory.parameters import count
-from primeslurm.trainer import models
 from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of
 
 
 @pytest.mark.parametrize("family", bundled(), ids=lambda family: family.name)
 def test_families_are_those_that_are_built(family: Family) -> None:
-    module = f"primeslurm.trainer.models.{family.name}"
+    module = f"primeslurm.models.model_builder.{family.name}"
     for model_type in family.model_types:
-        build = models.builder(model_type)
+        build = model_builder.builder(model_type)
         assert build is not None and build is import_module(module).spec
 
 
 @pytest.mark.parametrize("impl", ["auto", "custom", "hf"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
 def test_the_same_implementation_is_meant(family: str, impl: str) -> None:
-    assert models.is_generic(impl, AutoConfig.for_model(family)) == (capabilities(family, impl) is GENERIC)
+    assert model_builder.is_generic(impl, AutoConfig.for_model(family)) == (capabilities(family, impl) is GENERIC)
 
 
 # Layers that share an indexer are counted as if each had one.

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families.catalog import catalog
+from primeslurm.models.catalog import catalog
 from primeslurm.recipe.reading.recipe_files import load_recipe
 
 pytestmark = pytest.mark.usefixtures("unmeasured")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
-from primeslurm.wire.transport.store import serve_store
+from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.collective import Store, TransferError
 from tests.support.doors import MESSAGES
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from primeslurm.node.agent.vitals import Vitals
-from primeslurm.node.head.hangs import standstill
-from primeslurm.plan.model import Beats, Process
-from primeslurm.records.beats import Beat, BeatPage
+from primeslurm.node.agent.liveness_monitor import LivenessMonitor
+from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
+from primeslurm.plan.model import HeartbeatLimits, Process
+from primeslurm.records.heartbeats import Heartbeat, HeartbeatPage
 from tests.support.forks import Forked
 from tests.trainer.conftest import make_recipe, start_ranks
 
@@ -38,11 +38,11 @@ class Ranks:
     """All ranks, and the agent of each."""
 
     processes: Sequence[Forked | subprocess.Popen[str]]
-    pages: Sequence[BeatPage]
-    agents: Sequence[Vitals]
+    pages: Sequence[HeartbeatPage]
+    agents: Sequence[LivenessMonitor]
     now: float = 0.0
 
-    def beats(self) -> list[Beat]:
+    def heartbeats(self) -> list[Heartbeat]:
         """What each said last."""
         return [page.read() for page in self.pages]
 
@@ -61,7 +61,7 @@ class Ranks:
         self.now += LOOK_S * FASTER
         for agent in self.agents:
             agent.look(self.now)
-        found = standstill({str(rank): agent.of(str(rank)).report() for rank, agent in enumerate(self.agents)})
+        found = unresponsive_ranks({str(rank): agent.of(str(rank)).report() for rank, agent in enumerate(self.agents)})
         return found.behind if found else ()
 
     def stop(self, rank: int) -> None:
@@ -74,8 +74,8 @@ class Ranks:
 
     def all_go_on(self) -> None:
         """Wait until every rank beats again."""
-        before = self.beats()
-        self.until(lambda: all(b.number > a.number for a, b in zip(before, self.beats(), strict=True)), "no beats")
+        before = self.heartbeats()
+        self.until(lambda: all(b.number > a.number for a, b in zip(before, self.heartbeats(), strict=True)), "no beats")
 
 
 @contextmanager
@@ -84,19 +84,19 @@ def training(source: Path, directory: Path, size: int, /, **sections: Any) -> It
     recipe = make_recipe(source, max_steps=10**6, checkpoint={"interval": 2, "keep": 1}, **sections)
     (directory / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
     (directory / "run").mkdir()
-    pages = [BeatPage(f"rank-{rank}") for rank in range(size)]
+    pages = [HeartbeatPage(f"rank-{rank}") for rank in range(size)]
     where = ",".join(f"/proc/{os.getpid()}/fd/{page.descriptor}" for page in pages)
     arguments = (str(directory / "recipe.json"), str(directory / "run"), where)
     processes = start_ranks(size, "tests.trainer.distributed.stopped_ranks", *arguments)
     agents = []
     for rank, (process, page) in enumerate(zip(processes, pages, strict=True)):
-        agents.append(Vitals())
-        beats = Beats(hang_timeout_s=LIMIT_S)
-        plan = Process(name=str(rank), role="trainer", node=0, argv=("python",), log="log", beats=beats)
+        agents.append(LivenessMonitor())
+        heartbeats = HeartbeatLimits(hang_timeout_s=LIMIT_S)
+        plan = Process(name=str(rank), role="trainer", node=0, argv=("python",), log="log", heartbeats=heartbeats)
         agents[-1].started(plan, process.pid, page, None)
     found = Ranks(processes, pages, agents)
     try:
-        found.until(lambda: all((beat.step or 0) >= 2 for beat in found.beats()), "no second step")
+        found.until(lambda: all((heartbeat.step or 0) >= 2 for heartbeat in found.heartbeats()), "no second step")
         yield found
     finally:
         for process in processes:

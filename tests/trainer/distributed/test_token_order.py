@@ -10,10 +10,10 @@ import torch
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from transformers import AutoConfig
 
-from primeslurm.trainer import models
+from primeslurm.models import model_builder
+from primeslurm.nn.kernels import rows
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.distributed.token_order import OrderedDispatcher, _by_expert, _by_filled, convert
-from primeslurm.trainer.kernels import rows
 from tests.support.rows import inverted
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -106,7 +106,7 @@ def test_there_may_be_no_rows() -> None:
 
 @pytest.mark.parametrize(("settings", "kind"), [({}, OrderedDispatcher), ({"compile": True}, AllToAllTokenDispatcher)])
 def test_every_layer_with_experts_has_it_unless_compiled(moe_model: Path, settings: dict[str, Any], kind: Any) -> None:
-    config = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
+    config = model_builder.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
     draft = ModelDraft(make_recipe(moe_model, trainer=settings), config)
     before = [(found.num_experts, found.top_k) for _, found, _, _ in _dispatchers(draft)]
     convert(draft)

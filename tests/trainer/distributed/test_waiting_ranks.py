@@ -11,24 +11,24 @@ from collections.abc import Iterator
 
 import pytest
 
-from primeslurm.node.head.hangs import standstill
-from primeslurm.records import beats
-from primeslurm.records.beats import BeatPage
-from primeslurm.records.fleet import BeatReport
+from primeslurm.node.head.unresponsive_ranks import unresponsive_ranks
+from primeslurm.records import heartbeats
+from primeslurm.records.fleet import HeartbeatReport
+from primeslurm.records.heartbeats import HeartbeatPage
 
 PATIENCE_S = 900.0
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[tuple[subprocess.Popen[str], BeatPage]]]:
+def ranks() -> Iterator[list[tuple[subprocess.Popen[str], HeartbeatPage]]]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     started = []
     for rank in range(2):
-        page = BeatPage(f"rank-{rank}")
+        page = HeartbeatPage(f"rank-{rank}")
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         env = {**os.environ, **{name: str(value) for name, value in names.items()}, "CUDA_VISIBLE_DEVICES": ""}
-        env[beats.VARIABLE] = str(page.descriptor)
+        env[heartbeats.VARIABLE] = str(page.descriptor)
         argv = [sys.executable, "-m", "tests.trainer.distributed.waiting_ranks"]
         options = {"pass_fds": (page.descriptor,), "stderr": subprocess.PIPE, "text": True}
         started.append((subprocess.Popen(argv, env=env, **options), page))  # type: ignore[call-overload]
@@ -39,12 +39,12 @@ def ranks() -> Iterator[list[tuple[subprocess.Popen[str], BeatPage]]]:
         page.close()
 
 
-def report(page: BeatPage, silent_s: float) -> BeatReport:
-    beat = page.read()
-    return BeatReport(beat.phase, beat.step, beat.number, beat.collectives, silent_s, 300.0)
+def report(page: HeartbeatPage, silent_s: float) -> HeartbeatReport:
+    heartbeat = page.read()
+    return HeartbeatReport(heartbeat.phase, heartbeat.step, heartbeat.number, heartbeat.collectives, silent_s, 300.0)
 
 
-def test_the_rank_that_does_not_come_is_named(ranks: list[tuple[subprocess.Popen[str], BeatPage]]) -> None:
+def test_the_rank_that_does_not_come_is_named(ranks: list[tuple[subprocess.Popen[str], HeartbeatPage]]) -> None:
     deadline = time.monotonic() + PATIENCE_S
     pages = [page for _, page in ranks]
     while not all(page.read().phase == "optimizer" for page in pages) or (
@@ -52,10 +52,10 @@ def test_the_rank_that_does_not_come_is_named(ranks: list[tuple[subprocess.Popen
     ):  # ranks come there one after the other, and count after that
         assert time.monotonic() < deadline and all(process.poll() is None for process, _ in ranks)
         time.sleep(0.2)
-    found = standstill({f"trainer-rank-{rank}": report(page, 40.0 + rank) for rank, page in enumerate(pages)})
-    assert found is not None and found.behind == ("trainer-rank-1",) and found.beat.phase == "optimizer"
+    found = unresponsive_ranks({f"trainer-rank-{rank}": report(page, 40.0 + rank) for rank, page in enumerate(pages)})
+    assert found is not None and found.behind == ("trainer-rank-1",) and found.heartbeat.phase == "optimizer"
     waiting = ranks[0][0]
-    waiting.send_signal(beats.DUMP_SIGNAL)  # it is in a collective, and yet tells where
+    waiting.send_signal(heartbeats.DUMP_SIGNAL)  # it is in a collective, and yet tells where
     assert waiting.stderr is not None
     stacks = ""
     while " in main" not in stacks:

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from primeslurm.records.beats import pulse
+from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
 
@@ -16,12 +16,12 @@ from primeslurm.trainer.loops.interrupt import Interrupt
 def main() -> None:
     """RANK and the like are in the environment, and the descriptor of the page for beats."""
     world = join(Interrupt(), patience_s=600)
-    pulse().enter("forward_backward", 3)
+    liveness().enter("forward_backward", 3)
     for _ in range(5):
         world.sum(torch.ones(1))
         world.barrier()
     dist.barrier(group=dist.new_group(backend="gloo"))
-    pulse().enter("optimizer", 3)
+    liveness().enter("optimizer", 3)
     if os.environ["RANK"] == "1":
         time.sleep(600)
     world.sum(torch.ones(1))

@@ -21,7 +21,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 def test_importing_torchtitan_patches_it_and_the_package_alone_imports_no_torch() -> None:
     done = python(PATCHED)
-    assert (done.returncode, done.stdout) == (0, "primeslurm.trainer.compat\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "primeslurm.nn.compat\n"), done.stderr
 
 
 def test_a_program_that_has_imported_torchtitan_before_is_refused() -> None:

@@ -12,13 +12,13 @@ import torch
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.trainer import tiny
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from scripts.models import tiny_model
 from tests.support.batches import batch_of
 from tests.trainer.conftest import make_recipe, make_timer
 
@@ -64,7 +64,7 @@ def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World,
 
 def sample(policy: PolicyModel, rng: np.random.Generator) -> list[RolloutGroup]:
     """Groups of answers to random prompts, sampled token by token."""
-    prompts = np.repeat(rng.integers(3, tiny.VOCABULARY, (GROUPS, PROMPT)), MEMBERS, axis=0)
+    prompts = np.repeat(rng.integers(3, tiny_model.VOCABULARY, (GROUPS, PROMPT)), MEMBERS, axis=0)
     tokens, logprobs = torch.from_numpy(prompts), []
     with torch.no_grad():
         for _ in range(SAMPLED):

@@ -9,7 +9,7 @@ import pytest
 
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire.batches.rollouts import Batch, RankShard
-from primeslurm.wire.transport.link import TransferWanted
+from primeslurm.wire.link.trainer_link import TransferWanted
 from tests.trainer.conftest import make_batch
 
 

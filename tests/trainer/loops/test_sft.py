@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import tiny
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import cross_entropy
@@ -28,6 +27,7 @@ from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
+from scripts.models import tiny_model
 from tests.support.conversations_read import loaded
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ranks, trainer_command
 
@@ -36,7 +36,7 @@ from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ran
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Noise-free reverse-text conversations."""
     path = tmp_path_factory.mktemp("data") / "reverse.jsonl"
-    path.write_text("".join(json.dumps(chat) + "\n" for chat in tiny.demonstrations(64, 0.0, 0)))
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in tiny_model.demonstrations(64, 0.0, 0)))
     return path
 
 

@@ -14,10 +14,10 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, cross_entropy, from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch, Frame
+from primeslurm.wire.link import trainer_link
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport import link
 from tests.trainer.conftest import finish, make_batch, make_recipe, make_timer
 from tests.trainer.loops.test_rl import FakeOrchestrator, Run
 
@@ -103,11 +103,11 @@ def test_all_ranks_skip_the_step_that_one_of_them_cannot_make(
     orchestrator = FakeOrchestrator()
     run = Run(tmp_path, make_recipe(moe_model, max_steps=9, checkpoint={"interval": 5, "keep": 2}), orchestrator)
     try:
-        printed = finish(run.start(size=2), code=exits.FUTILE)
+        printed = finish(run.start(size=2), code=exit_codes.UNRECOVERABLE)
     finally:
         orchestrator.close()
     assert all("FloatingPointError: the gradient norm is" in text for text in printed)
-    done = {request.step: request.metrics for request in orchestrator.of(link.StepDone)}
+    done = {request.step: request.metrics for request in orchestrator.of(trainer_link.StepDone)}
     assert {step: metrics["skipped"] for step, metrics in done.items()} == {1: 0, 2: 1, 3: 0, 4: 1, 5: 1}
     kinds = run.events(1)
     assert kinds.count("step_skipped") == 3 and kinds[-1] == "stop"

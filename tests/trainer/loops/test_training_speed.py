@@ -12,7 +12,7 @@ from transformers import Qwen3Config
 
 from benchmarks.training_models import SHAPES, attention_flops, expert_count, matrix_flops
 from benchmarks.training_speed import arguments, document_lengths, make_recipe, measure, ours
-from primeslurm.families import family_of
+from primeslurm.models import family_of
 from primeslurm.trainer.distributed.world import World
 
 SMALL: dict[str, Any] = {

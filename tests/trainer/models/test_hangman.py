@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from primeslurm.trainer import hangman, tiny
+from scripts.models import hangman_model, tiny_model
 
 FEW = 8
 """Steps: it has learned in which form to answer, and not yet to answer so always."""
@@ -16,9 +16,9 @@ FEW = 8
 
 def test_it_comes_to_answer_with_a_letter_in_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bracket_after(steps: int) -> float:
-        monkeypatch.setattr(hangman, "STEPS", steps)
+        monkeypatch.setattr(hangman_model, "STEPS", steps)
         monkeypatch.setattr("sys.argv", ["hangman", str(tmp_path / str(steps))])
-        hangman.main()
+        hangman_model.main()
         model = AutoModelForCausalLM.from_pretrained(tmp_path / str(steps), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / str(steps))
         chat = [{"role": "user", "content": "Guess a letter."}]
@@ -30,4 +30,4 @@ def test_it_comes_to_answer_with_a_letter_in_brackets(tmp_path: Path, monkeypatc
     threads = torch.get_num_threads()
     assert bracket_after(FEW) > 5 * bracket_after(0)
     assert torch.get_num_threads() == threads
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "0")) == tiny.VOCABULARY
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "0")) == tiny_model.VOCABULARY

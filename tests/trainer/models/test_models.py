@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from primeslurm.trainer import compat, models
+from primeslurm.models import model_builder
+from primeslurm.nn import compat
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
@@ -138,12 +139,12 @@ def test_what_a_family_lacks_is_named(family: str, change: dict[str, Any], messa
     for name, value in change.items():
         setattr(config, name, value)
     with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
-        models.spec(config, SEQ_LEN, "flex")
+        model_builder.spec(config, SEQ_LEN, "flex")
 
 
 def test_sinks_are_never_trained_through_a_kernel_without_their_gradient() -> None:
     config = next(case for case in CASES if case.name == "gpt_oss").config()
-    for layer in models.spec(config, SEQ_LEN, "varlen").model.layers:
+    for layer in model_builder.spec(config, SEQ_LEN, "varlen").model.layers:
         assert isinstance(layer.attention.inner_attention, compat.titan_attention.FlexAttention.Config)
 
 
@@ -153,7 +154,7 @@ def test_unsupported_configs_are_refused(moe_model: Path) -> None:
     config = AutoConfig.from_pretrained(moe_model)
     config.attention_bias = True
     with pytest.raises(ValueError, match="attention_bias"):
-        models.spec(config, SEQ_LEN, "flex")
+        model_builder.spec(config, SEQ_LEN, "flex")
     config.model_type = "mistral"
     with pytest.raises(ValueError, match=r"mistral is not supported \(supported: afmoe, .*, qwen3, "):
-        models.spec(config, SEQ_LEN, "flex")
+        model_builder.spec(config, SEQ_LEN, "flex")

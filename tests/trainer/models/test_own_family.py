@@ -15,7 +15,7 @@ import pytest
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 from tests.trainer.conftest import ROOT, trainer_command
 
 EXAMPLE = ROOT / "examples" / "own_family"
@@ -54,7 +54,9 @@ def directory(packages: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("checkout")
     made = directory / ".primeslurm" / "own-family"
     run(directory, packages, "-m", "own_family.tiny", str(made / "model"))
-    (made / "demonstrations.jsonl").write_text("".join(json.dumps(c) + "\n" for c in tiny.demonstrations(64, 0.0, 0)))
+    (made / "demonstrations.jsonl").write_text(
+        "".join(json.dumps(c) + "\n" for c in tiny_model.demonstrations(64, 0.0, 0))
+    )
     shutil.copytree(made / "model", made / "qwen3")
     config = made / "qwen3" / "config.json"
     config.write_text(config.read_text().replace('"maple"', '"qwen3"'))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from primeslurm.trainer.models.layers.recurrence import causal_conv, gated_delta_rule, state_space
+from primeslurm.nn.layers.recurrence import causal_conv, gated_delta_rule, state_space
 
 DOCUMENTS = ((1, 16, 20, 9), (4, 3, 39))
 """Lengths in two rows: within chunks of 16, over their borders, and starting on one."""

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from benchmarks.live_memory import passes
-from primeslurm.trainer import models
+from primeslurm.models import model_builder
+from primeslurm.nn.kernels import elementwise
+from primeslurm.nn.layers import scan
 from primeslurm.trainer.components.activation_checkpointing import POLICIES
-from primeslurm.trainer.kernels import elementwise
-from primeslurm.trainer.models.layers import scan
 from tests.trainer.families import CASES
 
 LENGTH = 250
@@ -36,7 +36,7 @@ def layer(case_name: str, part: str) -> nn.Module:
     """The recurrent layer of a tiny model, random."""
     config = next(case for case in CASES if case.name == case_name).config()
     torch.manual_seed(0)
-    built: nn.Module = getattr(models.spec(config, 64, "flex").model.layers[0], part).build()
+    built: nn.Module = getattr(model_builder.spec(config, 64, "flex").model.layers[0], part).build()
     for parameter in built.parameters():
         nn.init.normal_(parameter, std=0.3)
     return built
@@ -63,7 +63,7 @@ def run(mixer: nn.Module) -> Pass:
 def test_parts_change_nothing(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = layer(case_name, part)
     whole = run(mixer)
-    monkeypatch.setattr(scan, "PART_TOKENS", 2 * 64)
+    monkeypatch.setattr(scan, "RECURRENCE_CHUNK_TOKENS", 2 * 64)
     for mine, expected in zip(run(mixer).results, whole.results, strict=True):
         assert (mine - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -82,7 +82,7 @@ def test_chains_that_are_compiled_change_nothing(case_name: str, part: str, monk
     elementwise.fused.cache_clear()
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(elementwise, "fits", lambda x: True)
-    monkeypatch.setattr(scan, "PART_TOKENS", 2 * 64)
+    monkeypatch.setattr(scan, "RECURRENCE_CHUNK_TOKENS", 2 * 64)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         fused = run(mixer)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 
 
 def test_every_character_is_one_token(moe_model: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
-    assert len(tokenizer) == tiny.VOCABULARY
+    assert len(tokenizer) == tiny_model.VOCABULARY
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Reverse: abc"}], tokenize=False, add_generation_prompt=True
     )
@@ -24,7 +24,7 @@ def test_every_character_is_one_token(moe_model: Path) -> None:
 
 def test_demonstrations_are_right_but_for_the_noise() -> None:
     def right(noise: float) -> float:
-        chats = tiny.demonstrations(500, noise, 1)
+        chats = tiny_model.demonstrations(500, noise, 1)
         pairs = [(chat["messages"][0]["content"], chat["messages"][1]["content"]) for chat in chats]
         assert all(prompt.startswith("Reverse: ") for prompt, _ in pairs)
         return sum(prompt.removeprefix("Reverse: ") == answer[::-1] for prompt, answer in pairs) / len(pairs)

@@ -15,7 +15,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.data.image_positions import Images, vision_input
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.models.generic import GenericModel
+from primeslurm.trainer.generic.generic_model import GenericModel
 from primeslurm.wire.batches.rollouts import Row
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import BLIND_CASE, CASES, IMAGES, SEEING_CASES, Case, reference_of, write

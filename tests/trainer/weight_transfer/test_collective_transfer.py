@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.support.ports import free_port
-from primeslurm.wire.transport.store import serve_store
+from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
 from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import TransferSession

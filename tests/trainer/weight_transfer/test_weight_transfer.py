@@ -16,7 +16,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.transport import link
+from primeslurm.wire.link import trainer_link
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
@@ -57,14 +57,14 @@ class Orchestrator:
 
     async def run(self, command: list[str]) -> list[str]:
         """Start the ranks, serve them, and return what they printed."""
-        serving = asyncio.create_task(link.OrchestratorLink(self.address, self._handle).serve())
+        serving = asyncio.create_task(trainer_link.OrchestratorLink(self.address, self._handle).serve())
         ranks = start_ranks(RANKS, *command)
         outputs = await asyncio.to_thread(finish, ranks)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         return outputs
 
-    async def _handle(self, request: link.Request) -> link.Answer:
+    async def _handle(self, request: trainer_link.Request) -> trainer_link.Answer:
         assert isinstance(request, messages.OfferTransfer)
         if not request.done and not self._wanting:
             self._wanting = 1
@@ -118,7 +118,7 @@ def test_a_policy_that_cannot_be_recorded_is_announced_again(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The orchestrator writes it down before it tells engines, and answers with its error where it cannot."""
-    answers = [link.LinkError("[Errno 30] Read-only file system: 'progress.bin'")] * 2
+    answers = [trainer_link.LinkError("[Errno 30] Read-only file system: 'progress.bin'")] * 2
 
     class Link:
         def announce(self, version: int, path: str) -> int:
@@ -129,8 +129,8 @@ def test_a_policy_that_cannot_be_recorded_is_announced_again(
     monkeypatch.setattr("primeslurm.records.reserve.time.sleep", lambda _: None)
     FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
     assert not answers
-    answers.append(link.LinkError("no such version"))
-    with pytest.raises(link.LinkError, match="no such version"):
+    answers.append(trainer_link.LinkError("no such version"))
+    with pytest.raises(trainer_link.LinkError, match="no such version"):
         FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
 
 
@@ -141,13 +141,13 @@ async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
     address = f"tcp://127.0.0.1:{free_port()}"
     told: list[int] = []
 
-    async def handle(request: link.Request) -> link.Answer:
+    async def handle(request: trainer_link.Request) -> trainer_link.Answer:
         assert isinstance(request, messages.NewPolicy)
         told.append(request.version)
-        return link.Answer("ok", version=max(told))
+        return trainer_link.Answer("ok", version=max(told))
 
     def train(committed: int, last: int) -> None:
-        by_files = FilesystemTransfer(publisher, tmp_path, str(moe_model), link.TrainerLink(address), world)
+        by_files = FilesystemTransfer(publisher, tmp_path, str(moe_model), trainer_link.TrainerLink(address), world)
         by_files.resume(committed)
         for version in range(committed + 1, last + 1):
             by_files.transfer(version)
@@ -156,7 +156,7 @@ async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
         found = filesystem.published(tmp_path)
         return {v: (filesystem.version_dir(tmp_path, v) / filesystem.MANIFEST).stat().st_mtime_ns for v in found}
 
-    serving = asyncio.create_task(link.OrchestratorLink(address, handle).serve())
+    serving = asyncio.create_task(trainer_link.OrchestratorLink(address, handle).serve())
     await asyncio.to_thread(train, 0, 3)
     before = written()
     await asyncio.to_thread(train, 1, 4)

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.api import exporting
-from primeslurm.errors import RunError, UsageError
-from primeslurm.model_files import INDEX
+from primeslurm.base.errors import RunError, UsageError
+from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.weights import convert
 from tests.support.cli import primeslurm
 from tests.trainer.as_released import tensors, to_fp8

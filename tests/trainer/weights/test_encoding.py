@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.kernels.fp8.blocks import BLOCKS, quantise
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.weight_transfer import tensor_names

@@ -14,12 +14,12 @@ import primeslurm
 from primeslurm.api import emulation
 from primeslurm.api.planning import emulated_plan_of
 from primeslurm.api.sites import with_python
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.plan import planner
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.directory import RunDirectory
-from primeslurm.slurm.embedded.config import LoopbackPlace
-from primeslurm.slurm.embedded.config import site as embedded_site
+from primeslurm.testbed.embedded_slurm.config import LoopbackPlace
+from primeslurm.testbed.embedded_slurm.config import site as embedded_site
 from tests.support.cli import primeslurm as command
 from tests.support.cli import run_python
 from tests.support.plans import plan_of, python

@@ -10,10 +10,10 @@ import pytest
 
 from primeslurm.api import emulation
 from primeslurm.api.loading import load
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.recipe import Recipe
-from primeslurm.slurm.embedded.cluster import Cluster
-from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, is_name
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec, LoopbackPlace, is_name
 
 FIELDS = {
     "seq_len": 1024,

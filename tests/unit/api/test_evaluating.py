@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.evaluating import load_evaluation
-from primeslurm.errors import RunError, UsageError
-from primeslurm.files import write_json
+from primeslurm.base.errors import RunError, UsageError
+from primeslurm.base.files import write_json
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.recipes import model_dir, write_recipe

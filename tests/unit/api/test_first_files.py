@@ -12,11 +12,11 @@ from primeslurm.api.setup import first_files
 from primeslurm.api.setup.first_files import guessed_runs_directory, write_first_files
 from primeslurm.api.setup.proposal import Proposal, propose
 from primeslurm.api.setup.ready_recipes import write_new
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
-from primeslurm.slurm.embedded.cluster import Cluster
-from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace
 from primeslurm.slurm.partitions import Partition
+from primeslurm.testbed.embedded_slurm.cluster import Cluster
+from primeslurm.testbed.embedded_slurm.config import ClusterSpec, LoopbackPlace
 from tests.support.cli import primeslurm
 from tests.unit.api.test_proposal import CPU, H100, facts, nodes
 
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pyt
     def refuse(path: Path, text: str) -> None:
         raise PermissionError(13, "Permission denied", f"{path}.tmp")
 
-    monkeypatch.setattr("primeslurm.durable.write", refuse)
+    monkeypatch.setattr("primeslurm.base.durable.write", refuse)
     with pytest.raises(UsageError) as caught:
         write_new({tmp_path / "site.yaml": ""})
     assert str(caught.value) == f"{tmp_path}/site.yaml: cannot be written: Permission denied (choose another directory)"

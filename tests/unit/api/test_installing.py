@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.setup import installing
-from primeslurm.errors import PrimeslurmError, UsageError
+from primeslurm.base.errors import PrimeslurmError, UsageError
 from tests.support.cli import ROOT, primeslurm
 
 UV = """#!/bin/sh

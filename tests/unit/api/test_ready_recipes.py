@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.setup.ready_recipes import copy_recipe, list_recipes, purpose_of
-from primeslurm.errors import UsageError
-from primeslurm.paths import shipped
+from primeslurm.base.errors import UsageError
+from primeslurm.base.paths import shipped
 from primeslurm.recipe.reading.recipe_files import find_recipe, load_recipe, ready_recipes
 from tests.support.cli import primeslurm
 

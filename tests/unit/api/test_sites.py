@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.sites import find_site, local_site, runs_directory
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.recipe.site import NodeKind
 
 ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[07-08]"}

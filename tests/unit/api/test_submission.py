@@ -16,8 +16,8 @@ import pytest
 import primeslurm
 from primeslurm.api import runs, submission
 from primeslurm.api.runs import Run
-from primeslurm.errors import ClusterError, UsageError
-from primeslurm.files import write_json
+from primeslurm.base.errors import ClusterError, UsageError
+from primeslurm.base.files import write_json
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.claims import claim_attempt
 from primeslurm.run.directory import RunDirectory, name_in_use

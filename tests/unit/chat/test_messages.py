@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.chat.messages import ConversationError, MessageForm, normalised, tools_of
+from primeslurm.chat.messages import ConversationError, MessageForm, normalized, tools_of
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.training_text import TrainingText
 from tests.support.chat_templates import BUNDLED
@@ -28,20 +28,20 @@ def calling(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
 
 def only(message: Any) -> Any:
     """The last message of a conversation, as it is normalised."""
-    return normalised([ASKED, message])[-1]
+    return normalized([ASKED, message])[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_are_rendered_alike_from_text_and_object_and_without_a_none(name: str) -> None:
     template = ChatTemplate(tokenizer(TEMPLATES[name], "<|im_end|>"))
-    found = {template.render(normalised(calling(given), template.form)) for given in (OBJECT, TEXT)}
+    found = {template.render(normalized(calling(given), template.form)) for given in (OBJECT, TEXT)}
     assert len(found) == 1
     (text,) = found
     assert "Rome" in text and "None" not in text and "'city'" not in text and '\\"' not in text
-    empty = template.render(normalised(calling(OBJECT, content=""), template.form))
+    empty = template.render(normalized(calling(OBJECT, content=""), template.form))
     absent = calling(OBJECT)
     del absent[1]["content"]
-    assert text == empty == template.render(normalised(absent, template.form))
+    assert text == empty == template.render(normalized(absent, template.form))
 
 
 def test_arguments_are_an_object_or_text_as_the_template_takes_them() -> None:
@@ -57,7 +57,7 @@ def test_arguments_are_an_object_or_text_as_the_template_takes_them() -> None:
 
 def test_text_that_a_template_wants_stays_as_it_was_written() -> None:
     form = MessageForm(arguments="text")
-    found = [normalised(calling(given), form)[1]["tool_calls"][0] for given in ('{"a":1}', {"a": "é"}, None)]
+    found = [normalized(calling(given), form)[1]["tool_calls"][0] for given in ('{"a":1}', {"a": "é"}, None)]
     assert [call["function"]["arguments"] for call in found] == ['{"a":1}', '{"a": "é"}', "{}"]
 
 
@@ -97,9 +97,9 @@ def test_calls_without_arguments_have_an_empty_object(nothing: Any) -> None:
 
 def test_a_developer_speaks_as_the_system_unless_the_template_knows_the_role() -> None:
     said = [{"role": "developer", "content": "Be brief."}, ASKED]
-    assert normalised(said)[0]["role"] == "system"
+    assert normalized(said)[0]["role"] == "system"
     knows = ChatTemplate(tokenizer(CHATML + "{% if messages[0].role == 'developer' %}{% endif %}"))
-    assert normalised(said, knows.form)[0]["role"] == "developer"
+    assert normalized(said, knows.form)[0]["role"] == "developer"
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
@@ -107,7 +107,7 @@ def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
     said = [ASKED, {"role": "assistant", "content": "Hi.", given: "Hm."}]
     for read in ("reasoning_content", "thinking"):
         template = ChatTemplate(tokenizer("{% for m in messages %}{{ m." + read + " }}{{ m.content }}{% endfor %}"))
-        assert template.render(normalised(said, template.form)).endswith("Hm.Hi.")
+        assert template.render(normalized(said, template.form)).endswith("Hm.Hi.")
         assert template.shows_thoughts
     assert not ChatTemplate(tokenizer(CHATML)).shows_thoughts
 
@@ -145,14 +145,14 @@ def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
 )  # fmt: skip
 def test_what_cannot_be_rendered_is_named_with_its_message(message: Any, why: str) -> None:
     with pytest.raises(ConversationError, match=f"^message 2: .*{why}"):
-        normalised([ASKED, message])
+        normalized([ASKED, message])
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", ""])
 def test_a_sampled_answer_is_kept_whatever_it_says(arguments: str) -> None:
     sampled = calling(arguments)
     before = copy.deepcopy(sampled)
-    found = normalised(sampled, lenient=True)[1]
+    found = normalized(sampled, lenient=True)[1]
     assert sampled == before
     assert found["content"] == "" and found["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 

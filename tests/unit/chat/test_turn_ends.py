@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from renderers.base import load_tokenizer
 
-from primeslurm.chat.messages import ConversationError, normalised
+from primeslurm.chat.messages import ConversationError, normalized
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.chat.turn_ends import TurnEnd
 from tests.support.chat_templates import BUNDLED
@@ -52,7 +52,7 @@ def training_text(
 def trained(text: TrainingText, messages: list[Message]) -> list[str]:
     """What is trained. All parts together are the rendered conversation, to the end of its last turn."""
     parts = text.parts({"messages": messages})
-    whole = text.template.render(normalised(messages, text.template.form))
+    whole = text.template.render(normalized(messages, text.template.form))
     joined = "".join(part for part, _ in parts)
     assert parts[-1][1] and (whole.startswith(joined) or joined.startswith(whole))
     return [part for part, is_trained in parts if is_trained]

@@ -15,8 +15,8 @@ import pytest
 import yaml
 
 from primeslurm.api.sites import find_site
-from primeslurm.errors import UsageError
-from primeslurm.model_files import model_directory
+from primeslurm.base.errors import UsageError
+from primeslurm.base.model_files import model_directory
 from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
@@ -83,7 +83,9 @@ def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job
     assert "--time=02:00:00" in answer["script"]
     assert not any(word in answer["script"] for word in ("--account", "h200", "2000G")), "these are of another cluster"
     modules = {p["role"]: p["argv"][2] for node in answer["plan"]["nodes"] for p in node["processes"]}
-    assert modules["engine"] == "primeslurm.emulated.engine" and modules["router"] == "primeslurm.inference.router"
+    assert (
+        modules["engine"] == "primeslurm.testbed.emulated.engine" and modules["router"] == "primeslurm.inference.router"
+    )
     assert [path.name for path in short.iterdir()] == ["r.yaml"]
 
 

@@ -16,7 +16,7 @@ import yaml
 from primeslurm.plan.checks.environments import Interpreter, try_all
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.trainer import tiny
+from scripts.models import tiny_model
 from tests.support.cli import ROOT, Result, primeslurm
 from tests.support.recipes import recipe_data
 
@@ -179,8 +179,8 @@ def test_what_environments_leave_is_removed(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_model_that_cannot_be_shown_an_environments_tools_is_refused(place: Path) -> None:
     """Its chat template is another than its family's, which only the nodes' Python can tell."""
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("# Tools", "# What you may call")
+    tokenizer = tiny_model.tokenizer()
+    tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace("# Tools", "# What you may call")
     tokenizer.save_pretrained(place / "model")
     config = {"model_type": "qwen3", "max_position_embeddings": 8192}
     (place / "model" / "config.json").write_text(json.dumps(config))
@@ -201,7 +201,7 @@ def test_a_model_that_cannot_be_shown_an_environments_tools_is_refused(place: Pa
 
 def test_a_family_that_cannot_be_shown_tools_is_refused_offline_and_once(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({"model_type": "afmoe", "max_position_embeddings": 8192}))
-    tiny.tokenizer().save_pretrained(place / "model")
+    tiny_model.tokenizer().save_pretrained(place / "model")
     for verb, args in (("submit", ("--dry-run",)), ("check", ("--local",)), ("submit", ("--local",))):
         result = run(place, verb, [{"id": "tool-use"}], *args)
         assert (result.code, result.out) == (2, ""), result.err
@@ -211,7 +211,7 @@ def test_a_family_that_cannot_be_shown_tools_is_refused_offline_and_once(place: 
 
 def test_options_that_its_renderer_does_not_take_are_refused(place: Path) -> None:
     (place / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 8192}))
-    tiny.tokenizer().save_pretrained(place / "model")
+    tiny_model.tokenizer().save_pretrained(place / "model")
     result = run(place, "check", [{"id": "reverse-text"}], "--local", "--set", "model.renderer_options={thinks: true}")
     assert (result.code, result.out) == (2, "")
     assert "model.renderer_options of qwen3: thinks: Extra inputs are not permitted" in result.err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.errors import ExitCode
+from primeslurm.base.errors import ExitCode
 from primeslurm.wire.stored import task_images
 from tests.support import fake_builder
 from tests.support.cli import Result, run_python

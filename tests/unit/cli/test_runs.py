@@ -14,11 +14,11 @@ import typer
 from primeslurm.api.logs import Tail
 from primeslurm.api.runs import Run
 from primeslurm.api.submission import Submitted
+from primeslurm.base.files import write_json
 from primeslurm.cli.options import confirm
 from primeslurm.cli.verbs import watch
 from primeslurm.cli.verbs.submit import _announce
 from primeslurm.cli.verbs.watch import watch_until_done
-from primeslurm.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import outcome_text
@@ -292,6 +292,12 @@ def test_a_run_whose_plan_is_damaged_is_exit_code_4(place: Path, verb: str) -> N
         plan.write_text("{")
     result = primeslurm(verb, "older", *OF_A_RUN[verb], cwd=place)
     assert result.code == 4 and result.err.startswith("error: ") and "plan.json" in result.err
+
+
+def test_a_run_is_found_in_its_default_directory_although_the_site_file_names_another(place: Path) -> None:
+    (place / "site.yaml").write_text("name: elsewhere\nruns: elsewhere\nnodes: {default: {partition: gpu, cpus: 8}}\n")
+    result = primeslurm("status", "older", cwd=place)
+    assert result.code == 0 and "older" in result.out, result.err
 
 
 @pytest.mark.parametrize("verb", OF_A_RUN)

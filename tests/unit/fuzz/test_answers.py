@@ -23,19 +23,20 @@ from verifiers.v1.runtimes import Runtime
 from verifiers.v1.types import ToolCall
 
 from primeslurm.inference.router.workers import WorkerDifference, Workers, compare, listed
+from primeslurm.models.deepseek_v3 import deepseek_v31_renderer
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
-from primeslurm.orchestrator.rendering import deepseek_v31, dialects
-from primeslurm.orchestrator.rollouts.generate_endpoint import (
+from primeslurm.orchestrator.rendering import dialects
+from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
+from primeslurm.orchestrator.telemetry.engine_metrics import parse, scrape
+from primeslurm.orchestrator.telemetry.load_window import LoadWindow
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
+from primeslurm.orchestrator.worker.generate_endpoint import (
     Completion,
     GenerateEndpoint,
     NoAnswerError,
     RefusedError,
     completion_of,
 )
-from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow
-from primeslurm.orchestrator.telemetry.scrape import parse, scrape
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
 from primeslurm.wire.batches import routed_experts
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.transport import http
@@ -272,7 +273,7 @@ TEACHER = {"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -0.5, "rank"
 def test_answers_of_teachers(content: bytes) -> None:
     async def ask() -> None:
         async with saying(content) as url:
-            teacher = Teacher(lambda: [url], http.client_within_run(5.0))
+            teacher = Teacher(lambda: [url], http.internal_client(5.0))
             try:
                 found = await teacher.logprobs([4, 5, 6])
                 assert found.shape == (3,) and np.isfinite(found).all()
@@ -285,7 +286,7 @@ def test_answers_of_teachers(content: bytes) -> None:
 
 
 async def test_an_answer_without_end_is_given_up() -> None:
-    async with saying(bytes(4 << 20), length=2**40) as url, http.client_within_run(9.0, largest=1 << 20) as client:
+    async with saying(bytes(4 << 20), length=2**40) as url, http.internal_client(9.0, largest=1 << 20) as client:
         with bounded(1 << 20, factor=16), pytest.raises(httpx.ReadError, match="too long"):
             await client.get(url)
 
@@ -293,14 +294,14 @@ async def test_an_answer_without_end_is_given_up() -> None:
 async def test_an_answer_that_is_compressed_is_none() -> None:
     async with (
         saying(b"\x1f\x8b" + bytes(100), b"content-encoding: gzip\r\n") as url,
-        http.client_within_run(9.0) as client,
+        http.internal_client(9.0) as client,
     ):
         with pytest.raises(httpx.DecodingError, match="compressed"):
             await client.get(url)
 
 
 def test_status_is_read_as_the_gate_writes_it() -> None:
-    from primeslurm.inference.gate import GateState
+    from primeslurm.inference.version_gate import GateState
     from primeslurm.wire.weight_transfer.messages import EngineStatus
 
     state = GateState()
@@ -332,5 +333,7 @@ CALL = b'{"city": "Rome", "days": [1, 2]}'
 @given(texts(CALL).map(lambda data: data.decode(errors="replace")) | st.just("[" * 100_000))
 def test_arguments_that_are_read_for_protocols(text: str) -> None:
     assert isinstance(dialects._arguments(ToolCall(id="c", name="look_up", arguments=text)), dict)
-    call = deepseek_v31._read(ParsedToolCall(raw=f"look_up{deepseek_v31.SEPARATOR}{text}", name=None, arguments=None))
+    call = deepseek_v31_renderer._read(
+        ParsedToolCall(raw=f"look_up{deepseek_v31_renderer.SEPARATOR}{text}", name=None, arguments=None)
+    )
     assert call.name == "look_up" and call.status in set(ToolCallParseStatus)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support.ports import free_port
-from primeslurm.inference.router.door import Door
+from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
 from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
 from primeslurm.wire.transport.handshake import proof
@@ -78,11 +78,11 @@ def echo(peer: socket.socket) -> None:
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[tuple[Door, int]]:
+def door() -> Iterator[tuple[RouterHealthEndpoint, int]]:
     async def look(path: str) -> int:
         return 200
 
-    made, port = Door(secret.own(), look, lambda: True), free_port()
+    made, port = RouterHealthEndpoint(secret.own(), look, lambda: True), free_port()
 
     async def serve() -> int:
         await made.serve(HOST, port)
@@ -95,7 +95,7 @@ def door() -> Iterator[tuple[Door, int]]:
 
 @fuzzed()
 @given(texts(LOOK) | st.binary(max_size=64))
-def test_a_door_answers_or_hangs_up_and_counts_no_stranger(door: tuple[Door, int], data: bytes) -> None:
+def test_a_door_answers_or_hangs_up_and_counts_no_stranger(door: tuple[RouterHealthEndpoint, int], data: bytes) -> None:
     made, port = door
     found = exchange(port, data)
     assert not found or found.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 404 "))
@@ -105,7 +105,7 @@ def test_a_door_answers_or_hangs_up_and_counts_no_stranger(door: tuple[Door, int
 
 @fuzzed()
 @given(texts(secret.header()["Authorization"].encode()))
-def test_a_door_takes_no_other_token(door: tuple[Door, int], token: bytes) -> None:
+def test_a_door_takes_no_other_token(door: tuple[RouterHealthEndpoint, int], token: bytes) -> None:
     made, _ = door
     right = secret.header()["Authorization"].encode()
     assert made._judge(token) == (200 if token == right else 401)

@@ -15,25 +15,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.errors import ClusterError, RunError
-from primeslurm.files import Watched, read_json
+from primeslurm.base.errors import ClusterError, RunError
+from primeslurm.base.files import FileWatcher, read_json
 from primeslurm.orchestrator.dispatch import curricula
 from primeslurm.orchestrator.evaluation.archive import Archive, Begun
 from primeslurm.orchestrator.evaluation.statistics import Sample
-from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.telemetry import worker_deaths
 from primeslurm.plan import plan_file
 from primeslurm.records import events, metrics, reading
-from primeslurm.records.beats import Beat, BeatPage, Pulse
 from primeslurm.records.events.training import StepReported
+from primeslurm.records.heartbeats import Heartbeat, HeartbeatPage, LivenessReporter
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import Attempt
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.status.placement import placement_of
 from primeslurm.slurm.inventory import _parse
-from primeslurm.wire import environment_probe
+from primeslurm.wire import probe_messages
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.stored.manifest import FileRecord
@@ -69,7 +69,7 @@ def test_json_that_others_replace(directory: Path, data: bytes) -> None:
     path.write_bytes(data)
     with bounded(len(data), factor=64):
         read_json(path)
-        Watched(path).changed()
+        FileWatcher(path).changed()
     try:
         assert AddressBook(directory).url("engine").startswith("http://")
     except LookupError:
@@ -274,26 +274,26 @@ def test_plans(directory: Path, data: bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[BeatPage]:
-    found = BeatPage("p")
+def page() -> Iterator[HeartbeatPage]:
+    found = HeartbeatPage("p")
     yield found
     found.close()
 
 
-PAGE = Pulse()
+PAGE = LivenessReporter()
 PAGE.enter("train", 3, 60.0)
 BEAT = bytes(PAGE._page[:136])
 
 
 @fuzzed(2)
 @given(texts(BEAT) | st.floats().map(lambda limit: BEAT[:16] + struct.pack("<d", limit) + BEAT[24:]))
-def test_beats(page: BeatPage, data: bytes) -> None:
+def test_beats(page: HeartbeatPage, data: bytes) -> None:
     """A process that writes anywhere in its memory must not be one that never hangs."""
     page._page[: len(BEAT)] = data[: len(BEAT)].ljust(len(BEAT), b"\xff")
     found = page.read()
-    assert isinstance(found, Beat) and math.isfinite(found.limit_s) and found.limit_s >= 0
+    assert isinstance(found, Heartbeat) and math.isfinite(found.limit_s) and found.limit_s >= 0
     page._page[: len(BEAT)] = BEAT
-    assert page.read() == Beat(1, "train", 3, 60.0, 0)
+    assert page.read() == Heartbeat(1, "train", 3, 60.0, 0)
 
 
 PROBED = {
@@ -308,8 +308,8 @@ PROBED = {
 @given(damaged(PROBED).map(lambda data: data.decode(errors="replace")))
 def test_what_a_look_at_environments_found(text: str) -> None:
     with bounded(len(text), factor=64), contextlib.suppress(DamagedError):
-        found = environment_probe.decoded(text, environment_probe.ProbeResults)
-        assert environment_probe.decoded(environment_probe.encoded(found), environment_probe.ProbeResults) == found
+        found = probe_messages.decoded(text, probe_messages.ProbeResults)
+        assert probe_messages.decoded(probe_messages.encoded(found), probe_messages.ProbeResults) == found
 
 
 PARTS = {"node": "n0", "parts": {"python": "3.11.9", "cuda": None}}

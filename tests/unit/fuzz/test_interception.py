@@ -22,11 +22,11 @@ from verifiers.v1.interception import InterceptionServer, server
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, TraceTask
 
-from primeslurm.orchestrator.rendering.choosing import Rendering
-from primeslurm.orchestrator.rendering.dialects import OF_ROLLOUTS
-from primeslurm.orchestrator.rendering.extending import extending
-from primeslurm.orchestrator.rendering.remembering import remember
-from primeslurm.orchestrator.rollouts.token_client import LARGEST_QUESTION, TokenClient, bound_questions
+from primeslurm.models.extending_renderer import extending
+from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
+from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering
+from primeslurm.orchestrator.worker.token_client import LARGEST_QUESTION, TokenClient, bound_questions
 from tests.support.conversations import ScriptedEngine, answering, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
@@ -80,7 +80,7 @@ class Intercepted:
         bound_questions()
         self.largest, server.MAX_REQUEST_BODY = server.MAX_REQUEST_BODY, SHORT
         async with self._engine.serving(), InterceptionServer() as found:
-            remember(found, OF_ROLLOUTS)
+            cache_conversations(found, ROLLOUT_DIALECTS)
             client = TokenClient(
                 "router", lambda: self._engine.url, str(self._model), 1 << 16, 60, rendering=self._rendering
             )

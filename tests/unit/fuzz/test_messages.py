@@ -21,8 +21,8 @@ from primeslurm.wire import decoding
 from primeslurm.wire.batches import batch_files, data_uri
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
 from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.link.trainer_link import Answer, Request
 from primeslurm.wire.stored import digests
-from primeslurm.wire.transport.link import Answer, Request
 from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from primeslurm.model_files import INDEX
+from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.weights.headers import read_header
 from primeslurm.trainer.weights.tensor_files import TensorFiles
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.emulated import ranks
+from primeslurm.testbed.emulated import rank_group
 from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
 from primeslurm.wire.transport.handshake import PROOF_BYTES as PROOF
 from primeslurm.wire.transport.handshake import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
 from tests.unit.fuzz.test_doors import HOST, exactly, exchange
 
-KEY = ranks.key_for(ranks.USE)
+KEY = rank_group.key_for(rank_group.USE)
 SHOWN = NONCE + PROOF
 """Bytes that a rank shows."""
 
@@ -37,11 +37,11 @@ class Leader:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._listener, ranks._Doorkeeper(self._listener) as doorkeeper:
+        with self._listener, rank_group._Doorkeeper(self._listener) as doorkeeper:
             while not self._closing.is_set():
                 for rank in doorkeeper.admitted(0.05):
                     self.admitted += 1
-                    rank.sendall(ranks.GO)
+                    rank.sendall(rank_group.GO)
                     rank.close()
 
     @property
@@ -63,8 +63,8 @@ def leader() -> Iterator[Leader]:
 
 def admits_a_rank(leader: Leader) -> bool:
     before = leader.admitted
-    with ranks._entered(socket.create_connection((HOST, leader.port)), KEY, 60) as rank:
-        return rank.recv(1) == ranks.GO and leader.admitted == before + 1
+    with rank_group._entered(socket.create_connection((HOST, leader.port)), KEY, 60) as rank:
+        return rank.recv(1) == rank_group.GO and leader.admitted == before + 1
 
 
 @fuzzed()
@@ -119,7 +119,7 @@ def test_a_rank_takes_nobody_for_rank_0(said: bytes | int) -> None:
     liar.start()
     with impostor:
         with pytest.raises((PermissionError, ConnectionError)):
-            ranks._entered(rank, KEY, 60)
+            rank_group._entered(rank, KEY, 60)
         liar.join()
     assert rank.fileno() == -1, "closed"
 

@@ -17,11 +17,11 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.emulated import http, store
-from primeslurm.emulated.engine import EmulatedEngine, Hangable
-from primeslurm.inference.admission import App, Message, Receive, Scope, SecretGate, Send, answer
-from primeslurm.inference.core_gate import CoreGate
-from primeslurm.inference.gate import LARGEST_CONTROL, GateState, VersionGate
+from primeslurm.inference.auth import App, Message, Receive, Scope, SecretGate, Send, answer
+from primeslurm.inference.liveness_gate import LivenessGate
+from primeslurm.inference.version_gate import LARGEST_CONTROL, GateState, VersionGate
+from primeslurm.testbed.emulated import http_server, store
+from primeslurm.testbed.emulated.engine import EmulatedEngine, Hangable
 from primeslurm.wire.transport import secret
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
@@ -86,7 +86,7 @@ def emulated(gated: bool) -> Callable[[socket.socket], Awaitable[None]]:
         port = listening.getsockname()[1]
         listening.close()
         engine = EmulatedEngine("m", 64, 1000, 0, 2048)
-        server = await http.start(Hangable(VersionGate(engine) if gated else engine), "127.0.0.1", port)
+        server = await http_server.start(Hangable(VersionGate(engine) if gated else engine), "127.0.0.1", port)
         async with server:
             await engine.run()
 
@@ -101,7 +101,7 @@ async def emulated_store(listening: socket.socket) -> None:
 
 KINDS = {
     "engine": real(VersionGate),
-    "teacher": real(CoreGate),
+    "teacher": real(LivenessGate),
     "emulated engine": emulated(gated=True),
     "emulated teacher": emulated(gated=False),
     "emulated store": emulated_store,

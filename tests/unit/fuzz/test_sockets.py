@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
-from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, PIECE, cut, joined
+from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, PIECE, cut, joined
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.rollouts import Frame, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.transport import link, secret
-from primeslurm.wire.transport.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link import trainer_link
+from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.transport import secret
 from tests.support.doors import ASKED, MESSAGES
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout
@@ -71,7 +72,7 @@ class Served:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
-        return batch().encode() if isinstance(request, link.GetBatch) else Answer("ok")
+        return batch().encode() if isinstance(request, trainer_link.GetBatch) else Answer("ok")
 
     def _unusable(self, environment: str, worker: int, error: str) -> None:
         self.unusable.append(error)
@@ -156,7 +157,7 @@ def test_every_request_is_answered(served: Served, request_: bytes) -> None:
 def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.link) as peer:
         for parts in wrong:
-            if parts and max(map(len, parts)) <= link.LARGEST_REQUEST:  # longer ones would end the connection
+            if parts and max(map(len, parts)) <= trainer_link.LARGEST_REQUEST:  # longer ones would end the connection
                 peer.send_multipart(parts)
         peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
         assert next(answers(peer)).kind in {"ok", "batch", "error"}
@@ -237,7 +238,7 @@ STRANGERS = 50
 def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served, port: str) -> None:
     """A message of the handshake, which nobody has been asked a password before, may be as long as any other part."""
     host, number = getattr(served, port).removeprefix("tcp://").split(":")
-    largest = {"link": link.LARGEST_REQUEST, "pool": LARGEST_PART}[port]
+    largest = {"link": trainer_link.LARGEST_REQUEST, "pool": LARGEST_PART}[port]
     before = psutil.Process().memory_info().rss
     with contextlib.ExitStack() as strangers:
         for _ in range(STRANGERS):
@@ -325,9 +326,9 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
         thread = threading.Thread(target=lambda: (fake.recv(), fake.send_multipart(parts), fake.recv(), fake.send(b"")))
         thread.start()
         client = TrainerLink(f"tcp://127.0.0.1:{port}", timeout_s=60)
-        with pytest.raises(link.LinkError, match="the batch of step 1 is damaged"):
+        with pytest.raises(trainer_link.LinkError, match="the batch of step 1 is damaged"):
             client.get_batch(1, RankShard(0, 1), timeout_s=60)
-        with pytest.raises(link.LinkError, match="with what is no answer"):
+        with pytest.raises(trainer_link.LinkError, match="with what is no answer"):
             client.step_done(1, {})
         client.close()
         thread.join()
@@ -375,13 +376,13 @@ def trainer() -> Iterator[tuple[list[list[bytes]], TrainerLink]]:
 def test_whatever_a_trainer_is_answered_is_a_batch_or_its_one_error(
     trainer: tuple[list[list[bytes]], TrainerLink], monkeypatch: pytest.MonkeyPatch, parts: list[bytes], first: bool
 ) -> None:
-    monkeypatch.setattr(link, "LARGEST_BATCH", 1 << 20)
+    monkeypatch.setattr(trainer_link, "LARGEST_BATCH", 1 << 20)
     answers_, asking = trainer
     answers_[:] = [BATCH_ANSWER[:2], parts or [b""]] if first else [parts or [b""]]
     try:
         found = asking.get_batch(1, RankShard(0, 1), timeout_s=0)
         assert found is None or found.info.step == 1
-    except (link.LinkError, link.TransferWanted):
+    except (trainer_link.LinkError, trainer_link.TransferWanted):
         pass
     answers_[:] = [BATCH_ANSWER]
     assert asking.get_batch(1, RankShard(0, 1), timeout_s=60) is not None
@@ -446,4 +447,4 @@ def test_what_a_stranger_of_a_whole_run_says_is_heard_where_nobody_asks_for_a_se
                 assert heard.read(64)[12:16] == b"NULL"
             client.sendall(said[64:])
             assert open_one.poll(WAIT_MS) and open_one.recv_multipart()[1:] == [b"", ASKED]
-    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), link.GetBatch)
+    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), trainer_link.GetBatch)

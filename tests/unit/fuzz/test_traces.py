@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.orchestrator.rendering.choosing import Rendering
-from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.models.extending_renderer import extending
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
-from primeslurm.orchestrator.rollouts.plausible import Plausible
-from primeslurm.orchestrator.rollouts.sequences import LONGEST_NAME, sequences
+from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
+from primeslurm.orchestrator.worker.trace_sequences import LONGEST_NAME, sequences
 from primeslurm.wire.batches.rollouts import MOST_METRICS, Rollout
 from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import SCALAR, fuzzed
@@ -107,12 +107,12 @@ def test_whatever_an_environment_leaves_is_a_rollout_or_an_error(
         is_a_rollout(Rollout.decode([bytes(part) for part in each.encode()]))
 
 
-def config(directory: Path, **more: Any) -> Plausible:
+def config(directory: Path, **more: Any) -> RolloutValidator:
     """A model of 3 layers."""
     about = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     about |= {"num_hidden_layers": 3, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
     (directory / "config.json").write_text(json.dumps({**about, "num_experts_per_tok": 2, **more}))
-    return Plausible(str(directory))
+    return RolloutValidator(str(directory))
 
 
 def test_tokens_whose_experts_repeat_are_unknown_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -146,5 +146,5 @@ def test_tokens_and_experts_that_the_model_has_not_cost_their_rollout(tmp_path: 
     for shape in ((6, 2, 2), (6, 3, 3)):
         with pytest.raises(RolloutError, match="but the model has 3 x 2"):
             plausible.checked(replace(good, routed_experts=np.zeros(shape, np.uint8)))
-    assert Plausible(str(tmp_path / "nowhere")).checked(good) is good
+    assert RolloutValidator(str(tmp_path / "nowhere")).checked(good) is good
     assert config(tmp_path, num_attention_heads="x").checked(good) is good

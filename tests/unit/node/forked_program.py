@@ -11,14 +11,14 @@ import tempfile
 import time
 from pathlib import Path
 
-from primeslurm.records.beats import pulse
+from primeslurm.records.heartbeats import liveness
 from primeslurm.wire.transport import secret
 
 
 def say(path: Path) -> None:
     """Write what this process knows of itself."""
     sys.stderr.write("an error\n")
-    pulse().beat()
+    liveness().heartbeat()
     known = {
         "pid": os.getpid(),
         "session": os.getsid(0),

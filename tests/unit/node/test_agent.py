@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 
 import pytest
 
-from primeslurm.files import read_json
+from primeslurm.base.files import read_json
 from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
 from primeslurm.node.head.head import Head, HeadTimings
 from primeslurm.node.head.termination import Termination
-from primeslurm.node.host.sweeper import Sweeper
+from primeslurm.node.host.exit_cleanup import ExitCleanup
 from primeslurm.plan.model import Health, Plan, Process, Replica
-from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport
+from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
+from primeslurm.records.record import Event
 from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import BY_SIGTERM, CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import events as all_events
-from primeslurm.wire import exits
+from primeslurm.wire import exit_codes
 from tests.support.plans import SERVER, plan_of, python
 
 E = TypeVar("E", bound=Event)
@@ -38,7 +38,7 @@ IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal
 # A trainer that checkpoints on SIGUSR1 and exits as trainers do.
 TRAINER = python(
     "import signal, sys, time\n"
-    f"signal.signal(signal.SIGUSR1, lambda *a: (open(sys.argv[1], 'w').close(), sys.exit({exits.CHECKPOINTED})))\n"
+    f"signal.signal(signal.SIGUSR1, lambda *a: (open(sys.argv[1], 'w').close(), sys.exit({exit_codes.CHECKPOINTED})))\n"
     "open(sys.argv[2], 'w').close(); time.sleep(600)",
     "${attempt_dir}/checkpointed",
     "${attempt_dir}/listens",
@@ -247,7 +247,7 @@ def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]
     running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
     running.join()
     assert (running.attempt.path / "checkpointed").exists()
-    assert running.report("trainer-rank-0").exit_code == exits.CHECKPOINTED
+    assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
     assert running.head.conclude() is True
 
 
@@ -277,7 +277,7 @@ def test_sigterm_to_every_process_lets_trainers_checkpoint_first(start: Callable
         agent.terminate()
     running.join()
     assert running.head.ending == Ending(Outcome.CANCELLED, BY_SIGTERM)
-    assert running.report("trainer-rank-0").exit_code == exits.CHECKPOINTED
+    assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
     assert (running.attempt.path / "checkpointed").exists()
     assert running.head.conclude() is False
     assert not any(map(alive, pids))
@@ -405,7 +405,7 @@ def test_an_agent_says_news_at_once_and_otherwise_as_often_as_the_plan_has_it(tm
         agent.wall = partial(float, second)
         agent.tick(now + second)
         report = read_record(attempt.agent_file(0), AgentReport)
-        assert report is not None and (report.fitness is Fitness.FIT) == (second >= 13)
+        assert report is not None and (report.fitness is PreflightState.FIT) == (second >= 13)
         told.append(report.time)
     assert [second for second, at in enumerate(told) if second == at] == [0, 10, 13, 23]
 
@@ -455,7 +455,7 @@ def test_nobody_is_silent_while_nobody_can_write(
     """For as long as without any progress. Then an agent takes the head for gone, and the head a node for lost."""
     head, agents, now = assigned
     agents[1]._read_head(now)
-    beat = agents[0].attempt.agent_file(0).read_text()
+    heartbeat = agents[0].attempt.agent_file(0).read_text()
 
     def full(path: Path, value: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -466,7 +466,7 @@ def test_nobody_is_silent_while_nobody_can_write(
         agents[1].tick(now + seconds)
         head.tick(now + seconds)
         assert (agents[1].ending, head.ending) == (None, None), seconds
-    assert head.fleet.gone == {} and agents[0].attempt.agent_file(0).read_text() == beat
+    assert head.fleet.gone == {} and agents[0].attempt.agent_file(0).read_text() == heartbeat
     assert [type(event) for event in all_events(head.run_directory)].count(FileSystemFault) == 1
     monkeypatch.undo()
     for seconds in range(850, 860):
@@ -549,10 +549,10 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     )
     before = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
     lost = running.agents[1]
-    beat = lost._heartbeat
+    heartbeat = lost._heartbeat
     monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
     running.wait(lambda: running.attempt.assignment().agents[1].rank == 2)
-    monkeypatch.setattr(lost, "_heartbeat", beat)
+    monkeypatch.setattr(lost, "_heartbeat", heartbeat)
     running.wait(lambda: not running.threads[1].is_alive())
     assert not alive(before["engine"])
     running.wait(lambda: running.report("router").pid not in (before["router"], None))
@@ -607,7 +607,7 @@ def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
     start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[Path] = []
-    monkeypatch.setattr(Sweeper, "add", lambda _, directory: swept.append(directory))
+    monkeypatch.setattr(ExitCleanup, "add", lambda _, directory: swept.append(directory))
     disk = tmp_path / "disk" / "run-${run_id}-n${node}"
     code = "import os, sys, time; print(open(sys.argv[1]).read(), 'EMPTY' in os.environ, flush=True); time.sleep(600)"
     reader = process(

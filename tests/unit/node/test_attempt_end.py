@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primeslurm.errors import ClusterError
-from primeslurm.files import write_json
-from primeslurm.node.attempt import attempt_end, controller
+from primeslurm.base.errors import ClusterError
+from primeslurm.base.files import write_json
+from primeslurm.node.attempt import attempt_end, controller_commands
 from primeslurm.node.attempt.attempt_end import conclude
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import AgentReport, Ending, Outcome
@@ -114,8 +114,8 @@ def test_a_job_that_slurm_starts_again_starts_whole(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(attempt_end, "SlurmClient", lambda: slurm)
-    monkeypatch.setattr(attempt_end, "keep_away_from_bad_nodes", lambda plan, job_id: told.append(job_id))
-    monkeypatch.setattr(controller, "SAVED_S", 0.0)
+    monkeypatch.setattr(attempt_end, "exclude_bad_nodes", lambda plan, job_id: told.append(job_id))
+    monkeypatch.setattr(controller_commands, "SAVED_S", 0.0)
     attempt_end.complete_requeue(plan_of(tmp_path / "run", ()), "7", 0)
     assert (slurm.requeued, told) == (requeued, ["7"] * avoids)
 

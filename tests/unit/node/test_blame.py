@@ -13,7 +13,7 @@ from primeslurm.node.head.blame import Fault, whose_fault
 from primeslurm.node.head.fleet import Fleet, News
 from primeslurm.plan.model import HetGroup, Plan, Process
 from primeslurm.records.events.nodes import NodeLost
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome
+from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.exclusion import excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode
@@ -23,7 +23,7 @@ FULL = "0.10 GiB free in the run directory /runs/x"
 
 
 def report(rank: int, *failed: str, file_system: str = "", checking: bool = False, time: float = 0.0) -> AgentReport:
-    fitness = Fitness.CHECKING if checking else Fitness.UNFIT if failed else Fitness.FIT
+    fitness = PreflightState.CHECKING if checking else PreflightState.UNFIT if failed else PreflightState.FIT
     return AgentReport(
         rank,
         f"n{rank}",

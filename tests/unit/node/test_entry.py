@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.errors import RunError
-from primeslurm.files import write_json
+from primeslurm.base.errors import RunError
+from primeslurm.base.files import write_json
 from primeslurm.node import entry
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan, Process

@@ -13,7 +13,7 @@ from primeslurm.node.head.head import HeadTimings
 from primeslurm.node.preflight.preflight import Preflight
 from primeslurm.plan.model import HetGroup, Plan, Process, Replica
 from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesMoved
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport
+from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.placement import placement_of
@@ -70,8 +70,10 @@ class Agents:
             runs = [p.name for p in self.fleet.plan.processes() if node is not None and assignment.home(p) == node]
             states = {name: ProcessReport("ready", healthy=True) for name in runs}
             number = round(1000 * now)
-            beat = AgentReport(rank, f"n{rank}", "", 0.0, 1, number, Fitness.FIT, node=node, processes=states)
-            self.fleet.observe(beat, now)
+            heartbeat = AgentReport(
+                rank, f"n{rank}", "", 0.0, 1, number, PreflightState.FIT, node=node, processes=states
+            )
+            self.fleet.observe(heartbeat, now)
         return self.fleet.decide(now)
 
     def lose(self, rank: int, now: float) -> Ending | None:

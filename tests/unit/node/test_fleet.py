@@ -17,10 +17,10 @@ from primeslurm.node.attempt.attempt_end import fruitful_preemptions, fruitless,
 from primeslurm.node.head.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.head.process_states import FleetState, fleet_state
 from primeslurm.plan.model import Health, Plan, Process, Replica
-from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, ProcessesRestarted
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
-from primeslurm.wire import exits
+from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState, ProcessReport, RestartOrder
+from primeslurm.records.record import Event
+from primeslurm.wire import exit_codes
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of
 
@@ -80,14 +80,14 @@ class Agents:
         self.environments: dict[int, str] = {}
         self.states: dict[str, ProcessReport] = {}
 
-    def beat(self, now: float) -> None:
+    def heartbeat(self, now: float) -> None:
         """A heartbeat of every agent that is not silent; each takes the place that the fleet gives it."""
         self.now = now
         for rank in set(range(self.fleet.plan.allocated)) - self.silent:
             node = self.fleet.assignment.node_of(rank)
             names = [p.name for p in self.fleet.plan.nodes[node].processes] if node is not None else []
-            fitness = Fitness.UNFIT if rank in {*self.unfit, *self.environments} else Fitness.FIT
-            fitness = Fitness.CHECKING if rank in self.checking else fitness
+            fitness = PreflightState.UNFIT if rank in {*self.unfit, *self.environments} else PreflightState.FIT
+            fitness = PreflightState.CHECKING if rank in self.checking else fitness
             report = AgentReport(
                 rank=rank,
                 name=f"n{rank}",
@@ -104,12 +104,12 @@ class Agents:
             self.fleet.observe(report, now)
 
     def decide(self, now: float) -> Ending | None:
-        self.beat(now)
+        self.heartbeat(now)
         return self.fleet.decide(now)
 
     def assigned(self) -> Fleet:
         assert self.decide(0.0) is None
-        self.beat(0.0)
+        self.heartbeat(0.0)
         assert self.fleet.assembled
         return self.fleet
 
@@ -120,7 +120,7 @@ class Agents:
 def test_nodes_with_the_same_address_end_the_run_and_no_node_is_to_blame() -> None:
     agents = Agents((process(),), (process(name="q", node=1),))
     agents.fleet.plan = agents.fleet.plan.model_copy(update={"executor": "slurm"})
-    agents.beat(0.0)
+    agents.heartbeat(0.0)
     for rank in (0, 1):
         same = msgspec.structs.replace(agents.fleet.agents[rank], address="172.17.0.1")
         agents.fleet.observe(same, 0.0)
@@ -157,7 +157,7 @@ def test_a_process_that_never_answers_is_killed() -> None:
         ("in_place", 0, False, ProcessState.BACKOFF),
         ("unit", 1, False, ProcessState.FALLEN),
         ("in_place", 1, False, ProcessState.BACKOFF),
-        ("in_place", exits.STALLED, False, ProcessState.FAILED),
+        ("in_place", exit_codes.STALLED, False, ProcessState.FAILED),
         ("attempt", 1, False, ProcessState.FAILED),
         ("attempt", 0, False, ProcessState.FAILED),
         ("in_place", 1, True, ProcessState.STOPPED),
@@ -340,9 +340,12 @@ def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
     agents.fleet.hosts = ("n0", "n1", "n2")
     agents.silent = {1}
     assert agents.decide(0.0) is None and not agents.fleet.assignment.generation
-    exits = {"n1": "Exited with exit code 127", "n2": "Exited with exit code 1"}  # n2 has reported: it is known anyway
-    agents.fleet.observe_exits(exits, 1.0)
-    agents.fleet.observe_exits(exits, 2.0)
+    exit_codes = {
+        "n1": "Exited with exit code 127",
+        "n2": "Exited with exit code 1",
+    }  # n2 has reported: it is known anyway
+    agents.fleet.observe_exits(exit_codes, 1.0)
+    agents.fleet.observe_exits(exit_codes, 2.0)
     assert agents.decide(2.0) is None
     assert agents.fleet.assignment.rank_of == {0: 0, 1: 2}
     reason = "no agent could be started: Exited with exit code 127"
@@ -612,8 +615,8 @@ def test_completion_needs_trainer_and_orchestrator() -> None:
 @pytest.mark.parametrize(
     ("code", "outcome", "reason"),
     [
-        (exits.CHECKPOINTED, Outcome.PREEMPTED, "p checkpointed and stopped"),
-        (exits.STALLED, Outcome.FAILED, "p saw no progress: see its events"),
+        (exit_codes.CHECKPOINTED, Outcome.PREEMPTED, "p checkpointed and stopped"),
+        (exit_codes.STALLED, Outcome.FAILED, "p saw no progress: see its events"),
         (-9, Outcome.FAILED, "p was ended by signal 9"),
         (1, Outcome.FAILED, "p ended with exit code 1"),
     ],
@@ -648,10 +651,16 @@ def test_environments_that_load_on_other_nodes_are_their_nodes_fault() -> None:
 @pytest.mark.parametrize(
     ("code", "words", "own", "reason", "final"),
     [
-        (exits.FUTILE, "environment x fails every time: E", "E", "environment x fails every time: E", True),
-        (exits.FUTILE, "", "", "p ended with exit code 77: see its events", True),
-        (exits.FUTILE, "", "FloatingPointError: nan", "p ended with exit code 77 (FloatingPointError: nan)", True),
-        (exits.STALLED, "no finished rollout for 100 s", "", "no finished rollout for 100 s", False),
+        (exit_codes.UNRECOVERABLE, "environment x fails every time: E", "E", "environment x fails every time: E", True),
+        (exit_codes.UNRECOVERABLE, "", "", "p ended with exit code 77: see its events", True),
+        (
+            exit_codes.UNRECOVERABLE,
+            "",
+            "FloatingPointError: nan",
+            "p ended with exit code 77 (FloatingPointError: nan)",
+            True,
+        ),
+        (exit_codes.STALLED, "no finished rollout for 100 s", "", "no finished rollout for 100 s", False),
     ],
 )
 def test_last_words_are_the_reason(code: int, words: str, own: str, reason: str, final: bool) -> None:
@@ -790,7 +799,9 @@ def environment_worker() -> Supervision:
     return Supervision(process("environment", health=False))
 
 
-@pytest.mark.parametrize("code", [139, -11, -9, 0, 1, exits.FUTILE, exits.STALLED, exits.CHECKPOINTED])
+@pytest.mark.parametrize(
+    "code", [139, -11, -9, 0, 1, exit_codes.UNRECOVERABLE, exit_codes.STALLED, exit_codes.CHECKPOINTED]
+)
 def test_a_worker_that_its_tasks_kill_is_restarted_without_limit(code: int) -> None:
     """The orchestrator finds out which task does. The wait stays short, or one bad task would cost minutes."""
     s, now = environment_worker(), 0.0

@@ -14,11 +14,11 @@ from typing import Any
 import psutil
 import pytest
 
-from primeslurm.node.agent import forks
-from primeslurm.node.agent.child import ProcessGroup
-from primeslurm.node.agent.forks import ForkServer, ForkServers
+from primeslurm.node.agent import fork_client
+from primeslurm.node.agent.child_process import ProcessGroup
+from primeslurm.node.agent.fork_client import ForkServer, ForkServers
 from primeslurm.plan.model import Process
-from primeslurm.records import beats
+from primeslurm.records import heartbeats
 from primeslurm.wire.transport import secret
 from tests.unit.node.test_agent import Running, process, start
 
@@ -88,10 +88,10 @@ def test_it_is_forked_from_one_that_imported(server: ForkServer, tmp_path: Path)
 
 def test_it_gets_what_is_handed_over(server: ForkServer, tmp_path: Path) -> None:
     env = {name: value for name, value in ENV.items() if name != secret.VARIABLE}
-    page = beats.BeatPage("a")
+    page = heartbeats.HeartbeatPage("a")
     with secret.handing_over("s3cret") as (descriptor, told):
-        more = {beats.VARIABLE: str(page.descriptor)}
-        handed = {secret.HANDED_OVER: descriptor, beats.VARIABLE: page.descriptor}
+        more = {heartbeats.VARIABLE: str(page.descriptor)}
+        handed = {secret.HANDED_OVER: descriptor, heartbeats.VARIABLE: page.descriptor}
         child = forked(server, tmp_path, "say", str(tmp_path / "said"), env={**env, **told, **more}, **handed)
     assert ended(child) == 0
     assert json.loads((tmp_path / "said").read_text())["secret"] == "s3cret"
@@ -137,7 +137,7 @@ def test_it_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
 
 
 def test_a_server_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "ANSWER_S", 0.1)
+    monkeypatch.setattr(fork_client, "ANSWER_S", 0.1)
     server = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
     wait_for(lambda: server.imported)
     os.kill(server.pid, signal.SIGSTOP)
@@ -162,7 +162,7 @@ def test_processes_wait_until_all_is_imported(tmp_path: Path) -> None:
 def test_where_that_fails_they_import_it_themselves(module: str, tmp_path: Path, monkeypatch: Any) -> None:
     servers, modules = ForkServers(tmp_path, tmp_path), (PROGRAM, module)
     if module == "this":  # it is imported, but far too slowly
-        monkeypatch.setattr(forks, "IMPORT_S", 0.0)
+        monkeypatch.setattr(fork_client, "IMPORT_S", 0.0)
         assert not servers.importing(modules, sys.executable, ENV)
     else:
         assert servers.importing(modules, sys.executable, ENV)

@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primeslurm.files import write_json
-from primeslurm.node.agent.head_watch import QUIET, HeadWatch
+from primeslurm.base.files import write_json
+from primeslurm.node.agent.head_watch import QUIET, HeadKillDetector
 from primeslurm.node.attempt.batch_epilogue import BatchEpilogue, ending_of_step
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord, JobRecord
@@ -59,7 +59,7 @@ def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "run", (), ())
     path = RunDirectory(tmp_path / "run").job_output("7")
     path.parent.mkdir()
-    watch = HeadWatch(plan, {"SLURM_JOB_ID": "7", NODES: "n001,n002", START: "1"})
+    watch = HeadKillDetector(plan, {"SLURM_JOB_ID": "7", NODES: "n001,n002", START: "1"})
     assert watch.killed(QUIET, now=10.0) is None, "there is no output"
     path.write_text("primeslurm: start 1\nsrun: error: n002: task 1: Killed\n")
     assert watch.killed(QUIET, now=20.0) is None
@@ -67,7 +67,7 @@ def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
         handle.write("srun: error: n001: task 0: Out Of Memory\n")
     assert watch.killed(QUIET - 1.0, now=30.0) is None, "it was heard of"
     assert watch.killed(QUIET, now=40.0) == "Out Of Memory"
-    assert HeadWatch(plan, {}).killed(QUIET, now=50.0) is None, "no job of Slurm"
+    assert HeadKillDetector(plan, {}).killed(QUIET, now=50.0) is None, "no job of Slurm"
 
 
 def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_the_step_starts_again_also_after_a_head_has_assigned_the_others(
         assignment = AssignmentRecord(
             1, {0: AssignedAgent(0, "n0"), 1: AssignedAgent(1, "n1"), 2: AssignedAgent(3, "n3")}
         )
-        write_json(stopped.roster_file, msgspec.to_builtins(assignment))
+        write_json(stopped.assignment_file, msgspec.to_builtins(assignment))
     assert BatchEpilogue(RunDirectory(tmp_path / "run"), "w", [str(fake_srun), "--label", "agent"]).see_to(1) == 0
     assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
     assert not stopped.assignment().agents, "of heads that are gone"

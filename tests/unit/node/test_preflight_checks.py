@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.node.preflight import checks
 from primeslurm.node.preflight.checks import (
     PreflightCheck,
@@ -25,7 +25,7 @@ from primeslurm.node.preflight.checks import (
 )
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan, Process
-from primeslurm.records.fleet import Fitness, SharedCheck
+from primeslurm.records.fleet import PreflightState, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from tests.support.cli import ROOT
@@ -170,9 +170,9 @@ def test_a_head_waits_until_it_can_tell_the_others_what_to_compare_with(
     while not found.file_system:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert found.verdict == (Fitness.CHECKING, "") and "Read-only" in found.file_system
+    assert found.verdict == (PreflightState.CHECKING, "") and "Read-only" in found.file_system
     monkeypatch.undo()
-    assert verdict(found)[0] is Fitness.FIT
+    assert verdict(found)[0] is PreflightState.FIT
 
 
 def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +222,9 @@ def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Prefli
     return Preflight(plan, rank, f"n{rank}", attempt, tmp_path, journal, PreflightTimings(**seconds))
 
 
-def verdict(found: Preflight) -> tuple[Fitness, str]:
+def verdict(found: Preflight) -> tuple[PreflightState, str]:
     deadline = time.monotonic() + 600
-    while found.verdict[0] is Fitness.CHECKING:
+    while found.verdict[0] is PreflightState.CHECKING:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     return found.verdict
@@ -245,7 +245,7 @@ def test_two_sound_nodes(plan: Plan, tmp_path: Path) -> None:
     both = [preflight(plan, rank, tmp_path, clock_wait_s=0.2) for rank in (1, 0)]
     for one in both:
         one.start()
-    assert [verdict(one) for one in both] == [(Fitness.FIT, "")] * 2
+    assert [verdict(one) for one in both] == [(PreflightState.FIT, "")] * 2
 
 
 def test_a_node_that_sees_another_plan_is_not_fit(plan: Plan, tmp_path: Path) -> None:
@@ -253,7 +253,7 @@ def test_a_node_that_sees_another_plan_is_not_fit(plan: Plan, tmp_path: Path) ->
     write_json(attempt.path / "preflight.json", {"plan_digest": "other", "packages": {}})
     found = preflight(plan, 1, tmp_path)
     found.start()
-    assert verdict(found) == (Fitness.UNFIT, f"{attempt.plan_file} differs from what the head sees")
+    assert verdict(found) == (PreflightState.UNFIT, f"{attempt.plan_file} differs from what the head sees")
 
 
 def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -
     write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model)}, "teacher": teacher})
     found = preflight(plan, 0, tmp_path)
     found.start()
-    assert verdict(found) == (Fitness.UNFIT, f"there is no model {tmp_path / 'none'}")
+    assert verdict(found) == (PreflightState.UNFIT, f"there is no model {tmp_path / 'none'}")
 
 
 def test_environments_are_tried_where_their_workers_may_run(
@@ -279,16 +279,16 @@ def test_environments_are_tried_where_their_workers_may_run(
     here = preflight(plan.model_copy(update={"nodes": nodes}), 0, tmp_path, clock_wait_s=0.2)
     here.start()
     elsewhere.start()
-    assert verdict(elsewhere) == (Fitness.FIT, "") and not elsewhere.environments_fail
+    assert verdict(elsewhere) == (PreflightState.FIT, "") and not elsewhere.environments_fail
     why = "environments.1.args.n = many: input should be a valid integer, unable to parse string as an integer"
-    assert verdict(here) == (Fitness.UNFIT, why) and here.environments_fail == why
+    assert verdict(here) == (PreflightState.UNFIT, why) and here.environments_fail == why
 
 
 def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primeslurm.node.preflight.checks.space_checks", lambda *_: time.sleep(60))
     found = preflight(plan, 1, tmp_path, limit_s=0.2)
     found.start()
-    assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0.2 s; it checks its file systems")
+    assert verdict(found) == (PreflightState.UNFIT, "preflight takes longer than 0.2 s; it checks its file systems")
 
 
 def test_a_full_file_system_is_waited_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +300,11 @@ def test_a_full_file_system_is_waited_for(plan: Plan, tmp_path: Path, monkeypatc
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(6.5)  # longer than the limit of checks
-    assert found.verdict == (Fitness.CHECKING, "") and found.file_system.endswith(f"the run directory {plan.run_dir}")
+    assert found.verdict == (PreflightState.CHECKING, "") and found.file_system.endswith(
+        f"the run directory {plan.run_dir}"
+    )
     monkeypatch.undo()
-    assert verdict(found) == (Fitness.FIT, "") and found.file_system == ""
+    assert verdict(found) == (PreflightState.FIT, "") and found.file_system == ""
 
 
 def test_a_full_file_system_is_not_waited_for_for_ever(
@@ -313,7 +315,7 @@ def test_a_full_file_system_is_not_waited_for_for_ever(
     found = preflight(soon, 0, tmp_path, clock_wait_s=0.2, full_poll_s=0.05)
     found.start()
     fitness, why = verdict(found)
-    assert fitness is Fitness.UNFIT and found.file_system in why and "GiB free in the run directory" in why
+    assert fitness is PreflightState.UNFIT and found.file_system in why and "GiB free in the run directory" in why
 
 
 def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path) -> None:
@@ -321,15 +323,15 @@ def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path)
     late = preflight(plan, 1, tmp_path, clock_wait_s=0.2, limit_s=6.0)
     late.start()
     time.sleep(6.5)
-    assert late.verdict[0] is Fitness.CHECKING
+    assert late.verdict[0] is PreflightState.CHECKING
     preflight(plan, 0, tmp_path, clock_wait_s=0.2, limit_s=6.0).start()
-    assert verdict(late) == (Fitness.FIT, "")
+    assert verdict(late) == (PreflightState.FIT, "")
 
 
 def test_a_head_that_never_starts_is_not_waited_for_for_ever(plan: Plan, tmp_path: Path) -> None:
     alone = preflight(plan.model_copy(update={"node_start_s": 1}), 1, tmp_path)
     alone.start()
-    assert verdict(alone) == (Fitness.UNFIT, "the files of the head are not visible after 1 s")
+    assert verdict(alone) == (PreflightState.UNFIT, "the files of the head are not visible after 1 s")
 
 
 def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +343,7 @@ def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: p
     found = preflight(on_gpus, 1, tmp_path)
     found.start()
     fitness, why = verdict(found)
-    assert fitness is Fitness.UNFIT and "mlx5_77" in why
+    assert fitness is PreflightState.UNFIT and "mlx5_77" in why
 
 
 def test_a_model_that_may_not_be_read_is_told_from_a_file_system_that_fails(

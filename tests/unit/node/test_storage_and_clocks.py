@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.head.head import Head
 from primeslurm.plan.model import Process

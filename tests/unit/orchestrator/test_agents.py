@@ -17,19 +17,19 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.algorithms import Echo, Grpo, HierarchicalGrpo, MaxRl, Opd, Rae, from_recipe
 from primeslurm.orchestrator.batching.batches import Batches, averaged
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress, restore
+from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.batches import batch_of
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 
 relaxed = settings(deadline=None)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator.algorithms import (
     Algorithm,
     Credit,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.arithmetic import ArithmeticConfig, last_number, pairs
 

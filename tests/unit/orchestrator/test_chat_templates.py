@@ -12,10 +12,11 @@ import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.families.catalog import catalog
-from primeslurm.families.renderers import is_import_path, renderers_of
-from primeslurm.orchestrator.rendering import choosing, harmony, probing
-from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.models.catalog import catalog
+from primeslurm.models.extending_renderer import extending
+from primeslurm.models.gpt_oss import harmony
+from primeslurm.models.renderers import is_import_path, renderers_of
+from primeslurm.orchestrator.rendering import renderer_selection, template_comparison
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sandbox_rules import offers_tools
@@ -107,7 +108,7 @@ def test_models_of_agentic_recipes_have_a_renderer_that_was_seen_to_fit(name: st
 
 
 def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_path: Path) -> None:
-    chosen = choosing.choose(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
+    chosen = renderer_selection.select_renderer(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
     assert chosen.config.model_extra is not None and chosen.config.model_extra["renderer"] == "deepseek-r1"
     assert chosen.no_tools.endswith("its chat template does not show them to the model")
 
@@ -115,14 +116,16 @@ def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_pa
 def test_tools_that_a_models_makers_describe_are_shown_beside_a_template_that_does_not(tmp_path: Path) -> None:
     """A template that writes calls otherwise is another model's."""
     released = write_model(tmp_path, "DeepSeek-V3.1", DEEPSEEK_V3_1_RELEASED)
-    chosen = choosing.choose(str(released))
+    chosen = renderer_selection.select_renderer(str(released))
     assert not chosen.no_tools
     tokenizer = load_tokenizer(str(released))
     renderer = create_renderer(tokenizer, chosen.config)
-    told = renderer.render_ids(list(probing.START), tools=list(probing.TOOLS), add_generation_prompt=True)
+    told = renderer.render_ids(
+        list(template_comparison.START), tools=list(template_comparison.TOOLS), add_generation_prompt=True
+    )
     assert "### look_up" in tokenizer.decode(told)
     taught = DEEPSEEK_V3_1_RELEASED.replace("call.function.name", "'function ' + call.function.name")
-    other = choosing.choose(str(write_model(tmp_path, "DeepSeek-V3.1-taught", taught)))
+    other = renderer_selection.select_renderer(str(write_model(tmp_path, "DeepSeek-V3.1-taught", taught)))
     assert "it renders" in other.no_tools and "function look_up" in other.no_tools
 
 
@@ -132,24 +135,24 @@ def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: P
     model = write_model(tmp_path, "Llama-3.1-taught", template)
     tokenizer = load_tokenizer(str(model))
     renderer = create_renderer(tokenizer, extending("llama-3", {}))
-    (two,) = (probe for probe in probing.CALLS if probe.may_raise)
-    assert "single tool call" in probing._unlike(tokenizer, renderer, two, {})
+    (two,) = (probe for probe in template_comparison.CALLS if probe.may_raise)
+    assert "single tool call" in template_comparison._unlike(tokenizer, renderer, two, {})
 
 
 def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
     """renderers 0.1.12 leaves the line break out; here without the mending, that the probes see it."""
     model = write_model(tmp_path, "GLM-4.6", THEIRS["GLM-4.6"])
     tokenizer = load_tokenizer(str(model))
-    plain = choosing.config_from_name("glm-4.5")
-    assert "</tool_call><tool_call>" in probing.unlike_template(tokenizer, plain)
-    assert not probing.unlike_template(tokenizer, extending("glm-4.5", {}))
+    plain = renderer_selection.config_from_name("glm-4.5")
+    assert "</tool_call><tool_call>" in template_comparison.unlike_template(tokenizer, plain)
+    assert not template_comparison.unlike_template(tokenizer, extending("glm-4.5", {}))
 
 
 def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_path: Path) -> None:
     own = "[{'role': 'system', 'content': 'Be Q.'}]"
     default = f"{{%- if messages[0].role != 'system' %}}{{%- set messages = {own} + messages %}}{{%- endif %}}\n"
     model = write_model(tmp_path, "Qwen3-0.6B", default + THEIRS["Qwen3-0.6B"])
-    chosen = choosing.choose(str(model))
+    chosen = renderer_selection.select_renderer(str(model))
     assert not chosen.no_tools and chosen.config.model_extra is not None
     assert chosen.config.model_extra["system"] == "Be Q."
     renderer = create_renderer(load_tokenizer(str(model)), chosen.config)
@@ -184,4 +187,4 @@ def test_gpt_oss_with_another_vocabulary_is_refused_before_anything_is_rendered(
     model = write_model(tmp_path, "Qwen3-0.6B", THEIRS["Qwen3-0.6B"])
     config: dict[str, Any] = {"model_type": "gpt_oss"}
     (model / "config.json").write_text(json.dumps(config))
-    assert "gpt-oss: " in choosing.choose(str(model)).no_tools
+    assert "gpt-oss: " in renderer_selection.select_renderer(str(model)).no_tools

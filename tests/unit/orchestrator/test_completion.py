@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
-from primeslurm.orchestrator.server import OrchestratorServer
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import Run, publish_addresses
 
 
@@ -25,7 +25,7 @@ async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(tmp_p
         RunProgress(1, next_step=2, done_step=1).save(run.run_dir / PROGRESS)
         arguments = OrchestratorArguments(run.run_dir, 1, "test-1", run.wire, run.envs, ["router-0"], ["engine-r0-0"])
         recipe = Recipe.model_validate_json(run.recipe.read_bytes())
-        running = asyncio.create_task(OrchestratorServer(recipe, arguments, linger_s=0.0).run())
+        running = asyncio.create_task(OrchestratorPipeline(recipe, arguments, linger_s=0.0).run())
         link = run.link()
         await asyncio.to_thread(run.publish, link, 1)
         directory = checkpoints.step_dir(run.run_dir, 1)

@@ -11,10 +11,10 @@ import pytest
 from benchmarks.concurrency import COLD_S, LOOK_S, WINDOW_S, WORKLOADS, World
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
 from primeslurm.orchestrator.dispatch.replica_share import FLOOR_PER_ENGINE, GROWTH, START_PER_ENGINE
+from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, Sample
+from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, GAUGES, Sample
 
 ROUTERS = ["router-0", "router-1"]
 
@@ -474,8 +474,8 @@ def test_a_group_waits_for_its_replica_but_not_for_long() -> None:
 
 
 def test_places_count_what_ended() -> None:
-    places = ReplicaPlaces(ROUTERS)
-    assert places.begin("a", "router-0") == "router-0" and places.roomiest() == "router-1"
+    places = ReplicaSlots(ROUTERS)
+    assert places.begin("a", "router-0") == "router-0" and places.least_loaded() == "router-1"
     places.end("a")
     assert places.ended == {"router-0": 1} and places.load == {"router-0": 0, "router-1": 0}
 

@@ -15,12 +15,12 @@ from verifiers.v1.harnesses.utils.compaction import is_context_overflow
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.rollouts.job_protocol import Job, PromptError
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 ROUTER = "router-0"
 TURNS = 20

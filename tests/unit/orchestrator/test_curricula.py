@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm import durable
+from primeslurm.base import durable
 from primeslurm.orchestrator.dispatch import Dispatcher, group_id
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.dispatch.order import first_epoch
 from primeslurm.orchestrator.dispatch.pools import Pools
-from primeslurm.orchestrator.progress import PROGRESS, ProgressFile, RunProgress, restore
-from primeslurm.orchestrator.recovery import examples, limits
+from primeslurm.orchestrator.dispatch.task_order import first_epoch
+from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, RunProgress, restore
+from primeslurm.orchestrator.pipeline.recovery import examples, limits
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
@@ -191,7 +191,7 @@ class Life:
 
     def train(self) -> list[str]:
         step = self.dispatch.step
-        self.forget([group.id for group in self.dispatch.sweep(step).stale])
+        self.forget([group.id for group in self.dispatch.apply_age_limit(step).stale])
         groups = self.dispatch.cut() or []
         if groups:
             ids = [group.id for group in groups]

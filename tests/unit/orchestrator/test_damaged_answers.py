@@ -14,17 +14,24 @@ from typing import Any
 import httpx
 import pytest
 
-from primeslurm.inference.gate import GateState
-from primeslurm.orchestrator.rollouts.generate_endpoint import (
-    Answers,
+from primeslurm.inference.version_gate import GateState
+from primeslurm.orchestrator.weight_transfer.damaged_answers import (
+    FEW,
+    MANY,
+    SETTLE_S,
+    WINDOW_S,
+    BadEngine,
+    DamagedAnswers,
+)
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.weight_update_loop import MISSED_UPDATES, WeightUpdateLoop
+from primeslurm.orchestrator.worker.generate_endpoint import (
+    AnswerCounts,
     AnswerTally,
     GenerateEndpoint,
     NoAnswerError,
     completion_of,
 )
-from primeslurm.orchestrator.telemetry.damaged_answers import FEW, MANY, SETTLE_S, WINDOW_S, BadEngine, DamagedAnswers
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.orchestrator.weight_transfer.policy_loop import MISSED_UPDATES, PolicyLoop
 from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.weight_transfer.messages import EngineStatus
@@ -163,12 +170,12 @@ class Clock:
         return self.now
 
 
-def bad(count: int = 1, *tasks: int) -> Answers:
-    return Answers(0, count, [f"t{task}" for task in tasks], "NaN")
+def bad(count: int = 1, *tasks: int) -> AnswerCounts:
+    return AnswerCounts(0, count, [f"t{task}" for task in tasks], "NaN")
 
 
-def good(count: int = 1) -> Answers:
-    return Answers(count)
+def good(count: int = 1) -> AnswerCounts:
+    return AnswerCounts(count)
 
 
 ENGINES = ["decode-r0-0", "decode-r0-1", "prefill-r0-0"]
@@ -182,7 +189,7 @@ class Judge:
         self.clock = Clock()
         self.answers = DamagedAnswers(self.clock)
 
-    def hear(self, **reports: Answers) -> list[BadEngine]:
+    def hear(self, **reports: AnswerCounts) -> list[BadEngine]:
         names = {"a": A, "b": B}
         return self.answers.add({names[name]: each for name, each in reports.items()}, ENGINES)
 
@@ -202,7 +209,7 @@ def test_the_one_that_answers_faster_than_the_others_is_found_before_they_answer
 
 def test_a_few_damaged_answers_among_many_are_no_reason(judge: Judge) -> None:
     for task in range(100):
-        assert judge.hear(a=Answers(3, 1, [f"t{task}"], "x")) == []
+        assert judge.hear(a=AnswerCounts(3, 1, [f"t{task}"], "x")) == []
 
 
 def test_what_was_good_for_long_may_turn_bad(judge: Judge) -> None:
@@ -284,7 +291,7 @@ class Loop:
             clients[name]._http = clients[name]._looking = transport
         urls = {name: f"http://{name}:1" for name in clients}
         self.journal = Journal(directory / "attempts" / "1", "o")
-        self.loop = PolicyLoop(clients, self.journal, 60, poll_s=0.01, after_update=self._after, urls=urls)
+        self.loop = WeightUpdateLoop(clients, self.journal, 60, poll_s=0.01, after_update=self._after, urls=urls)
         self.path = directory / "attempts" / "1" / "events" / "o.jsonl"
 
     async def _after(self, version: int) -> None:
@@ -301,7 +308,7 @@ class Loop:
         return [each for line in self.path.read_text().splitlines() if (each := json.loads(line))["kind"] == kind]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[PolicyLoop]:
+    async def running(self) -> AsyncIterator[WeightUpdateLoop]:
         task = asyncio.create_task(self.loop.run())
         try:
             yield self.loop

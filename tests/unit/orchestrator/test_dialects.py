@@ -14,9 +14,9 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 from verifiers.v1.types import AssistantMessage, FinishReason, Response, ToolCall, Usage
 
-from primeslurm.orchestrator.rendering.choosing import Rendering
-from primeslurm.orchestrator.rendering.dialects import TrainedMessages
-from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.models.extending_renderer import extending
+from primeslurm.orchestrator.rendering.dialects import TrainedAnthropicMessages
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from tests.support.conversations import (
     START,
     TOOL,
@@ -145,7 +145,7 @@ def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected:
     used = Usage(prompt_tokens=1, completion_tokens=1)
     message = AssistantMessage(content="so", tool_calls=called)
     answer = Response(id="r", created=0, model="m", message=message, finish_reason=finish, usage=used)
-    assert TrainedMessages.__new__(TrainedMessages).written(answer)["stop_reason"] == expected
+    assert TrainedAnthropicMessages.__new__(TrainedAnthropicMessages).written(answer)["stop_reason"] == expected
 
 
 @pytest.mark.parametrize("said", ["not JSON", "[1]"])

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.dispatch import MOST_FAILURES, Dispatcher, DispatchLimits, Examples
+from primeslurm.orchestrator.dispatch import MAX_FAILURES, Dispatcher, DispatchLimits, Examples
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
@@ -77,7 +77,7 @@ def test_any_order_of_events(events: list[tuple[str, int]], off_policy: int) -> 
         assert made.inflight <= 6
         running = [job for job in jobs.values() if made.runs(job.id)]
         if kind == "train":
-            made.sweep(made.step)
+            made.apply_age_limit(made.step)
             for group in made.cut() or []:
                 step = made.step - 1
                 assert group.opened_version >= step - 1 - off_policy
@@ -152,7 +152,7 @@ def test_open_groups_are_continued_first() -> None:
 def test_a_rollout_that_keeps_failing_ends_its_group() -> None:
     made = dispatcher(limits(max_inflight=2))
     first, second = run_all(made)
-    for _ in range(MOST_FAILURES["environment"] - 1):
+    for _ in range(MAX_FAILURES["environment"] - 1):
         assert made.failed(first.id) == []
         (first,) = run_all(made)
     assert made.failed(first.id) == [second.id]
@@ -165,7 +165,7 @@ def test_stale_groups_go_wherever_they_are() -> None:
     for job in jobs[:2]:
         group = made.finished(job.id, rollout(job))
     assert group is not None and made.add_ready(group)
-    stale, cancelled, _ = made.sweep(3)
+    stale, cancelled, _ = made.apply_age_limit(3)
     assert [g.id for g in stale] == [jobs[0].group] and cancelled == [job.id for job in jobs[2:]]
     assert made.inflight == 0 and made.counts["rollouts_dropped_stale"] == 2 + len(jobs[2:])
 

@@ -105,7 +105,7 @@ def test_batches_come_whatever_happens(
         if live and event < 0.75:
             job = source.choice(live)
             group = made.finished(job.id, rollout(job, made.version))
-            assert not any(made.runs(name) for name in made.take_surplus())
+            assert not any(made.runs(name) for name in made.take_surplus_jobs())
             if group and source.random() < 0.2:
                 made.rejected(group, "dull")
                 left_out.add(group.id)
@@ -119,7 +119,7 @@ def test_batches_come_whatever_happens(
             left_out |= before - made.open.keys()
         elif event < 0.95 or not live:
             step = made.step
-            swept = made.sweep(step)
+            swept = made.apply_age_limit(step)
             again |= {first(group.id) for group in swept.stale}
             for group in swept.early:
                 most = max(limits.group_sizes[group.environment], staleness.extra_rollouts)
@@ -199,7 +199,7 @@ class Simulation:
             self.inflight.append(made.inflight)
             if idle_since is not None:
                 step = made.step
-                self.sweep(made)
+                self.apply_age_limit(made)
                 if (groups := made.cut()) is not None:
                     self.staleness.update(step - 1 - group.opened_version for group in groups)
                     self.batches.append(Counter())
@@ -212,7 +212,7 @@ class Simulation:
             self.now, kind, name = heapq.heappop(events)
             if kind == "trained":
                 idle_since = self.now
-                self.sweep(made)
+                self.apply_age_limit(made)
                 made.version = made.step - 1
             elif made.runs(name):
                 group = made.finished(name, rollout(jobs.pop(name)))
@@ -222,8 +222,8 @@ class Simulation:
                     made.add_ready(group)
         return made
 
-    def sweep(self, made: Dispatcher) -> None:
-        for group in made.sweep(made.step).early:
+    def apply_age_limit(self, made: Dispatcher) -> None:
+        for group in made.apply_age_limit(made.step).early:
             made.add_ready(group)
 
 

@@ -17,12 +17,12 @@ from verifiers.v1.runtimes import ApptainerConfig, PodmanConfig, make_runtime
 
 from primeslurm.node.agent.node_agent import AgentTimings
 from primeslurm.orchestrator.environments.sandbox import containers
-from primeslurm.orchestrator.rollouts import worker
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.orchestrator.worker import main
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from primeslurm.wire.transport import secret
-from tests.support.fake_engine import write_tokenizer
 from tests.support.verifiers_restored import restored
 
 PATIENCE_S = 280.0
@@ -169,7 +169,7 @@ async def test_it_leaves_nothing_of_its_own_and_takes_nothing_of_others(tmp_path
 
 
 def test_it_has_ended_before_its_agent_kills_it() -> None:
-    assert AgentTimings().term_grace_s > worker.ENDING_S
+    assert AgentTimings().term_grace_s > main.ENDING_S
 
 
 def test_podman_has_the_labels_and_apptainer_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:

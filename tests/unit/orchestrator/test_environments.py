@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.reverse_text import (
     ReverseTextTask,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.dispatch import MOST_FAILURES
+from primeslurm.orchestrator.dispatch import MAX_FAILURES
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.evaluation.schedule import Schedule
@@ -107,7 +107,7 @@ def test_all_samples_of_an_example_go_to_one_replica() -> None:
 def test_a_failed_rollout_is_tried_again_and_then_counts_as_failed() -> None:
     run = evaluation()
     (job,) = drained(run, ("sums",))[:1]
-    for number in range(1, MOST_FAILURES["environment"]):
+    for number in range(1, MAX_FAILURES["environment"]):
         assert run.failed(job.id, f"failure {number}") is None
         (job,) = drained(run, ("sums",))
     sample = run.failed(job.id, "the last one")

@@ -19,19 +19,19 @@ import zmq.asyncio
 from primeslurm.orchestrator.algorithms import Memory, from_recipe
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts import worker_pool
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
-from primeslurm.orchestrator.rollouts.pieces import PIECE, cut
+from primeslurm.orchestrator.rollouts.message_chunks import PIECE, cut
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.orchestrator.server import OrchestratorServer
 from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import TakenOverError
 from primeslurm.wire.batches.rollouts import RankShard, Rollout
+from primeslurm.wire.link.trainer_link import StepDone
 from primeslurm.wire.transport import secret
-from primeslurm.wire.transport.link import StepDone
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
 
@@ -39,7 +39,7 @@ RECIPE = Recipe.model_validate(recipe_data())
 LABEL = RECIPE.environments[0].label
 
 
-class Watched:
+class FileWatcher:
     """A function, and the threads that called it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -51,7 +51,7 @@ class Watched:
         return self._function(*args)
 
 
-def elsewhere(watched: Watched) -> bool:
+def elsewhere(watched: FileWatcher) -> bool:
     """Whether it was called, and never on the event loop."""
     return bool(watched.threads) and threading.current_thread() not in watched.threads
 
@@ -84,7 +84,7 @@ async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_w
         lambda job: heard.append((job, "lost")),
         lambda *unusable: pytest.fail(str(unusable)),
     )
-    watched, held, joined = Watched(worker_pool.joined), threading.Event(), worker_pool.joined
+    watched, held, joined = FileWatcher(worker_pool.joined), threading.Event(), worker_pool.joined
     monkeypatch.setattr(worker_pool, "joined", watched)
     watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
@@ -111,7 +111,7 @@ async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_w
 
 async def test_batches_leave_memory_beside_it(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "rollouts")
-    watched = Watched(spool.on_disk)
+    watched = FileWatcher(spool.on_disk)
     batches = Batches(RECIPE, from_recipe(RECIPE), watched)
     for step in (1, 2, 3, 4):
         one = RolloutGroup(f"g-{step}", LABEL, step, 0, group([5, 9], [1.0, 0.0]).rollouts)
@@ -131,8 +131,8 @@ async def test_a_teacher_s_answer_is_read_beside_it(monkeypatch: pytest.MonkeyPa
     async def answer(request: httpx.Request) -> httpx.Response:
         return httpx.Response(200, json={"choices": [{"prompt_logprobs": entries}]})
 
-    watched = Watched(client.json_value)
-    monkeypatch.setattr(client, "json_value", watched)
+    watched = FileWatcher(client.decode_json)
+    monkeypatch.setattr(client, "decode_json", watched)
     http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
     assert (await client.Teacher(lambda: ["http://t/v1"], http).logprobs([5, 6, 7])).tolist() == [0.0, -0.5, -1.0]
     assert elsewhere(watched)
@@ -140,12 +140,12 @@ async def test_a_teacher_s_answer_is_read_beside_it(monkeypatch: pytest.MonkeyPa
 
 async def test_an_algorithm_looks_at_a_batch_beside_it(tmp_path: Path) -> None:
     arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
-    server = OrchestratorServer(RECIPE, arguments)
+    server = OrchestratorPipeline(RECIPE, arguments)
 
     def remember(memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
         return {"groups": float(len(groups))}
 
-    watched = Watched(remember)
+    watched = FileWatcher(remember)
     server._algorithm = type("Counting", (), {"remember": watched})()
     size = RECIPE.group_size(RECIPE.environments[0])
     needed = RECIPE.orchestrator.batch_size // size
@@ -158,10 +158,10 @@ async def test_an_algorithm_looks_at_a_batch_beside_it(tmp_path: Path) -> None:
 
 async def test_an_orchestrator_whose_run_was_taken_over_counts_no_step(tmp_path: Path) -> None:
     arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
-    server = OrchestratorServer(RECIPE, arguments)
+    server = OrchestratorPipeline(RECIPE, arguments)
     (tmp_path / "attempts" / "2").mkdir(parents=True)
     with pytest.raises(TakenOverError, match="attempt 2 has taken over the run from attempt 1"):
         await server._step_done(StepDone(1, {"loss": 0.5}))
     assert not (tmp_path / "metrics.jsonl").exists() and server._progress.now.done_step == 0
     with pytest.raises(TakenOverError):
-        OrchestratorServer(RECIPE, arguments)
+        OrchestratorPipeline(RECIPE, arguments)

@@ -19,9 +19,9 @@ def test_what_is_unfinished_comes_first_and_then_who_is_furthest_behind_its_shar
 
 def test_what_was_given_up_comes_again_once_and_with_its_task() -> None:
     made = Examples(RATIOS, cursors={"a": 3}, taken={"a-00000001"})
-    assert not made.is_to_come(("a", 1)) and made.is_to_come(("a", 3))
+    assert not made.is_unopened(("a", 1)) and made.is_unopened(("a", 3))
     assert made.come_again(("a", 1), 7) and not made.come_again(("a", 1), 7)
-    assert made.is_to_come(("a", 1)) and made.has_returned(("a", 1))
+    assert made.is_unopened(("a", 1)) and made.was_returned(("a", 1))
     assert made.take_next(["a"]) == ("a", 1) and made.take_task(("a", 1), set()) == 7
     assert made.take_task(("a", 1), set()) is None, "nobody draws"
     assert made.returned([]) == [] and made.returned([("a", 1)]) == [("a", 1)]
@@ -33,13 +33,13 @@ def test_what_was_given_up_comes_again_once_and_with_its_task() -> None:
 
 def test_a_group_that_is_known_by_its_file_alone_is_found() -> None:
     made = Examples(RATIOS, cursors={"b/c": 2})
-    assert made.of_file("b_c-00000001") == ("b/c", 1) == made.of_file("b/c-00000001")
-    assert [made.of_file(name) for name in ("b_c-00000002", "c-00000001", "b_c-x", "")] == [None] * 4
+    assert made.position_of_file("b_c-00000001") == ("b/c", 1) == made.position_of_file("b/c-00000001")
+    assert [made.position_of_file(name) for name in ("b_c-00000002", "c-00000001", "b_c-x", "")] == [None] * 4
 
 
 def test_a_position_that_is_claimed_leaves_those_before_it_to_come() -> None:
     made = Examples(RATIOS, cursors={"a": 1})
-    made.pass_by(("a", 3))
+    made.mark_opened(("a", 3))
     assert (made.cursors["a"], made.unfinished) == (4, [("a", 1), ("a", 2)])
-    made.pass_by(("a", 1))
+    made.mark_opened(("a", 1))
     assert made.unfinished == [("a", 2)]

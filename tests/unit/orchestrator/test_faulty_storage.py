@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.evaluation.archive import Archive, Begun
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.stored import checkpoints
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.faulty_storage import FakeTime, FaultyStorage, once
 from tests.support.scripted_run import OFF_POLICY, STEPS
 from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run

@@ -11,22 +11,22 @@ from typing import Any
 
 import pytest
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import agents, host_needs
 from primeslurm.orchestrator.environments.sandbox import scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Harness
-from primeslurm.trainer import tiny
+from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.stored import task_images
 from primeslurm.wire.transport.addresses import AddressBook
-from tests.support.scripted_engine import ScriptedEngine, tool_call
+from scripts.models import tiny_model
 from tests.support.verifiers_restored import restored
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
@@ -45,7 +45,7 @@ def _verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A directory with a tokenizer whose messages are rendered as Qwen3's."""
     directory = tmp_path_factory.mktemp("model")
-    tiny.tokenizer().save_pretrained(directory)
+    tiny_model.tokenizer().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return str(directory)
 

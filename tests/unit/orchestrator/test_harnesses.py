@@ -12,7 +12,7 @@ from primeslurm.orchestrator.environments import agents, host_needs, pairing
 from primeslurm.plan.checks.tool_rendering import OWN_HARNESS
 from primeslurm.recipe import sandbox_rules
 from primeslurm.recipe.sections.orchestrator import Environment
-from tests.support.scripted_engine import ScriptedEngine, tool_call
+from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 from tests.unit.orchestrator import test_harbor
 

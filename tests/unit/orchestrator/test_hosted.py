@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from verifiers.v1.runtimes import E2BConfig, ModalConfig, PrimeConfig
 
 from primeslurm.api import environments as api_environments
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import agents, host_needs, hosted
 from primeslurm.recipe import Recipe

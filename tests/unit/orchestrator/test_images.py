@@ -11,8 +11,8 @@ import pytest
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
+from primeslurm.orchestrator.worker.image_files import stored
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo
 from tests.support.batches import pack
 

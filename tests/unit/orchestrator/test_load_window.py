@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from primeslurm.orchestrator.telemetry.engine_metrics import Sample, parse, scrape
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
-from primeslurm.orchestrator.telemetry.scrape import Sample, parse, scrape
 
 TEXT = """\
 # HELP vllm:num_requests_running x

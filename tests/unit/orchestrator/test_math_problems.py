@@ -13,7 +13,7 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.runtimes import SubprocessConfig, make_runtime
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, boxed
 

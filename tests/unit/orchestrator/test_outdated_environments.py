@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 
 CLASS = "import verifiers as vf\nclass Words(vf.SingleTurnEnv):\n    pass\n"

@@ -13,15 +13,15 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import PrimeConfig, provision_runtime
 
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import tiny
+from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
+from scripts.models import tiny_model
 from tests.support import prime_service
 from tests.support.prime_service import PrimeService
-from tests.support.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
@@ -40,7 +40,7 @@ def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrimeS
 
 def recipe(directory: Path, **runtime: Any) -> Recipe:
     """One that plays a Harbor task there; the way back to the model is a port of this machine."""
-    tiny.tokenizer().save_pretrained(directory)
+    tiny_model.tokenizer().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

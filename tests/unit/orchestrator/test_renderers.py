@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 from renderers import base, config_from_name
 
-from primeslurm.families import Family, bundled, model_types
-from primeslurm.families.renderers import RENDERERS, is_import_path, renderers_of
-from primeslurm.orchestrator.rendering import choosing
-from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.models import Family, bundled, model_types
+from primeslurm.models.extending_renderer import extending
+from primeslurm.models.renderers import RENDERERS, is_import_path, renderers_of
+from primeslurm.orchestrator.rendering import renderer_selection
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
-from primeslurm.trainer import tiny
+from primeslurm.testbed.fakes.fake_engine import write_tokenizer
+from scripts.models import tiny_model
 from tests.support.chat_templates import BUNDLED, write_model
 from tests.support.conversations import write_tokenizer as write_tokenizer_of
-from tests.support.fake_engine import write_tokenizer
 from tests.support.turn_templates import CHATML, UNENDING
 from tests.support.turn_templates import write_model as write_with_template
 
@@ -37,7 +37,7 @@ def write_config(directory: Path, model_type: str) -> str:
     return str(directory)
 
 
-def name_of(chosen: choosing.Rendering) -> str:
+def name_of(chosen: renderer_selection.Rendering) -> str:
     """What `renderers` calls it."""
     return str((chosen.config.model_extra or {}).get("renderer", chosen.config.name))
 
@@ -64,16 +64,16 @@ def test_renderers_has_what_families_name(family: Family) -> None:
         ("qwen3_moe", "Qwen/Qwen3-Coder-480B-A35B-Instruct", "prime-qwen3"),
         ("glm4_moe", "/models/GLM-4.5-Air", "glm-4.5"),
         ("glm4_moe", "zai-org/GLM-4.7-Flash", "glm-5"),
-        ("glm4_moe", "PrimeIntellect/INTELLECT-3", "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"),
+        ("glm4_moe", "PrimeIntellect/INTELLECT-3", "primeslurm.models.glm4_moe.intellect3_renderer:Intellect3Renderer"),
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
         (
             "deepseek_v3",
             "DeepSeek-V3.1-Terminus",
-            "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer",
+            "primeslurm.models.deepseek_v3.deepseek_v31_renderer:DeepSeekV31Renderer",
         ),
-        ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.orchestrator.rendering.kimi_thinking:KimiK2ThinkingRenderer"),
+        ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.models.kimi_k2.renderer:KimiK2ThinkingRenderer"),
         ("kimi_k2", "Kimi-K2-Instruct", "kimi-k2"),
         ("nemotron_h", "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nemotron-3-ultra"),
         ("laguna", "poolside/Laguna-S-2.1", "laguna-s-2.1"),
@@ -86,48 +86,48 @@ def test_models_of_one_type_have_the_renderers_that_they_are_named_for(model_typ
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_the_tiny_model_is_rendered_as_qwen3_is(family: str, tmp_path: Path) -> None:
-    tiny.tokenizer().save_pretrained(tmp_path)
+    tiny_model.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, family)
-    chosen = choosing.choose(model)
+    chosen = renderer_selection.select_renderer(model)
     assert name_of(chosen) == "qwen3" and not chosen.no_tools
 
 
 def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("{{ content }}", "{{ content | upper }}")
+    tokenizer = tiny_model.tokenizer()
+    tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace("{{ content }}", "{{ content | upper }}")
     tokenizer.chat_template = tokenizer.chat_template.replace("{{- content }}", "{{- content | upper }}")
     tokenizer.save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
-    chosen = choosing.choose(model)
+    chosen = renderer_selection.select_renderer(model)
     assert name_of(chosen) == "default"
     assert "qwen3: it renders " in chosen.no_tools and "name one that fits in model.renderer" in chosen.no_tools
-    assert name_of(choosing.choose(model, "qwen3")) == "qwen3", "the recipe decides"
+    assert name_of(renderer_selection.select_renderer(model, "qwen3")) == "qwen3", "the recipe decides"
 
 
 def test_a_model_that_does_not_think_by_itself_is_rendered_so(tmp_path: Path) -> None:
-    tokenizer = tiny.tokenizer()
+    tokenizer = tiny_model.tokenizer()
     prompt = '{{ "<|im_start|>assistant\n" }}{% endif %}'
     unthinking = prompt.replace('assistant\n"', 'assistant\n<think>\n\n</think>\n\n"')
-    assert prompt in tiny.CHAT_TEMPLATE
-    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace(prompt, unthinking)  # old answers are shown without
+    assert prompt in tiny_model.CHAT_TEMPLATE
+    tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace(prompt, unthinking)  # old answers are shown without
     tokenizer.save_pretrained(tmp_path)
-    chosen = choosing.choose(write_config(tmp_path, "qwen3"))
+    chosen = renderer_selection.select_renderer(write_config(tmp_path, "qwen3"))
     assert not chosen.no_tools and chosen.config.model_extra["options"] == {"enable_thinking": False}
 
 
 def test_options_are_the_renderers_own(tmp_path: Path) -> None:
-    tiny.tokenizer().save_pretrained(tmp_path)
+    tiny_model.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
-    kept = choosing.choose(model, options={"thinking_retention": "all"})
+    kept = renderer_selection.select_renderer(model, options={"thinking_retention": "all"})
     assert kept.config.model_extra["options"] == {"thinking_retention": "all"}
     with pytest.raises(ValueError, match=r"model\.renderer_options of qwen3: thinks: Extra inputs are not permitted"):
-        choosing.choose(model, options={"thinks": True})
+        renderer_selection.select_renderer(model, options={"thinks": True})
 
 
 def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     model = write_config(tmp_path, "unheard_of")
-    chosen = choosing.choose(model)
+    chosen = renderer_selection.select_renderer(model)
     assert name_of(chosen) == "default"
     assert "no renderer for model type unheard_of (" in chosen.no_tools
 
@@ -152,15 +152,15 @@ def test_a_template_that_no_rollout_could_use_is_refused(
     if template is None:
         (tmp_path / "chat_template.jinja").unlink()
     model = write_config(tmp_path, "unheard_of")
-    with pytest.raises(choosing.RenderingError, match=re.escape(why)):
-        choosing.choose(model, asked)
-    assert name_of(choosing.choose(model, "qwen3")) == "qwen3", "the recipe may name another"
+    with pytest.raises(renderer_selection.RenderingError, match=re.escape(why)):
+        renderer_selection.select_renderer(model, asked)
+    assert name_of(renderer_selection.select_renderer(model, "qwen3")) == "qwen3", "the recipe may name another"
 
 
 def test_a_template_that_wants_a_system_message_is_taken(tmp_path: Path) -> None:
     insists = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + CHATML
     write_with_template(tmp_path, insists, "<|im_end|>")
-    assert name_of(choosing.choose(write_config(tmp_path, "unheard_of"))) == "default"
+    assert name_of(renderer_selection.select_renderer(write_config(tmp_path, "unheard_of"))) == "default"
 
 
 def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
@@ -173,19 +173,24 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
     write_tokenizer_of(tmp_path, extending(VISION[model_type], {}))
-    assert name_of(choosing.choose(write_config(tmp_path, model_type), images=True)) == VISION[model_type]
+    assert (
+        name_of(renderer_selection.select_renderer(write_config(tmp_path, model_type), images=True))
+        == VISION[model_type]
+    )
 
 
 def test_a_model_that_sees_is_compared_with_its_template_too(tmp_path: Path) -> None:
     template = (BUNDLED / "Qwen3.5-0.8B.jinja").read_text()
     small = str(write_model(tmp_path, "Qwen3.5-0.8B", template))
-    chosen = choosing.choose(small, images=True)
+    chosen = renderer_selection.select_renderer(small, images=True)
     assert name_of(chosen) == "qwen3.5" and not chosen.no_tools
     assert chosen.config.model_extra["options"] == {"enable_thinking": False}
     other = str(write_model(tmp_path, "Qwen3.5-0.8B-taught", template.replace("# Tools", "# What you may call")))
-    with pytest.raises(choosing.RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\."):
-        choosing.choose(other, images=True)
-    assert name_of(choosing.choose(other, "qwen3.5", images=True)) == "qwen3.5", "the recipe decides"
+    with pytest.raises(
+        renderer_selection.RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\."
+    ):
+        renderer_selection.select_renderer(other, images=True)
+    assert name_of(renderer_selection.select_renderer(other, "qwen3.5", images=True)) == "qwen3.5", "the recipe decides"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "kimi_k25", "unheard_of"])
@@ -193,4 +198,4 @@ def test_models_that_are_not_trained_on_images_are_shown_none(model_type: str, t
     names = ", ".join(name for name, able in model_types().items() if able.images)
     assert set(names.split(", ")) == set(VISION)
     with pytest.raises(ValueError, match=f"rendered for {names}, not for {model_type}"):
-        choosing.choose(write_config(tmp_path, model_type), images=True)
+        renderer_selection.select_renderer(write_config(tmp_path, model_type), images=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.support.ports import free_port
-from primeslurm.errors import signature
+from primeslurm.base.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
-from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
+from primeslurm.orchestrator.telemetry.progress_monitor import UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
     FEW_KILLERS,
@@ -25,7 +25,7 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     RolloutFailures,
     headline,
 )
-from primeslurm.orchestrator.telemetry.watch import FutileError
+from primeslurm.orchestrator.worker.generate_endpoint import NO_ANSWER
 from primeslurm.recipe import Recipe
 from primeslurm.records.state import FailedRollouts
 
@@ -251,7 +251,7 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
         now += 60
         server._check()
 
-    with pytest.raises(FutileError, match="environment held-out fails every time"):
+    with pytest.raises(UnrecoverableError, match="environment held-out fails every time"):
         asyncio.run(ends())
     state = json.loads((tmp_path / "attempts/1/state/orchestrator.json").read_text())
     assert "environment held-out fails every time" in state["failure"]

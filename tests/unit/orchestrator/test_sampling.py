@@ -10,17 +10,17 @@ import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.orchestrator.rendering.choosing import Rendering
-from primeslurm.orchestrator.rendering.extending import extending
-from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
+from primeslurm.models.extending_renderer import extending
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
-from primeslurm.orchestrator.rollouts.token_client import serving
-from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import serving
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.fakes import fake_engine
+from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.wire.transport.addresses import AddressBook
-from tests.support import fake_engine
 from tests.support.conversations import START, ScriptedEngine, answering, rollout, sampled, write_tokenizer
-from tests.support.fake_engine import FakeEngine
 
 PLAIN = {"temperature": 0.7, "top_p": 1.0, "top_k": -1}
 CUT = {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.3, "logit_bias": {"5": 9}, "temperature": 0.1}

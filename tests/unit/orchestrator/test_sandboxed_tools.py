@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, tool_call
+from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support.verifiers_restored import restored
 from tests.unit.orchestrator import test_harbor
 

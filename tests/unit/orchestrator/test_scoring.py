@@ -17,8 +17,8 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.progress import RunProgress
-from primeslurm.orchestrator.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import RunProgress
+from primeslurm.orchestrator.pipeline.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
@@ -26,9 +26,9 @@ from primeslurm.orchestrator.teacher.scoring import Scoring
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout
 from tests.support.batches import batch_of
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses
 from tests.unit.orchestrator.test_packing import group
@@ -211,7 +211,7 @@ def test_groups_at_the_teacher_count_as_started_and_grow_too_old() -> None:
     assert made.next_job({"e"}) is None, "two batches are on their way"
     assert made.scored(scored) and [one.scored for one in made.ready] == [True]
     assert not made.scored(scored), "it is at the teacher no longer"
-    stale, *_ = made.sweep(3)
+    stale, *_ = made.apply_age_limit(3)
     assert {one.id for one in stale} == {"e-00000000", "e-00000001"} and not made.unscored and not made.ready
     job = made.next_job({"e"})
     assert job is not None and job.group == "e-00000000", "its example comes again"

@@ -17,15 +17,15 @@ from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.orchestrator.teacher.client import teacher_of
 from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt
 from primeslurm.wire.transport.addresses import AddressBook
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses
 from tests.unit.orchestrator.test_scoring import running, teacher, until

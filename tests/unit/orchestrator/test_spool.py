@@ -12,11 +12,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from primeslurm.errors import RunError
-from primeslurm.files import Content
+from primeslurm.base.errors import RunError
+from primeslurm.base.files import Content
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
+from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import GroupInfo, RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
@@ -79,7 +79,7 @@ def test_a_full_or_read_only_disk_is_reported_and_survived(
         raise OSError(number, os.strerror(number))
 
     spool = Spool(tmp_path)
-    monkeypatch.setattr("primeslurm.durable.write", full)
+    monkeypatch.setattr("primeslurm.base.durable.write", full)
     made = group([3], [0.5])
     assert not spool.put(made) and not spool.put(made)
     assert len(caplog.records) == 1, "who tries again every second says so once"
@@ -197,7 +197,7 @@ def test_records_are_written_in_order_while_the_event_loop_goes_on(
             await asyncio.sleep(0)
         assert not file.now.batches and not first.done(), "nothing counts that is not on disk"
         run_all(dispatch)
-        dispatch.sweep(3)
+        dispatch.apply_age_limit(3)
         may_write.set()
         await first
         assert restore(tmp_path, 1).batches.keys() >= {1}

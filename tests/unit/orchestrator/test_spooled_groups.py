@@ -16,8 +16,8 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.progress import RunProgress
-from primeslurm.orchestrator.recovery import recover
+from primeslurm.orchestrator.pipeline.progress import RunProgress
+from primeslurm.orchestrator.pipeline.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
@@ -106,7 +106,7 @@ def test_a_group_that_is_read_takes_its_own_place(tmp_path: Path) -> None:
         Spool(tmp_path / "rollouts").put(example(number))
     made, _, _ = recovered(tmp_path)
     head = made.ready[1]
-    made.was_read(head, head.whole())
+    made.replace_with_loaded(head, head.whole())
     assert [one.example for one in made.ready] == [0, 1, 2]
     assert [isinstance(one, SpooledGroup) for one in made.ready] == [True, False, True]
     assert np.array_equal(made.ready[1].sequences[0].token_ids, example(1).sequences[0].token_ids)

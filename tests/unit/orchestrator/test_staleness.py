@@ -10,8 +10,8 @@ import pytest
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
+from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast
 from primeslurm.orchestrator.dispatch.durations import Durations
-from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
@@ -50,7 +50,7 @@ def test_a_dropped_example_comes_again_and_is_counted() -> None:
     made = dispatcher()
     jobs = run_all(made)
     finish(made, jobs[:3])
-    swept = made.sweep(3)
+    swept = made.apply_age_limit(3)
     assert swept.cancelled == [jobs[3].id] and not swept.early
     assert made.unfinished == [("a", 0)] and made.counts["examples_returned"] == 1
     made.version = 2
@@ -68,8 +68,8 @@ def test_a_batch_waits_for_its_groups_that_are_on_their_way_to_disk() -> None:
     finish(made, run_all(made)[:3])
     assert made.add_ready(newer)
     made.step = 2
-    (early,) = made.sweep(2).early
-    assert made.cut() is None and not made.may_cut_ahead(), "it may be in no later one"
+    (early,) = made.apply_age_limit(2).early
+    assert made.cut() is None and not made.may_form_early(), "it may be in no later one"
     assert made.add_ready(early) and made.cut() == [early, newer]
 
 
@@ -78,16 +78,16 @@ def test_a_batch_waits_for_its_groups_that_are_on_their_way_to_disk() -> None:
 def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     made = dispatcher(batch=2)
     run_all(made)
-    assert len(made.sweep(3).cancelled) == 4 and made.returned == [("a", 0)]
+    assert len(made.apply_age_limit(3).cancelled) == 4 and made.returned == [("a", 0)]
     if restarted:
         state = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
         made = Dispatcher(made.limits, ["r0"], "run", "later", examples=Examples(made.limits.ratios, **state))
     made.version = 2
     jobs = run_all(made)
     finish(made, jobs[:done], 2)
-    early = made.sweep(4).early
+    early = made.apply_age_limit(4).early
     made.version = 5
-    swept = made.sweep(6)
+    swept = made.apply_age_limit(6)
     assert not swept.cancelled and made.inflight == 4 - done and made.returned == [("a", 0)]
     if done == 1:
         assert not early and [group.version for group in made.open.values()] == [5], "it goes on"
@@ -98,7 +98,7 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
 def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     made = dispatcher()
     run_all(made)
-    made.sweep(3)
+    made.apply_age_limit(3)
     made.version = 2
     group = finish(made, run_all(made), 4)
     assert group is not None and made.add_ready(group)
@@ -111,7 +111,7 @@ def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     examples = Examples(made.limits.ratios, taken={group.id}, returned=made.returned, **state)
     restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
-    made.uncut([group])
+    made.return_batch([group])
     assert made.cut() == [group]
     for later in (made, restarted):
         later.committed({group.id})
@@ -130,7 +130,7 @@ def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> No
             if job.example or made.version >= job.opened_version + 4:
                 done = made.finished(job.id, rollout(job, made.version))
                 assert done is None or made.add_ready(done)
-        for early in made.sweep(made.step).early:
+        for early in made.apply_age_limit(made.step).early:
             made.add_ready(early)
         trained += [group.id for group in made.cut() or []]
         made.version += 1
@@ -142,17 +142,17 @@ def test_a_complete_group_that_got_too_old_comes_again() -> None:
     made = dispatcher()
     group = finish(made, run_all(made))
     assert group is not None and made.add_ready(group)
-    assert made.sweep(3).stale == [group] and made.unfinished == [("a", 0)]
+    assert made.apply_age_limit(3).stale == [group] and made.unfinished == [("a", 0)]
 
 
 def test_a_group_is_trained_with_what_is_done_at_its_last_chance() -> None:
     made = dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(made)
     finish(made, [*jobs[:3], jobs[4]])
-    assert made.sweep(2).early == [], "one rollout is not enough, and the other group's are no batch"
+    assert made.apply_age_limit(2).early == [], "one rollout is not enough, and the other group's are no batch"
     finish(made, jobs[5:6])
-    assert made.sweep(1).early == [], "they have another chance"
-    first, second = (swept := made.sweep(2)).early
+    assert made.apply_age_limit(1).early == [], "they have another chance"
+    first, second = (swept := made.apply_age_limit(2)).early
     assert (first.size, second.size) == (3, 2) and made.inflight == 0
     assert swept.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
     made.step = 2
@@ -176,9 +176,9 @@ def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
     made = dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
     jobs = run_all(made)
     finish(made, [*jobs[:2], *jobs[4:5]])
-    assert made.sweep(2).early == [] and made.inflight == 5
+    assert made.apply_age_limit(2).early == [] and made.inflight == 5
     finish(made, jobs[5:6])
-    assert len(made.sweep(2).early) == 2
+    assert len(made.apply_age_limit(2).early) == 2
 
 
 @pytest.mark.parametrize("done", [2, 3])
@@ -187,7 +187,7 @@ def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
     jobs = run_all(made)
     finish(made, jobs[:done])
     made.version = 1
-    (early,) = (swept := made.sweep(2)).early
+    (early,) = (swept := made.apply_age_limit(2)).early
     assert early.size == done and not swept.cancelled and made.inflight == 4 - done
     (later,) = made.open.values()
     assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), "it is not filled up"
@@ -207,7 +207,7 @@ def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
     jobs = run_all(made)
     finish(made, jobs[:1])
     made.version = 2
-    swept = made.sweep(3)
+    swept = made.apply_age_limit(3)
     assert not swept.cancelled and not swept.early
     assert [group.version for group in made.open.values()] == [2]
 
@@ -217,12 +217,12 @@ def test_tokens_that_are_too_old_are_not_trained() -> None:
     jobs = run_all(made)
     finish(made, jobs[:3], 0)
     made.version = 5
-    assert made.sweep(6) == ([], [], [])
+    assert made.apply_age_limit(6) == ([], [], [])
     group = finish(made, jobs[3:], 5)
     assert group is not None and made.add_ready(group)
     fresh = group.without_older(made.limits.oldest_version(6))
     assert [bool(sequence.mask.any()) for sequence in fresh.sequences] == [False, False, False, True]
-    assert made.sweep(8).stale == [group], "of which nothing would be trained"
+    assert made.apply_age_limit(8).stale == [group], "of which nothing would be trained"
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])
@@ -233,10 +233,10 @@ def test_nobody_waits_for_stragglers(surplus: str) -> None:
     group = finish(made, [jobs[5], *jobs[:3]])
     assert group is not None and [r[0].info.id for r in group.rollouts] == [j.id for j in (*jobs[:3], jobs[5])]
     if surplus == "cancel":
-        assert made.take_surplus() == [jobs[3].id, jobs[4].id] and made.take_surplus() == []
+        assert made.take_surplus_jobs() == [jobs[3].id, jobs[4].id] and made.take_surplus_jobs() == []
         assert made.inflight == 0
     else:
-        assert made.take_surplus() == [] and made.inflight == 2
+        assert made.take_surplus_jobs() == [] and made.inflight == 2
         carried = made.open["a-00000000.1001"]
         assert carried.size == 2 and not carried.to_dispatch
 
@@ -351,16 +351,16 @@ def test_more_rollouts_than_a_group_has_are_refused() -> None:
 def test_before_it_is_known_how_long_steps_take_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
     made = dispatcher(inflight=8, rule=rule)
     jobs = run_all(made)
-    assert len(jobs) == 8 and not made.may_cut_ahead(), "nothing is complete"
+    assert len(jobs) == 8 and not made.may_form_early(), "nothing is complete"
     group = finish(made, jobs[:4])
     assert group is not None and made.add_ready(group)
-    assert made.may_cut_ahead(), "the other group lands in the next batch"
+    assert made.may_form_early(), "the other group lands in the next batch"
     made.step = 2
-    assert made.may_cut_ahead() == (rule == "mask"), "this is the last batch that the other group may be in"
+    assert made.may_form_early() == (rule == "mask"), "this is the last batch that the other group may be in"
     other = finish(made, jobs[4:])
     assert other is not None and made.add_unscored(other)
-    assert not made.may_cut_ahead(), "nor is the teacher asked in vain"
-    assert made.scored(other) and made.may_cut_ahead()
+    assert not made.may_form_early(), "nor is the teacher asked in vain"
+    assert made.scored(other) and made.may_form_early()
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry"])
@@ -389,13 +389,13 @@ def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_t
     made.version = 2
     group = ends(run_all(made), 65, 2)
     assert group is not None and made.add_ready(group) and len(made.open) == 1
-    assert not made.may_cut_ahead(), "half of those that run for 15 s end within the next 25 s"
+    assert not made.may_form_early(), "half of those that run for 15 s end within the next 25 s"
     clock.now = 85
-    assert made.may_cut_ahead(), "none of those that run for 35 s ends within 5 s"
+    assert made.may_form_early(), "none of those that run for 35 s ends within 5 s"
 
 
 def test_what_was_cut_ahead_waits_for_the_trainer_and_its_step_begins_with_the_one_before() -> None:
-    ahead = WorkAhead(["a"], clock := Clock())
+    ahead = CompletionForecast(["a"], clock := Clock())
     ahead.batch_given()
     clock.now = 5.0
     ahead.batch_given(ahead=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from primeslurm.orchestrator.telemetry.stall_diagnosis import suspect
+from primeslurm.orchestrator.pipeline.stall_diagnosis import suspect
 from primeslurm.records.state import EngineRecord
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
 from tests.unit.orchestrator.test_packing import group

@@ -12,7 +12,7 @@ from renderers.base import load_tokenizer
 
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds
-from primeslurm.orchestrator.rendering import choosing
+from primeslurm.orchestrator.rendering import renderer_selection
 from tests.support import chat_templates
 from tests.support.own_templates import OWN
 from tests.support.turn_templates import CHATML, GEMMA, LLAMA_3, NEXT_ROLE, write_model
@@ -25,14 +25,14 @@ def by_its_template(directory: Path, *model: Any) -> Any:
     """The renderer of a model of no family."""
     write_model(directory, *model)
     (directory / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
-    return create_renderer(load_tokenizer(str(directory)), choosing.choose(str(directory)).config)
+    return create_renderer(load_tokenizer(str(directory)), renderer_selection.select_renderer(str(directory)).config)
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
 def test_renderers_of_families_stop_where_their_templates_end_turns(name: str, tmp_path: Path) -> None:
     model = str(chat_templates.write_model(tmp_path, name, TEMPLATES[name]))
     tokenizer = load_tokenizer(model)
-    chosen = choosing.choose(model)
+    chosen = renderer_selection.select_renderer(model)
     assert (chosen.config.model_extra or {}).get("renderer") != "default"
     ends = TurnEnds(ChatTemplate(tokenizer))
     stops = create_renderer(tokenizer, chosen.config).get_stop_token_ids()
@@ -89,7 +89,7 @@ def test_arguments_and_nulls_are_rendered_as_the_template_takes_them(tmp_path: P
 @pytest.mark.parametrize("name", ["GLM-4.6", "Qwen3-0.6B", "Kimi-K2-Instruct"])
 def test_renderers_of_families_take_text_and_objects_alike(name: str, tmp_path: Path) -> None:
     model = str(chat_templates.write_model(tmp_path, name, TEMPLATES[name]))
-    renderer = create_renderer(load_tokenizer(model), choosing.choose(model).config)
+    renderer = create_renderer(load_tokenizer(model), renderer_selection.select_renderer(model).config)
 
     def rendered(arguments: Any, **fields: Any) -> list[int]:
         call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}

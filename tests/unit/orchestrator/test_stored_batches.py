@@ -21,7 +21,7 @@ from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.file_ranges import FileRange, Part, StoredArray, loaded
 from primeslurm.wire.batches.rollouts import RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.transport import link
+from primeslurm.wire.link import trainer_link
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
@@ -128,7 +128,7 @@ async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
     monkeypatch.setattr(SpooledGroup, "_read", held)
     shares = [StepShard(1, shard) for shard in SHARES]
     for _ in range(3):
-        assert [await stored.answer(share, 0) for share in shares] == [link.Answer("wait")] * len(shares)
+        assert [await stored.answer(share, 0) for share in shares] == [trainer_link.Answer("wait")] * len(shares)
     may_read.set()
     found = [await stored.answer(share, 60) for share in shares]
     assert found == [stored.encoded(share) for share in shares] and None not in found
@@ -153,15 +153,15 @@ class Giving(Server):
 
     batches: Batches
 
-    async def answer(self, request: link.Request) -> Sequence[Part] | link.Answer:
-        assert isinstance(request, link.GetBatch)
+    async def answer(self, request: trainer_link.Request) -> Sequence[Part] | trainer_link.Answer:
+        assert isinstance(request, trainer_link.GetBatch)
         self.seen.append(request)
         return await self.batches.answer(StepShard(request.step, request.shard), 60) or []
 
 
 @pytest.fixture
 def giving(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giving]:
-    monkeypatch.setattr(link, "CHUNK", 50)
+    monkeypatch.setattr(trainer_link, "CHUNK", 50)
     made = Giving()
     made.batches = stored
     yield made
@@ -178,7 +178,7 @@ def test_a_chunk_is_read_when_it_is_asked_for(
         return read(part)
 
     monkeypatch.setattr(FileRange, "read", watched)
-    memory, client = batches_of(groups), link.TrainerLink(giving.address)
+    memory, client = batches_of(groups), trainer_link.TrainerLink(giving.address)
     for shard in SHARES:
         found = client.get_batch(1, shard, timeout_s=60)
         assert found is not None
@@ -194,8 +194,8 @@ def test_a_file_that_was_cut_short_meanwhile_is_said_to_be(giving: Giving, tmp_p
         parts_of(giving.batches, shard)
     for path in (tmp_path / "rollouts").glob("*.group"):
         path.write_bytes(path.read_bytes()[:200])
-    client = link.TrainerLink(giving.address)
-    with pytest.raises(link.LinkError, match=r"DamagedError: \S+\.group ends at \d+, before \d+"):
+    client = trainer_link.TrainerLink(giving.address)
+    with pytest.raises(trainer_link.LinkError, match=r"DamagedError: \S+\.group ends at \d+, before \d+"):
         client.get_batch(1, SHARES[0], timeout_s=60)
     client.close()
 

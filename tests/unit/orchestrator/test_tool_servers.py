@@ -18,7 +18,7 @@ from verifiers.v1.runtimes import subprocess as subprocess_runtime
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
-from primeslurm.orchestrator.rollouts.tool_servers import serve_in_runtime
+from primeslurm.orchestrator.worker.tool_servers import serve_in_runtime
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
 from tests.support.cli import ROOT
 from tests.support.environments.broken_tool import BrokenTools

@@ -16,10 +16,10 @@ from verifiers.v1.runtimes import ProgramResult
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.environments.tool_use import GUESS, chains, demonstrations
-from primeslurm.trainer import tiny
+from primeslurm.testbed.fakes.fake_engine import FakeEngine
 from primeslurm.trainer.data.sft_data import Conversations
+from scripts.models import tiny_model
 from tests.support.conversations_read import loaded
-from tests.support.fake_engine import FakeEngine
 from tests.unit.orchestrator.test_worker import recipe, rollouts
 
 
@@ -27,7 +27,7 @@ from tests.unit.orchestrator.test_worker import recipe, rollouts
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a worker reads of the demo's model."""
     directory = tmp_path_factory.mktemp("model")
-    tiny.tokenizer(tiny.PHRASES).save_pretrained(directory)
+    tiny_model.tokenizer(tiny_model.PHRASES).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "max_position_embeddings": 2048}))
     return directory
 

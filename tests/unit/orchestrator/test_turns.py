@@ -18,13 +18,13 @@ from verifiers.v1.dialects.chat import parse_message
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, TraceTask
 
-from primeslurm.families import bundled
-from primeslurm.orchestrator.rendering import remembering
-from primeslurm.orchestrator.rendering.choosing import Rendering, named
-from primeslurm.orchestrator.rendering.extending import extending
-from primeslurm.orchestrator.rendering.remembering import RememberedConversation
+from primeslurm.models import bundled
+from primeslurm.models.extending_renderer import extending
+from primeslurm.orchestrator.rendering import conversation_cache
+from primeslurm.orchestrator.rendering.conversation_cache import ConversationCache
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering, named
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.sequences import sequences
+from primeslurm.orchestrator.worker.trace_sequences import sequences
 from primeslurm.wire.batches.rollouts import Rollout
 from tests.support.conversations import (
     START,
@@ -53,12 +53,12 @@ THINKING: dict[str, dict[str, Any]] = {
     "laguna-m.1": {"enable_thinking": True},
 }
 """Renderers that have to be told."""
-DEEPSEEK_V3_1 = "primeslurm.orchestrator.rendering.deepseek_v31:DeepSeekV31Renderer"
+DEEPSEEK_V3_1 = "primeslurm.models.deepseek_v3.deepseek_v31_renderer:DeepSeekV31Renderer"
 THOUGHTLESS = {DEEPSEEK_V3_1, "deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
 """Templates of models that do not think, unless they are told to."""
 SEQUENCES = {"deepseek-r1": TURNS}
 """Its template drops the thoughts of every answer."""
-INTELLECT_3 = "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"
+INTELLECT_3 = "primeslurm.models.glm4_moe.intellect3_renderer:Intellect3Renderer"
 ONE_SEQUENCE = {"deepseek-v4", "laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3", INTELLECT_3}
 """Templates that keep all thoughts."""
 
@@ -224,7 +224,7 @@ def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path)
 async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn 200 has as many tokens tokenised, and as many messages hashed, as turn 2: those that are new."""
     turns, tokenised, hashed = 200, [0], [0]
-    encode, message_hash = PreTrainedTokenizerFast._encode_plus, remembering._hash_message
+    encode, message_hash = PreTrainedTokenizerFast._encode_plus, conversation_cache._hash_message
 
     def counting_encode(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
         found = encode(tokenizer, *args, **kwargs)
@@ -246,7 +246,7 @@ async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkey
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, calling(100 + turn)) for turn in range(turns)])
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting_encode)
-    monkeypatch.setattr(remembering, "_hash_message", counting_hash)
+    monkeypatch.setattr(conversation_cache, "_hash_message", counting_hash)
     async with engine.serving():
         found = await converse(qwen3, Rendering(config), engine, more)
     (rollout,) = trained(found)
@@ -359,8 +359,8 @@ def test_the_same_answer_of_another_branch_is_not_taken_for_it() -> None:
             place = add(asked, "assistant", "Done.", f"{agent}: {question}")
             told[-1] += [{"role": "user", "content": question}, {"role": "assistant", "content": "Done."}]
     for agent, messages in zip(("one", "other"), told, strict=True):
-        found = RememberedConversation(trace).messages(messages, parse_message)
+        found = ConversationCache(trace).messages(messages, parse_message)
         assert [found[i].reasoning_content for i in (1, 3)] == [f"{agent}: {agent}", f"{agent}: And then?"]
     retold = [{"role": "user", "content": "In other words"}, *told[1][1:]]
-    found = RememberedConversation(trace).messages(retold, parse_message)
+    found = ConversationCache(trace).messages(retold, parse_message)
     assert found[1].reasoning_content == "one: one", "nothing says whose it is"

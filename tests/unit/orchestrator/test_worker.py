@@ -13,14 +13,14 @@ import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
-from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
-from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint, NoAnswerError
+from primeslurm.orchestrator.worker.main import Worker
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 
 @pytest.fixture(scope="module")

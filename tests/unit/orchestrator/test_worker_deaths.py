@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
+from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, JobFailure, Result, Status, ToOrchestrator
+from primeslurm.orchestrator.rollouts.worker_deaths import PATH, WorkerDeaths
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.orchestrator.telemetry import worker_deaths
-from primeslurm.orchestrator.telemetry.worker_deaths import PATH, WorkerDeaths
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
 
 SIZE = 4

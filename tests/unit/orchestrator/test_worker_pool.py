@@ -137,7 +137,7 @@ async def test_ten_thousand_rollouts_over_512_workers_on_16_nodes(pool: Pool, mo
     assert max(by_node.values()) - min(by_node.values()) <= 1
     assert pool.pool.load == {str(node): count for node, count in by_node.items()}
 
-    class Watched(dict[tuple[str, int], Any]):
+    class FileWatcher(dict[tuple[str, int], Any]):
         """Counts who goes through all workers."""
 
         walks = 0
@@ -150,7 +150,7 @@ async def test_ten_thousand_rollouts_over_512_workers_on_16_nodes(pool: Pool, mo
             self.walks += 1
             return super().values()
 
-    everybody = Watched(pool.pool._live)
+    everybody = FileWatcher(pool.pool._live)
     monkeypatch.setattr(pool.pool, "_live", everybody)
     pool.clock.now += 1
     for worker in range(WORKERS):

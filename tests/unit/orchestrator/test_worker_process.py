@@ -12,9 +12,9 @@ from pathlib import Path
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.recipe import Recipe
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 PATIENCE_S = 280.0
 
@@ -42,7 +42,7 @@ async def test_it_serves_from_another_node_and_clears_what_a_killed_one_left_the
         base = {name: value for name, value in os.environ.items() if name != secret.VARIABLE}
         with secret.handing_over(secret.own()) as (descriptor, told):
             worker = subprocess.Popen(
-                [sys.executable, "-m", "primeslurm.orchestrator.rollouts.worker", *map(str, argv)],
+                [sys.executable, "-m", "primeslurm.orchestrator.worker.main", *map(str, argv)],
                 env={**base, **told, "TMPDIR": str(disk)},
                 pass_fds=(descriptor,),
             )

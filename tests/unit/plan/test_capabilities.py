@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families import GENERIC, capabilities, model_types
+from primeslurm.models import GENERIC, capabilities, model_types
 from primeslurm.plan.checks.unsupported import NEEDS, unsupported
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data

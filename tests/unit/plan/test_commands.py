@@ -43,7 +43,7 @@ def test_aggregated_engine_on_cpu() -> None:
         *("--enable-prefix-caching", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
         "--disable-uvicorn-access-log",
         *("--weight-transfer-config", '{"backend": "primeslurm_filesystem"}'),
-        *("--middleware", "primeslurm.inference.gate.VersionGate"),
+        *("--middleware", "primeslurm.inference.version_gate.VersionGate"),
         *("--kv-cache-memory-bytes", "268435456", "--enforce-eager", "--distributed-executor-backend", "uni"),
     )
     assert command.env == {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families.catalog import catalog
-from primeslurm.families.shape import DeltaNets, ModelShape
+from primeslurm.models.catalog import catalog
+from primeslurm.models.shape import DeltaNets, ModelShape
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.placement.resources import resource_requests

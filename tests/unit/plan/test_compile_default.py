@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families import Capabilities, Family
+from primeslurm.models import Capabilities, Family
 from primeslurm.plan.commands import processes
 from primeslurm.plan.commands.processes import decided
 from primeslurm.recipe import Recipe

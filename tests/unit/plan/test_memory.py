@@ -12,9 +12,9 @@ import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
 from primeslurm.api.planning import look_at_files
-from primeslurm.families.catalog import CATALOG, catalog
-from primeslurm.families.config import shape_of
-from primeslurm.families.shape import Mamba, ModelShape, Vision
+from primeslurm.models.catalog import CATALOG, catalog
+from primeslurm.models.hf_config import shape_of
+from primeslurm.models.shape import Mamba, ModelShape, Vision
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba
 from primeslurm.plan.memory.engine import (

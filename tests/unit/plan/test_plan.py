@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.api.sites import local_site
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.node.agent.node_context import Addresses, resolve
 from primeslurm.plan.checks.review import advise
 from primeslurm.plan.model import Plan

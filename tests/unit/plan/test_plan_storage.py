@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.plan_file import fold, from_file, plain, to_file, unfold

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.sites import local_site
-from primeslurm.families.catalog import catalog
+from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
@@ -67,6 +67,19 @@ def test_gradients_that_are_reduced_once_do_not_fit_beside_744_billion_parameter
     (refused,) = [finding for finding in found if finding.level == "error"]
     assert refused.field == "deployment.train" and "does not fit" in refused.text
     assert refused.fix == "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
+
+
+def test_remedies_that_are_set_are_not_recommended() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml", ["trainer.parallelism.cp=4"])
+    assert recipe.trainer.memory.activation_offload
+    found, _ = reviewed(recipe, SITE)
+    assert [finding.fix for finding in found if finding.field == "deployment.train"] == ["raise trainer.parallelism.cp"]
+    memory = recipe.trainer.memory.model_copy(update={"activation_offload": False})
+    found, _ = reviewed(
+        recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"memory": memory})}), SITE
+    )
+    fixes = [finding.fix for finding in found if finding.field == "deployment.train"]
+    assert fixes == ["raise trainer.parallelism.cp, or trainer.memory.activation_offload: true"]
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

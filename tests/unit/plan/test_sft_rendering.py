@@ -14,7 +14,7 @@ from primeslurm.plan.checks import sft_files
 from primeslurm.plan.checks.environments import Interpreter
 from primeslurm.recipe import Recipe, Site
 from primeslurm.trainer.data import probe
-from primeslurm.wire.environment_probe import DataAnswer, DataRequest
+from primeslurm.wire.probe_messages import DataAnswer, DataRequest
 from tests.support.chat_templates import BUNDLED
 from tests.support.recipes import recipe_data
 from tests.support.turn_templates import CHATML, GEMMA, UNENDING, write_model

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.node.agent.node_context import resolve
 from primeslurm.plan.model import Plan, Process
 from primeslurm.plan.planner import derive
@@ -229,7 +229,7 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
     plan = serve({"type": "vllm-router"})
     assert {process.role for process in plan.processes()} == {"engine", "router"}
     for engine in engines(plan):
-        assert option(engine, "--middleware") == "primeslurm.inference.core_gate.CoreGate"
+        assert option(engine, "--middleware") == "primeslurm.inference.liveness_gate.CoreGate"
         assert engine.health and engine.health.path == "/health"
 
 
@@ -251,7 +251,7 @@ def test_every_combination_has_sound_ports_and_placeholders_and_signs_of_life(
         ports = [port for process in node.processes for port in process.ports.values()]
         assert len(set(ports)) == len(ports)
     for process in plan.processes():
-        assert process.health or process.beats, f"nobody would see that {process.name} hangs"
+        assert process.health or process.heartbeats, f"nobody would see that {process.name} hangs"
         for text in (*process.argv, *process.env.values(), *process.files.values()):
             assert "${" not in filled(process, plan, text)
 

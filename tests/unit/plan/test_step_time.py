@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families.config import shape_of
-from primeslurm.families.shape import ModelShape
+from primeslurm.models.hf_config import shape_of
+from primeslurm.models.shape import ModelShape
 from primeslurm.plan.memory.gpus import GPUS
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import COMPILED, SPREAD, StepTime, step_time
@@ -18,7 +18,7 @@ from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
 ROOT = Path(__file__).resolve().parents[3]
-CATALOG = json.loads((ROOT / "primeslurm/families/catalog.json").read_text())
+CATALOG = json.loads((ROOT / "primeslurm/models/catalog.json").read_text())
 GLM5, QWEN3 = (CATALOG[name]["config"] for name in ("zai-org/GLM-5.1", "Qwen/Qwen3-30B-A3B"))
 LAYERS = {
     "qwen3_30b_a3b": QWEN3 | {"num_hidden_layers": 8, "vocab_size": 25600},

@@ -10,7 +10,7 @@ import pytest
 
 from primeslurm.api.loading import load
 from primeslurm.api.planning import look_at_files
-from primeslurm.errors import UsageError, Violation
+from primeslurm.base.errors import UsageError, Violation
 from primeslurm.plan.checks import with_absolute_paths
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.plan.model import Plan, Process

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families.catalog import catalog
+from primeslurm.models.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.time_limits import with_limits

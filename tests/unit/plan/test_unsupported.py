@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.families.catalog import catalog
-from primeslurm.families.config import shape_of
+from primeslurm.models.catalog import catalog
+from primeslurm.models.hf_config import shape_of
 from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data

@@ -54,7 +54,7 @@ def test_an_example_may_be_dropped_again_and_again_where_groups_begin_whenever_t
     made = WheneverThereIsRoom(limits, ["r"], "s", "i")
     for made.version in (0, 2, 4):
         job = made.next_job({"e"})
-        assert job is not None and job.example == 0 and made.sweep(made.version + 2).cancelled == [job.id]
+        assert job is not None and job.example == 0 and made.apply_age_limit(made.version + 2).cancelled == [job.id]
 
 
 def test_what_drop_takes_is_what_it_gives_up() -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from primeslurm.orchestrator.telemetry import watch
+from primeslurm.orchestrator.telemetry import progress_monitor
 from primeslurm.records.evaluation import Estimated, LabelResult
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +53,7 @@ def keys(function: ast.AST) -> Iterator[str]:
 
 def emitted() -> set[str]:
     """Return the names of all metrics, with * for what differs between runs."""
-    found = {f"engines/*/{name}" for name in watch._ROW_LOADS}
+    found = {f"engines/*/{name}" for name in progress_monitor._ROW_LOADS}
     for module, prefix, functions in WRITERS:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
             if isinstance(node, ast.FunctionDef) and (functions is None or node.name in functions):

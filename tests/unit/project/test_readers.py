@@ -15,17 +15,19 @@ FUZZ = ROOT / "tests" / "unit" / "fuzz"
 DECODE = re.compile(
     r"(json|pickle|torch|np|tomllib)\.loads?|(np|torch)\.frombuffer|(py)?base64\.b64decode|ast\.literal_eval"
     r"|msgspec\.(json|msgpack|yaml|toml)\.(decode|Decoder)|msgspec\.convert|yaml\.(safe_)?load|zlib\.decompress(obj)?"
-    r"|(decoding\.)?(value|json_value)|read_json|[\w.]+\.(unpack(_from)?|model_validate_json)"
+    r"|(decoding\.)?(value|decode_json)|read_json|[\w.]+\.(unpack(_from)?|model_validate_json)"
     r"|[\w.]+\.(recv(_multipart|_into|_fds)?|readexactly|readuntil)"
 )
 FUZZED = {
     "emulated/engine.py:EmulatedEngine.__call__": "test_servers:test_bodies_that_are_something_else",
     "emulated/ranks.py:_Doorkeeper._shows": "test_ranks:test_whoever_says_anything_is_no_rank",
     "emulated/ranks.py:_exactly": "test_ranks:test_a_rank_takes_nobody_for_rank_0",
-    "files.py:Watched._look": "test_files:test_json_that_others_replace",
+    "files.py:FileWatcher._look": "test_files:test_json_that_others_replace",
     "files.py:read_json": "test_files:test_json_that_others_replace",
     "inference/gate.py:_version": "test_servers:test_the_gate_knows_a_version_or_none",
-    "inference/router/door.py:Door._connected": "test_doors:test_a_door_answers_or_hangs_up_and_counts_no_stranger",
+    "inference/router/health_endpoint.py:RouterHealthEndpoint._connected": (
+        "test_doors:test_a_door_answers_or_hangs_up_and_counts_no_stranger"
+    ),
     "inference/router/workers.py:listed": "test_answers:test_lists_of_routers",
     "orchestrator/dispatch/curricula.py:_read_lines": "test_files:test_outcomes_of_curricula",
     "orchestrator/environments/sandbox/box.py:Box._read": "test_sandbox:test_nothing_else_breaks",
@@ -61,7 +63,7 @@ FUZZED = {
     ),
     "plan/plan_file.py:_fill": "test_files:test_plans",
     "plan/plan_file.py:plain": "test_files:test_plans",
-    "records/beats.py:BeatPage.read": "test_files:test_beats",
+    "records/beats.py:HeartbeatPage.read": "test_files:test_beats",
     "records/events/__init__.py:": "test_files:test_events",
     "records/events/__init__.py:_decode_as_python": "test_files:test_events",
     "records/metrics.py:row_of": "test_files:test_metrics",
@@ -74,10 +76,10 @@ FUZZED = {
     "trainer/weights/tensor_files.py:_file_names": "test_model_files:test_indices_of_tensors",
     "wire/batches/batch_files.py:_head": "test_messages:test_files_of_batches",
     "wire/batches/data_uri.py:decode": "test_messages:test_images_within_messages",
-    "wire/batches/rollouts.py:Incoming.__init__": (
+    "wire/batches/rollouts.py:IncomingArrays.__init__": (
         "test_sockets:test_whatever_a_trainer_is_answered_is_a_batch_or_its_one_error"
     ),
-    "wire/batches/rollouts.py:Incoming.take": (
+    "wire/batches/rollouts.py:IncomingArrays.take": (
         "test_sockets:test_whatever_a_trainer_is_answered_is_a_batch_or_its_one_error"
     ),
     "wire/batches/rollouts.py:from_frames": "test_messages:test_batches",

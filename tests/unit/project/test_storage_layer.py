@@ -172,7 +172,7 @@ def test_files_of_runs_are_asked_for_through_one_layer() -> None:
     found = {name: sorted(calls(tree)) for name, tree in modules() if name not in LAYER}
     found = {name: lines for name, lines in found.items() if lines}
     unlisted = {name: lines for name, lines in found.items() if name not in EXCEPTIONS}
-    assert unlisted == {}, "use primeslurm.files, or say in EXCEPTIONS why the file is of the node itself"
+    assert unlisted == {}, "use primeslurm.base.files, or say in EXCEPTIONS why the file is of the node itself"
     assert EXCEPTIONS.keys() - found.keys() == set(), "these need no exception any more"
 
 

@@ -14,7 +14,7 @@ seen = []
 
 
 def trace(frame, event, argument):
-    if event == "call" and frame.f_globals["__name__"] in ("measured_not", "primeslurm.errors"):
+    if event == "call" and frame.f_globals["__name__"] in ("measured_not", "primeslurm.base.errors"):
         seen.append(frame.f_globals["__name__"])
     return trace
 
@@ -36,7 +36,7 @@ print(*seen)
 
 def test_only_what_is_measured_is_traced_while_it_is_imported(tmp_path: Path) -> None:
     (tmp_path / "measured_not.py").write_text(
-        "def answer():\n    return 1\n\n\nanswer()\nimport primeslurm.errors\nanswer()\n"
+        "def answer():\n    return 1\n\n\nanswer()\nimport primeslurm.base.errors\nanswer()\n"
     )
     argv = [sys.executable, "-S", "-c", f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n{PROGRAM}"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
@@ -44,4 +44,4 @@ def test_only_what_is_measured_is_traced_while_it_is_imported(tmp_path: Path) ->
     words = done.stdout.split()
     assert words[-1] == "measured_not", "what is called later is traced"
     assert words.count("measured_not") == 1, "and not what it does while it is imported"
-    assert "primeslurm.errors" in words
+    assert "primeslurm.base.errors" in words

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe

@@ -17,7 +17,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from primeslurm.errors import UsageError
+from primeslurm.base.errors import UsageError
 from primeslurm.node.agent.node_context import resolve
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive

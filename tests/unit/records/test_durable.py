@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from submitit.helpers import DelayedSubmission
 
-from primeslurm import durable
+from primeslurm.base import durable
 from primeslurm.node.entry import AgentTask, NextAttempt
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret

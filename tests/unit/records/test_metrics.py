@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import MetricsLog, by_one_name, rows
 

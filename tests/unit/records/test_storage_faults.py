@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm import durable, files
-from primeslurm.files import RETRY_S, Appender, Outage
+from primeslurm.base import durable, files
+from primeslurm.base.files import RETRY_S, Appender, Outage
 from primeslurm.records import metrics
 from primeslurm.records.events.nodes import AgentStarted
 from primeslurm.records.events.processes import StorageFault

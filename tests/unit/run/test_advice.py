@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from primeslurm.records.recipe import RunRecipe
+from primeslurm.records.resolved_recipe import RunRecipe
 from primeslurm.records.state import Load, ReplicaLoad
 from primeslurm.run.diagnosis.advice import Advice, Tunables, advise, tunables_of
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from primeslurm.api.loading import load
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle, StartRecord
 from primeslurm.records.fleet import AgentReport

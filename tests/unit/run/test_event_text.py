@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.records.base import Event
 from primeslurm.records.events import decode
+from primeslurm.records.record import Event
 from primeslurm.run.status.event_text import exit_words, lately, notable
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.node.attempt.attempt_end import nodes_to_avoid, remember_bad_node
+from primeslurm.node.attempt.attempt_end import nodes_to_avoid, record_bad_node
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.ledger import Ledger, avoiding
@@ -63,10 +63,10 @@ def test_agents_remember_nodes_of_slurm_only(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "run", ())
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     journal = Journal(attempt.path, "head")
-    remember_bad_node(plan, attempt, "local-1", "silent", journal)
+    record_bad_node(plan, attempt, "local-1", "silent", journal)
     there = {"p": {"n1": True, "n2": True}}
     assert nodes_to_avoid(plan, there) == []
-    remember_bad_node(plan.model_copy(update={"executor": "slurm"}), attempt, "n1", "silent", journal)
+    record_bad_node(plan.model_copy(update={"executor": "slurm"}), attempt, "n1", "silent", journal)
     assert [entry.node for entry in nodes_to_avoid(plan, there)] == ["n1"]
 
 

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from PIL import Image
 
-from primeslurm.files import write_json
+from primeslurm.base.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationRecord, LabelResult, step_dir

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from primeslurm.files import write_atomic, write_json
+from primeslurm.base.files import write_atomic, write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, FleetView, ProcessReport
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> RunDirectory:
     write_json(directory.path / "lock.json", {"run_id": "r-1", "created_at": time.time()})
     write_json(directory.path / "recipe.resolved.json", {"max_steps": 9})
     assignment = AssignmentRecord(1, {0: AssignedAgent(0, "n1"), 1: AssignedAgent(1, "n2")})
-    write_json(attempt.roster_file, msgspec.to_builtins(assignment))
+    write_json(attempt.assignment_file, msgspec.to_builtins(assignment))
     return directory
 
 

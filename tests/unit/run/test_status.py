@@ -14,9 +14,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from primeslurm.base.errors import RunError, UsageError, Violation
+from primeslurm.base.files import write_json
 from primeslurm.cli.views.dashboard import view
-from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.files import write_json
 from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
@@ -71,7 +71,7 @@ def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
     """Of the plan's node 0, which the agent of rank 1 plays."""
     assignment = AssignmentRecord(1, {0: AssignedAgent(1, "n001")})
     report = AgentReport(1, "n001", "10.0.0.1", NOW, agent_pid=1, processes={"decode-r0-0": process})
-    write_json(run.attempt(1).roster_file, msgspec.to_builtins(assignment))
+    write_json(run.attempt(1).assignment_file, msgspec.to_builtins(assignment))
     write_json(run.attempt(1).agent_file(1), msgspec.to_builtins(report))
 
 

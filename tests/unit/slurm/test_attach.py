@@ -9,8 +9,8 @@ from typing import Literal
 
 import pytest
 
-from primeslurm.errors import RunError, UsageError
-from primeslurm.files import read_json, write_json
+from primeslurm.base.errors import RunError, UsageError
+from primeslurm.base.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import JobRecord

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.errors import ClusterError
+from primeslurm.base.errors import ClusterError
 from primeslurm.slurm.client import JobComponent, SlurmClient, parse_job, parse_sacct
 from primeslurm.slurm.executor import submit
 from tests.support.slurm_plans import group, plan

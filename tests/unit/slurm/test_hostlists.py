@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.hostlists import compress, expand
+from primeslurm.base.hostlists import compress, expand
 
 KNOWN = [
     ("", []),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.base.errors import ClusterError
 from primeslurm.cli.views.doctor import difference_lines
-from primeslurm.errors import ClusterError
 from primeslurm.node.preflight import installed
 from primeslurm.recipe import Site
 from primeslurm.slurm import inventory

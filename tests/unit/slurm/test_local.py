@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
-from primeslurm.errors import RunError
+from primeslurm.base.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.slurm.local import submit
 from primeslurm.slurm.local.controller import PlanController

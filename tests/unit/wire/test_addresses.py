@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.files import Watched, write_json
+from primeslurm.base.files import FileWatcher, write_json
 from primeslurm.wire.transport.addresses import FILE, AddressBook
 
 
@@ -33,7 +33,7 @@ def test_a_book_follows_its_file_at_most_once_a_second(tmp_path: Path) -> None:
 
 def test_a_watched_file_is_read_once_for_each_change(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    file = Watched(path)
+    file = FileWatcher(path)
     assert file.changed() is None
     write_json(path, {"a": 1})
     assert file.changed() == {"a": 1}
@@ -48,5 +48,5 @@ def test_several_writers_of_one_file_leave_it_whole(tmp_path: Path) -> None:
     path, values = tmp_path / "x.json", [{"text": character * 10000} for character in "abcdefgh" * 5]
     with ThreadPoolExecutor(4) as threads:
         for _ in threads.map(lambda value: write_json(path, value), values):
-            assert Watched(path).changed() in values
+            assert FileWatcher(path).changed() in values
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]

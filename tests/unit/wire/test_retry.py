@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from primeslurm.wire.transport.retry import LONGEST_PAUSE_S, insisting, insisting_in_thread, repeating
+from primeslurm.wire.transport.retry import LONGEST_PAUSE_S, retry_in_thread, retry_times, retry_with_backoff
 
 
 class Flaky:
@@ -31,7 +31,7 @@ async def test_pauses_grow_to_a_bound_and_differ_between_those_who_wait() -> Non
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    assert await insisting(OSError).copy(sleep=sleep)(Flaky(1500).await_it) == "answer"
+    assert await retry_with_backoff(OSError).copy(sleep=sleep)(Flaky(1500).await_it) == "answer"
     for pause, middle in zip(pauses, (0.25, 0.5, 1.0, 2.0, 4.0), strict=False):
         assert 0.5 * middle <= pause <= 1.5 * middle
     assert len(pauses) == 1500 and max(pauses) <= 1.5 * LONGEST_PAUSE_S and len(set(pauses)) > 1000
@@ -40,25 +40,25 @@ async def test_pauses_grow_to_a_bound_and_differ_between_those_who_wait() -> Non
 async def test_other_errors_are_raised_at_once() -> None:
     flaky = Flaky(1, ValueError)
     with pytest.raises(ValueError, match="failure 1"):
-        await insisting((OSError, KeyError))(flaky.await_it)
+        await retry_with_backoff((OSError, KeyError))(flaky.await_it)
     assert flaky.calls == 1
 
 
 async def test_nobody_waits_for_a_try_that_would_come_too_late() -> None:
     flaky = Flaky(5)
     with pytest.raises(OSError, match="failure 1"):
-        await insisting(OSError, within_s=0.1)(flaky.await_it)
+        await retry_with_backoff(OSError, within_s=0.1)(flaky.await_it)
     assert flaky.calls == 1
 
 
 async def test_so_many_tries_and_the_last_error() -> None:
     flaky = Flaky(5)
     with pytest.raises(OSError, match="failure 3"):
-        await repeating(OSError, tries=3, pause_s=0.0)(flaky.await_it)
+        await retry_times(OSError, tries=3, pause_s=0.0)(flaky.await_it)
     assert flaky.calls == 3
 
 
 def test_in_a_thread_pauses_are_equal() -> None:
     pauses: list[float] = []
-    again = insisting_in_thread(OSError, within_s=60, pause_s=1.0).copy(sleep=pauses.append)
+    again = retry_in_thread(OSError, within_s=60, pause_s=1.0).copy(sleep=pauses.append)
     assert again(Flaky(3).ask) == "answer" and pauses == [1.0, 1.0, 1.0]

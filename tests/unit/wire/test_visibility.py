@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm import files
+from primeslurm.base import files
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.stored.checkpoints import COMMITTED, NEWEST, NotVisibleError
 from primeslurm.wire.weight_transfer import filesystem

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.support.ports import free_port
-from primeslurm.files import read_json, write_atomic, write_json
+from primeslurm.base.files import read_json, write_atomic, write_json
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
@@ -34,7 +34,7 @@ from primeslurm.wire.batches.rollouts import (
     Batch,
     BatchInfo,
     Frame,
-    Incoming,
+    IncomingArrays,
     RankShard,
     Rollout,
     RolloutInfo,
@@ -44,9 +44,10 @@ from primeslurm.wire.batches.rollouts import (
     to_frames,
 )
 from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.link import trainer_link
+from primeslurm.wire.link.trainer_link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport import link, secret
-from primeslurm.wire.transport.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -319,15 +320,15 @@ def server() -> Iterator[Server]:
 
 
 def test_batches_come_until_there_are_no_more(server: Server) -> None:
-    link = TrainerLink(server.address)
-    found = link.get_batch(1, RankShard(0, 1), timeout_s=60)
+    trainer_link = TrainerLink(server.address)
+    found = trainer_link.get_batch(1, RankShard(0, 1), timeout_s=60)
     assert found is not None
     assert found.info == batch(1).info
     for row, expected in zip(found.rows, batch().rows, strict=True):
         assert all(np.array_equal(getattr(row, name), getattr(expected, name)) for name in ROW)
         assert row.routed_experts is None
-    assert link.get_batch(3, RankShard(0, 1), timeout_s=60) is None
-    link.close()
+    assert trainer_link.get_batch(3, RankShard(0, 1), timeout_s=60) is None
+    trainer_link.close()
 
 
 def test_a_lost_answer_is_asked_for_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,10 +340,10 @@ def test_a_lost_answer_is_asked_for_again(server: Server, monkeypatch: pytest.Mo
             await send(parts, **options)
 
     monkeypatch.setattr(server.link._socket, "send_multipart", losing)
-    link = TrainerLink(server.address, timeout_s=60, retry_s=0.3)
-    link.announce(1, "/w")
+    trainer_link = TrainerLink(server.address, timeout_s=60, retry_s=0.3)
+    trainer_link.announce(1, "/w")
     assert server.seen == [NewPolicy(1, "/w")] * len(sent) and len(set(sent)) == len(sent) >= 2
-    link.close()
+    trainer_link.close()
 
 
 def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_last(
@@ -355,9 +356,9 @@ def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_
         return parts
 
     monkeypatch.setattr(server.link._socket, "recv_multipart", noted)
-    link = TrainerLink(server.address)
-    link.announce(1, "/w")  # what comes after it is noted
-    link.close()
+    trainer_link = TrainerLink(server.address)
+    trainer_link.announce(1, "/w")  # what comes after it is noted
+    trainer_link.close()
     server.formed.clear()
     request = GetBatch(1, RankShard(0, 1))
     sockets = [zmq.Context.instance().socket(zmq.REQ) for _ in range(3)]
@@ -379,7 +380,7 @@ def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_
 def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = batch(1).encode()
     size = sum(map(len, frames[1:]))
-    monkeypatch.setattr(link, "CHUNK", 10)
+    monkeypatch.setattr(trainer_link, "CHUNK", 10)
     link_ = TrainerLink(server.address)
     found = link_.get_batch(1, RankShard(0, 1), timeout_s=60)
     assert found is not None
@@ -394,7 +395,7 @@ def test_a_batch_is_not_fetched_twice_if_it_is_formed_while_a_prefetch_waits_tha
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = batch(1).encode()
-    monkeypatch.setattr(link, "CHUNK", 10)
+    monkeypatch.setattr(trainer_link, "CHUNK", 10)
     server.formed.clear()
     link_ = TrainerLink(server.address)
     ahead = Prefetch(link_, RankShard(0, 1), timeout_s=60)
@@ -417,11 +418,11 @@ def test_what_takes_longer_than_a_dead_peer_is_waited_for_is_given_more_time_whe
     server.formed.clear()
     waits, wait = list[float](), TrainerLink._is_answered
 
-    def noted(link: TrainerLink, socket: zmq.Socket[bytes], patience_s: float) -> bool:
+    def noted(trainer_link: TrainerLink, socket: zmq.Socket[bytes], patience_s: float) -> bool:
         waits.append(patience_s)
         if len(waits) == 3:
             server.formed.set()
-        return wait(link, socket, patience_s)
+        return wait(trainer_link, socket, patience_s)
 
     monkeypatch.setattr(TrainerLink, "_is_answered", noted)
     link_ = TrainerLink(server.address, timeout_s=60, retry_s=0.1)
@@ -437,23 +438,23 @@ def test_more_bytes_than_were_announced_are_refused() -> None:
     with pytest.raises(DamagedError, match="144 bytes are announced, of at most 136"):
         assembled([head, *rest[:-1]])
     with pytest.raises(DamagedError, match="are announced, of at most 3"):
-        Incoming(head, lambda size: np.empty(size, np.uint8), 3)
+        IncomingArrays(head, lambda size: np.empty(size, np.uint8), 3)
 
 
 def test_waits_end(server: Server) -> None:
-    link = TrainerLink(server.address, timeout_s=60, retry_s=1)
+    trainer_link = TrainerLink(server.address, timeout_s=60, retry_s=1)
     with pytest.raises(LinkError, match="no batch for step 9 within 0 s"):
-        link.get_batch(9, RankShard(0, 1), timeout_s=0)
-    assert link.get_batch(9, RankShard(0, 1), timeout_s=60, interrupted=lambda: len(server.seen) > 3) is None
+        trainer_link.get_batch(9, RankShard(0, 1), timeout_s=0)
+    assert trainer_link.get_batch(9, RankShard(0, 1), timeout_s=60, interrupted=lambda: len(server.seen) > 3) is None
     with pytest.raises(LinkError, match="ValueError: no such version"):
-        link.announce(-1, "/w")
-    link.close()
+        trainer_link.announce(-1, "/w")
+    trainer_link.close()
 
 
 def test_a_dead_peer_is_an_error_not_a_hang() -> None:
-    link = TrainerLink("tcp://127.0.0.1:1", timeout_s=0.5, retry_s=0.2)
+    trainer_link = TrainerLink("tcp://127.0.0.1:1", timeout_s=0.5, retry_s=0.2)
     begin = time.monotonic()
     with pytest.raises(LinkError, match="did not answer"):
-        link.step_done(1, {})
+        trainer_link.step_done(1, {})
     assert time.monotonic() - begin < 5
-    link.close()
+    trainer_link.close()

@@ -25,7 +25,7 @@ from primeslurm.orchestrator.environments.sandbox.answers import (
 )
 from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, SandboxGoneError
 from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
-from primeslurm.wire.decoding import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, decode_json
 
 _START_S = 60
 _JOIN = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
@@ -159,7 +159,7 @@ class Box:
                 self._lost("it has ended")
                 return
             try:
-                answer: SandboxAnswer = json_value(data, SandboxAnswer)  # type: ignore[arg-type]  # a union is no type
+                answer: SandboxAnswer = decode_json(data, SandboxAnswer)  # type: ignore[arg-type]  # a union is no type
                 self._take(answer, fds)
             except (DamagedError, KeyError):  # the latter: nothing was asked under that number
                 _close(fds)

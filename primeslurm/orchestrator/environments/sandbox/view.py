@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from primeslurm import errors
+from primeslurm.base import errors
 
 WORKDIR = "/app"
 HOME = "/home/user"

@@ -1,0 +1,1 @@
+"""AFMoE (Arcee Trinity)."""

@@ -1,0 +1,14 @@
+"""DeepSeek-V3.2: DeepSeek-V3's layers with sparse attention, each with an indexer of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.protocols.model_spec import ModelSpec
+
+from primeslurm.models.glm_moe_dsa.model import sparse_spec
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """Make the torchtitan spec of a DeepSeek-V3.2 config. Raises ValueError for features that are not implemented."""
+    return sparse_spec("deepseek_v32", hf, seq_len, attention, ["full"] * hf.num_hidden_layers, interleaved=False)

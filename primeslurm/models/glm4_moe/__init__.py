@@ -1,0 +1,1 @@
+"""GLM-4.5 to GLM-4.7, and INTELLECT-3."""

@@ -1,0 +1,176 @@
+"""From a Hugging Face config to the shape of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from primeslurm.models.family import Traits
+from primeslurm.models.quantization import four_bit_format, is_block_fp8, storage
+from primeslurm.models.registry import family_of
+from primeslurm.models.shape import DeltaNets, ExpertShape, IndexerShape, Mamba, Mla, ModelShape, Vision
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Read a Hugging Face config.
+
+    Raises:
+        KeyError: this is no decoder's config that is understood. A damaged one may raise TypeError, ValueError,
+            AttributeError or ArithmeticError.
+    """
+    text = config.get("text_config") or config
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    expert_layers = _expert_layers(text)
+    kinds, traits = _layers(text, len(expert_layers)), _traits(config, text)
+    return ModelShape(
+        model_type=config["model_type"],
+        hidden=hidden,
+        vocab=text["vocab_size"],
+        max_positions=text.get("max_position_embeddings"),
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        attention_layers=kinds["attention"],
+        window=text.get("sliding_window"),
+        window_layers=list(text.get("layer_types") or ()).count("sliding_attention"),
+        dense_layers=kinds["dense"],
+        dense_width=text.get("intermediate_size", 0),
+        expert_layers=expert_layers,
+        experts=_experts(text) if expert_layers else None,
+        gated=text.get("mlp_hidden_act") != "relu2",
+        attention_gate=_attention_gate(text, traits),
+        attention_bias=bool(text.get("attention_bias")),
+        qk_norm=traits.qk_norm or bool(text.get("use_qk_norm")),
+        post_norms=traits.post_norms,
+        output_bias=traits.output_bias,
+        expert_bias=traits.expert_bias,
+        sinks=traits.sinks,
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
+        mla=_mla(text),
+        indexer=_indexer(text, kinds["attention"]),
+        mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
+        delta_nets=_delta_nets(text),
+        vision=_vision(config),
+        sees=bool(config.get("vision_config")),
+        quantization=storage(stored),
+        fp8_blocks=is_block_fp8(stored),
+        four_bits=four_bit_format(stored),
+        fp8_powers=stored.get("scale_fmt") == "ue8m0",
+    )
+
+
+def _traits(config: Mapping[str, Any], text: Mapping[str, Any]) -> Traits:
+    """Those of the language model's family, or of the family of the model around it."""
+    family = family_of(text["model_type"]) or family_of(config["model_type"])
+    return family.traits if family else Traits()
+
+
+def _indexer(text: Mapping[str, Any], layers: int) -> IndexerShape | None:
+    if "index_n_heads" not in text:
+        return None
+    kinds = text.get("indexer_types")
+    own = list(kinds).count("full") if kinds else layers
+    return IndexerShape(text["index_n_heads"], text["index_head_dim"], text.get("index_topk", 2048), own)
+
+
+def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
+    """How many values scale the attention's output."""
+    heads = text["num_attention_heads"]
+    if traits.attention_gate == "element" or text.get("gating") == "per-element":
+        return int(heads * text["head_dim"])
+    return int(heads) if traits.attention_gate == "head" else 0
+
+
+def _layers(text: Mapping[str, Any], moe: int) -> dict[str, int]:
+    """How many layers do what. Hybrid models have one job a layer, others attention and a feed-forward network."""
+    if blocks := _blocks(text):
+        return {name: blocks.count(name) for name in ("attention", "dense", "mamba")}
+    layers = text["num_hidden_layers"]
+    nets = _delta_nets(text)
+    return {"attention": layers - (nets.layers if nets else 0), "dense": layers - moe, "mamba": 0}
+
+
+def _expert_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
+    if blocks := _blocks(text):
+        return tuple(index for index, block in enumerate(blocks) if block == "moe")
+    if not _expert_count(text):
+        return ()
+    return tuple(index for index in range(text["num_hidden_layers"]) if _is_moe(text, index))
+
+
+def _blocks(text: Mapping[str, Any]) -> list[str]:
+    """The job of each layer of a hybrid model; empty for other models."""
+    marks = text.get("hybrid_override_pattern") or text.get("layers_block_type") or ()
+    return [_BLOCKS.get(mark, "") for mark in marks]
+
+
+_BLOCKS = {
+    **{"*": "attention", "E": "moe", "-": "dense", "M": "mamba"},
+    **{"full_attention": "attention", "moe": "moe", "mlp": "dense", "linear_attention": "mamba"},
+}
+
+
+def _is_moe(text: Mapping[str, Any], index: int) -> bool:
+    sparse_step = text.get("decoder_sparse_step", 1)
+    if kinds := text.get("mlp_layer_types"):
+        return bool(kinds[index] == "sparse")
+    return (
+        index >= (text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
+        and index not in (text.get("mlp_only_layers") or ())
+        and (index + 1) % sparse_step == 0
+    )
+
+
+def _expert_count(text: Mapping[str, Any]) -> int:
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((int(text[name]) for name in names if text.get(name)), 0)
+
+
+def _experts(text: Mapping[str, Any]) -> ExpertShape:
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    shared = (
+        text.get("moe_shared_expert_intermediate_size")
+        or text.get("shared_expert_intermediate_size")
+        or width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0)
+    )
+    return ExpertShape(_expert_count(text), text["num_experts_per_tok"], width, shared, text.get("moe_latent_size"))
+
+
+def _mla(text: Mapping[str, Any]) -> Mla | None:
+    if not text.get("kv_lora_rank"):
+        return None
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return Mla(*(int(text.get(name) or 0) for name in names))
+
+
+def _mamba(text: Mapping[str, Any], layers: int) -> Mamba:
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    sizes = [int(text[name]) for name in names]
+    return Mamba(layers, *(*sizes, int(text.get("chunk_size", 128))))
+
+
+def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
+    if "linear_num_key_heads" not in text:
+        return None
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    layers = list(text["layer_types"]).count("linear_attention")
+    return DeltaNets(layers, *(int(text[f"linear_{name}"]) for name in names))
+
+
+def _vision(config: Mapping[str, Any]) -> Vision | None:
+    found, family = config.get("vision_config"), family_of(config["model_type"])
+    defaults = family.traits.vision if family else None
+    if found is None or defaults is None:
+        return None
+    v = {name: int(found.get(name, default)) for name, default in defaults.sizes.items()}
+    return Vision(
+        depth=v["depth"],
+        hidden=v["hidden_size"],
+        width=v["intermediate_size"],
+        patch_values=v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2,
+        patches=v["spatial_merge_size"] ** 2,
+        positions=v["num_position_embeddings"],
+        out=v["out_hidden_size"],
+        outputs=1 + len(found.get("deepstack_visual_indexes", defaults.deepstack)),
+    )

@@ -1,0 +1,50 @@
+"""MiniMax-M2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan.protocols.model_spec import ModelSpec
+
+from primeslurm.nn.adapters.table import DECODER, MOE, TableAdapter, renamed
+from primeslurm.nn.layers import gqa
+from primeslurm.nn.layers.common import norm, refuse, silu_only
+from primeslurm.nn.layers.moe import sigmoid_moe
+from primeslurm.nn.layers.rotary import rotary
+
+
+class MiniMaxM2Adapter(TableAdapter):
+    """Names of MiniMax-M2 checkpoints."""
+
+    names = DECODER | renamed(
+        MOE,
+        {
+            ".mlp.gate.e_score": ".mlp.e_score",
+            ".mlp.": ".block_sparse_moe.",
+            "}.gate_proj.": "}.w1.",
+            "}.up_proj.": "}.w3.",
+            "}.down_proj.": "}.w2.",
+        },
+    )
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """Make the torchtitan spec of a MiniMax-M2 config. Raises ValueError for features that are not implemented."""
+    refuse(hf, router_jitter_noise=hf.router_jitter_noise, **silu_only(hf))
+    layers = [_layer(hf, attention) for _ in range(hf.num_hidden_layers)]
+    return gqa.model_spec(hf, layers, MiniMaxM2Adapter)
+
+
+def _layer(hf: Any, attention: str) -> gqa.GqaBlock.Config:
+    return gqa.GqaBlock.Config(
+        attention_norm=norm(hf, hf.hidden_size),
+        attention=gqa.attention(
+            hf,
+            attention,
+            rope=rotary(hf),
+            q_norm=norm(hf, hf.num_attention_heads * hf.head_dim),
+            k_norm=norm(hf, hf.num_key_value_heads * hf.head_dim),
+        ),
+        ffn_norm=norm(hf, hf.hidden_size),
+        moe=sigmoid_moe(hf, experts=hf.num_local_experts, width=hf.intermediate_size),
+    )

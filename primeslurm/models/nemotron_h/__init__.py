@@ -1,0 +1,1 @@
+"""Nemotron-H and Nemotron 3."""

@@ -1,0 +1,234 @@
+"""Nemotron-H: layers that are each one of Mamba-2, attention, dense feed-forward or (latent) mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.common.attention import AttentionMasksType, GQAttention
+from torchtitan.models.common.config_utils import (
+    get_attention_config,
+    make_gqa_config,
+    make_moe_config,
+    make_router_config,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from primeslurm.nn.adapters.table import TableAdapter
+from primeslurm.nn.layers import relu2
+from primeslurm.nn.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
+from primeslurm.nn.layers.mamba import Mamba2
+from primeslurm.nn.layers.moe import routed, spread
+from primeslurm.nn.layers.parallelize import parallelize
+
+
+class NoPositions(Module):
+    """Stands for rotary embeddings in attention that has none."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Nothing."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys as they are."""
+        return query, key
+
+
+class NemotronHBlock(Module):
+    """A norm and one of four kinds of layer, added to the residual."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """The norm, and one of the others."""
+
+        norm: RMSNorm.Config
+        mamba: Mamba2.Config | None = None
+        attention: GQAttention.Config | None = None
+        feed_forward: relu2.Relu2FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        build_parts(self, config, "norm", "mamba", "attention", "feed_forward", "moe")
+        self.moe_enabled = config.moe is not None
+
+    def forward(
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map hidden states [rows, length, dim] to the same shape."""
+        normed = self.norm(x)
+        if self.mamba is not None:
+            return x + self.mamba(normed, positions)
+        if self.attention is not None:
+            return x + self.attention(normed, attention_masks, positions)
+        return x + (self.moe or self.feed_forward)(normed)
+
+
+class NemotronHDecoder(Decoder):
+    """A decoder of such blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        """As Decoder's, but its experts have other parameters."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Fill in how modules are sharded."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            for layer in self.layers:
+                if layer.moe is not None:
+                    spread(layer.moe, *relu2.PARAMETERS)
+
+
+class NemotronHAdapter(TableAdapter):
+    """Names of Nemotron-H checkpoints."""
+
+    names = {
+        "backbone.embeddings.weight": "tok_embeddings.weight",
+        "backbone.layers.{}.norm.weight": "layers.{}.norm.weight",
+        **{
+            f"backbone.layers.{{}}.mixer.{hf}": f"layers.{{}}.{ours}"
+            for hf, ours in {
+                "in_proj.weight": "mamba.in_proj.weight",
+                "out_proj.weight": "mamba.out_proj.weight",
+                "conv1d.weight": "mamba.conv_weight",
+                "conv1d.bias": "mamba.conv_bias",
+                "dt_bias": "mamba.dt_bias",
+                "A_log": "mamba.A_log",
+                "D": "mamba.D",
+                "norm.weight": "mamba.norm_weight",
+                "q_proj.weight": "attention.qkv_linear.wq.weight",
+                "k_proj.weight": "attention.qkv_linear.wk.weight",
+                "v_proj.weight": "attention.qkv_linear.wv.weight",
+                "o_proj.weight": "attention.wo.weight",
+                "up_proj.weight": "feed_forward.w1.weight",
+                "down_proj.weight": "feed_forward.w2.weight",
+                "gate.weight": "moe.router.gate.weight",
+                "gate.e_score_correction_bias": "moe.expert_bias_E",
+                "shared_experts.up_proj.weight": "moe.shared_experts.w1.weight",
+                "shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",
+                "fc1_latent_proj.weight": "moe.routed_experts.down.weight",
+                "fc2_latent_proj.weight": "moe.routed_experts.up.weight",
+                "experts.{}.up_proj.weight": "moe.routed_experts.inner_experts.w1_EFD",
+                "experts.{}.down_proj.weight": "moe.routed_experts.inner_experts.w2_EDF",
+            }.items()
+        },
+        "backbone.norm_f.weight": "norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """Make the torchtitan spec of a Nemotron-H config. Raises ValueError for features that are not implemented."""
+    refuse(
+        hf,
+        use_bias=hf.use_bias,
+        mlp_bias=hf.mlp_bias,
+        sliding_window=hf.sliding_window,
+        tie_word_embeddings=hf.tie_word_embeddings,
+        mlp_activation="" if hf.mlp_hidden_act == "relu2" else hf.mlp_hidden_act,
+        mamba_activation="" if hf.mamba_hidden_act == "silu" else hf.mamba_hidden_act,
+    )
+    layers = [
+        NemotronHBlock.Config(norm=norm(hf, hf.hidden_size), **_mixer(hf, kind, attention)) for kind in hf.layer_types
+    ]
+    return ModelSpec(
+        name="nemotron_h",
+        flavor=hf.model_type,
+        model=NemotronHDecoder.Config(**ends(hf), layers=layers),
+        parallelize_fn=parallelize,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=NemotronHAdapter,
+    )
+
+
+def _mixer(hf: Any, kind: str, attention: str) -> dict[str, Any]:
+    if kind == "linear_attention":
+        return {"mamba": _mamba(hf)}
+    if kind == "full_attention":
+        return {"attention": _attention(hf, attention)}
+    if kind == "moe":
+        return {"moe": _moe(hf)}
+    return {"feed_forward": _feed_forward(hf, hf.intermediate_size)}
+
+
+def _mamba(hf: Any) -> Mamba2.Config:
+    inner, mixed = hf.mamba_num_heads * hf.mamba_head_dim, hf.n_groups * hf.ssm_state_size
+    return Mamba2.Config(
+        in_proj=linear(hf.hidden_size, 2 * inner + 2 * mixed + hf.mamba_num_heads),
+        out_proj=linear(inner, hf.hidden_size),
+        heads=hf.mamba_num_heads,
+        head_dim=hf.mamba_head_dim,
+        groups=hf.n_groups,
+        state=hf.ssm_state_size,
+        conv_width=hf.conv_kernel,
+        conv_bias=hf.use_conv_bias,
+        chunk=hf.chunk_size,
+        shortest_step=hf.time_step_min,  # what transformers does; time_step_limit of the config is not read
+        eps=hf.layer_norm_epsilon,
+        param_init={
+            **dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "A_log"), nn.init.zeros_),
+            **dict.fromkeys(("D", "norm_weight"), nn.init.ones_),
+        },
+    )
+
+
+def _attention(hf: Any, backend: str) -> GQAttention.Config:
+    return make_gqa_config(
+        dim=hf.hidden_size,
+        n_heads=hf.num_attention_heads,
+        n_kv_heads=hf.num_key_value_heads,
+        head_dim=hf.head_dim,
+        wqkv_param_init=MATRIX,
+        wo_param_init=MATRIX,
+        inner_attention=get_attention_config(backend),
+        rope=NoPositions.Config(),
+    )
+
+
+def _feed_forward(hf: Any, width: int) -> relu2.Relu2FeedForward.Config:
+    return relu2.Relu2FeedForward.Config(w1=linear(hf.hidden_size, width), w2=linear(width, hf.hidden_size))
+
+
+def _moe(hf: Any) -> MoE.Config:
+    latent = hf.moe_latent_size
+    experts = relu2.Relu2Experts.Config(
+        dim=latent or hf.hidden_size,
+        hidden_dim=hf.moe_intermediate_size,
+        num_experts=hf.n_routed_experts,
+        param_init=dict.fromkeys(relu2.PARAMETERS, MATRIX["weight"]),
+    )
+    if latent:
+        through = {"down": linear(hf.hidden_size, latent), "up": linear(latent, hf.hidden_size)}
+        routed_experts = routed(experts, hf.num_experts_per_tok, relu2.LatentExperts, **through)
+    else:
+        routed_experts = routed(experts, hf.num_experts_per_tok)
+    grouped = hf.n_group > 1
+    return make_moe_config(
+        num_experts=hf.n_routed_experts,
+        load_balance_coeff=1.0,  # keeps the router's bias; nothing moves it
+        router=make_router_config(
+            dim=hf.hidden_size,
+            num_experts=hf.n_routed_experts,
+            gate_param_init=MATRIX,
+            top_k=hf.num_experts_per_tok,
+            score_func="sigmoid",
+            route_norm=hf.norm_topk_prob,
+            route_scale=hf.routed_scaling_factor,
+            num_expert_groups=hf.n_group if grouped else None,
+            num_limited_groups=hf.topk_group if grouped else None,
+        ),
+        routed_experts=routed_experts,
+        shared_experts=_feed_forward(hf, hf.moe_shared_expert_intermediate_size),
+    )

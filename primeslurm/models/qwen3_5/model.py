@@ -1,0 +1,297 @@
+"""Qwen3.5 and Qwen3.5-MoE: gated delta nets, and gated attention in every fourth layer.
+
+Released checkpoints have a vision encoder as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.models.common import Linear
+from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
+from torchtitan.models.common.config_utils import (
+    get_attention_config,
+    make_moe_config,
+    make_router_config,
+)
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+
+from primeslurm.nn.adapters.stacked import StackedAdapter
+from primeslurm.nn.adapters.table import TableAdapter, renamed
+from primeslurm.nn.layers import vision
+from primeslurm.nn.layers.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse
+from primeslurm.nn.layers.delta_net import DeltaNet
+from primeslurm.nn.layers.moe import routed, spread
+from primeslurm.nn.layers.rotary import Rotary, rotary
+
+
+class OffsetNorm(Module):
+    """An RMSNorm whose weights are stored as differences from 1."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Width, and what keeps the root from 0."""
+
+        dim: int
+        eps: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.weight = nn.Parameter(torch.empty(config.dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map [..., dim] to the same shape."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
+
+
+class GatedAttention(BaseAttention):
+    """Grouped-query attention with rotary embeddings for a part of each head, and a gate on what it returns."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseAttention.Config):
+        """Projections, norms and embeddings."""
+
+        head_dim: int
+        wq: Linear.Config
+        """Queries, each head's followed by its gate."""
+        wk: Linear.Config
+        wv: Linear.Config
+        wo: Linear.Config
+        q_norm: OffsetNorm.Config
+        k_norm: OffsetNorm.Config
+        rope: Rotary.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        build_parts(self, config, "wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention")
+
+    def forward(
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Map hidden states [rows, length, dim] to the same shape."""
+        q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
+        q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
+        out = self.inner_attention(
+            q, k, v, attention_masks=attention_masks, scale=self.head_dim**-0.5, enable_gqa=q.shape[2] > k.shape[2]
+        )
+        return self.wo((out * torch.sigmoid(gate)).flatten(2))
+
+
+class Qwen35Block(Module):
+    """A delta net or attention, then a feed-forward network or experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """Two norms; attention or a delta net; a feed-forward network or experts."""
+
+        attention_norm: OffsetNorm.Config
+        ffn_norm: OffsetNorm.Config
+        attention: GatedAttention.Config | None = None
+        delta_net: DeltaNet.Config | None = None
+        feed_forward: FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        build_parts(self, config, "attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe")
+        self.moe_enabled = config.moe is not None
+
+    def forward(
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Map hidden states [rows, length, dim] to the same shape."""
+        normed = self.attention_norm(x)
+        if self.attention is not None:
+            x = x + self.attention(normed, attention_masks, positions)
+        else:
+            x = x + self.delta_net(normed, vision.document_positions(positions))
+        after = self.feed_forward if self.moe is None else self.moe
+        return x + after(self.ffn_norm(x))
+
+
+class Qwen35Decoder(vision.Decoder):
+    """A decoder of such blocks, and maybe a vision encoder beside it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(vision.Decoder.Config):
+        """As vision.Decoder's, but its experts have other parameters."""
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Fill in how modules are sharded."""
+            vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
+            for layer in self.layers:
+                if layer.moe is not None:
+                    spread(layer.moe, *EXPERTS)
+
+
+class Qwen35Adapter(TableAdapter):
+    """Names of checkpoints of the language model alone."""
+
+    names = {
+        "model.embed_tokens.weight": "tok_embeddings.weight",
+        **{
+            f"model.layers.{{}}.{hf}": f"layers.{{}}.{ours}"
+            for hf, ours in {
+                "input_layernorm.weight": "attention_norm.weight",
+                "post_attention_layernorm.weight": "ffn_norm.weight",
+                "self_attn.q_proj.weight": "attention.wq.weight",
+                "self_attn.k_proj.weight": "attention.wk.weight",
+                "self_attn.v_proj.weight": "attention.wv.weight",
+                "self_attn.o_proj.weight": "attention.wo.weight",
+                "self_attn.q_norm.weight": "attention.q_norm.weight",
+                "self_attn.k_norm.weight": "attention.k_norm.weight",
+                "linear_attn.in_proj_qkv.weight": "delta_net.in_proj_qkv.weight",
+                "linear_attn.in_proj_z.weight": "delta_net.in_proj_z.weight",
+                "linear_attn.in_proj_a.weight": "delta_net.in_proj_a.weight",
+                "linear_attn.in_proj_b.weight": "delta_net.in_proj_b.weight",
+                "linear_attn.out_proj.weight": "delta_net.out_proj.weight",
+                "linear_attn.conv1d.weight": "delta_net.conv_weight",
+                "linear_attn.dt_bias": "delta_net.dt_bias",
+                "linear_attn.A_log": "delta_net.A_log",
+                "linear_attn.norm.weight": "delta_net.norm_weight",
+                "mlp.gate_proj.weight": "feed_forward.w1.weight",
+                "mlp.up_proj.weight": "feed_forward.w3.weight",
+                "mlp.down_proj.weight": "feed_forward.w2.weight",
+                "mlp.gate.weight": "moe.router.gate.weight",
+                "mlp.shared_expert.gate_proj.weight": "moe.shared_experts.w1.weight",
+                "mlp.shared_expert.up_proj.weight": "moe.shared_experts.w3.weight",
+                "mlp.shared_expert.down_proj.weight": "moe.shared_experts.w2.weight",
+                "mlp.shared_expert_gate.weight": "moe.shared_experts.gate.weight",
+                "mlp.experts.{}.gate_proj.weight": "moe.routed_experts.inner_experts.w1_EFD",
+                "mlp.experts.{}.up_proj.weight": "moe.routed_experts.inner_experts.w3_EFD",
+                "mlp.experts.{}.down_proj.weight": "moe.routed_experts.inner_experts.w2_EDF",
+            }.items()
+        },
+        "model.norm.weight": "norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+
+
+_WHOLE = renamed(Qwen35Adapter.names, {"model.": "model.language_model."})
+
+
+class WholeStackedAdapter(StackedAdapter):
+    """Names of mixtures of experts with a vision encoder as they are released in bfloat16."""
+
+    names = {hf: ours for hf, ours in _WHOLE.items() if ".experts." not in hf}
+    experts = "model.language_model.layers.{}.mlp.experts"
+
+
+class WholeAdapter(vision.VisionAdapter):
+    """Names of checkpoints with a vision encoder, experts one by one."""
+
+    names = _WHOLE
+    stacked = WholeStackedAdapter
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """Make the torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
+    whole, hf = hf, hf.get_text_config()
+    refuse(
+        hf,
+        attention_bias=hf.attention_bias,
+        activation="" if hf.hidden_act == "silu" else hf.hidden_act,
+    )
+    layers = [_layer(hf, kind == "full_attention", attention) for kind in hf.layer_types]
+    around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
+    encoder = None if whole is hf else vision.VisionEncoder.Config(hf=whole.vision_config)
+    return ModelSpec(
+        name="qwen3_5",
+        flavor=whole.model_type,
+        model=Qwen35Decoder.Config(**around, layers=layers, vision=encoder),
+        parallelize_fn=vision.parallelize,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=WholeAdapter if encoder else Qwen35Adapter,
+    )
+
+
+def _layer(hf: Any, full_attention: bool, backend: str) -> Qwen35Block.Config:
+    moe = hasattr(hf, "num_experts")
+    return Qwen35Block.Config(
+        attention_norm=_norm(hf, hf.hidden_size),
+        ffn_norm=_norm(hf, hf.hidden_size),
+        attention=_attention(hf, backend) if full_attention else None,
+        delta_net=None if full_attention else _net(hf),
+        feed_forward=None if moe else ffn(hf, hf.intermediate_size),
+        moe=_moe(hf) if moe else None,
+    )
+
+
+def _norm(hf: Any, dim: int) -> OffsetNorm.Config:
+    return OffsetNorm.Config(dim=dim, eps=hf.rms_norm_eps, param_init={"weight": nn.init.zeros_})
+
+
+def _attention(hf: Any, backend: str) -> GatedAttention.Config:
+    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    return GatedAttention.Config(
+        n_heads=hf.num_attention_heads,
+        head_dim=hf.head_dim,
+        wq=linear(hf.hidden_size, 2 * queries),
+        wk=linear(hf.hidden_size, keys),
+        wv=linear(hf.hidden_size, keys),
+        wo=linear(queries, hf.hidden_size),
+        q_norm=_norm(hf, hf.head_dim),
+        k_norm=_norm(hf, hf.head_dim),
+        rope=rotary(hf),
+        inner_attention=get_attention_config(backend),
+    )
+
+
+def _net(hf: Any) -> DeltaNet.Config:
+    keys = hf.linear_num_key_heads * hf.linear_key_head_dim
+    values = hf.linear_num_value_heads * hf.linear_value_head_dim
+    return DeltaNet.Config(
+        in_proj_qkv=linear(hf.hidden_size, 2 * keys + values),
+        in_proj_z=linear(hf.hidden_size, values),
+        in_proj_a=linear(hf.hidden_size, hf.linear_num_value_heads),
+        in_proj_b=linear(hf.hidden_size, hf.linear_num_value_heads),
+        out_proj=linear(values, hf.hidden_size),
+        key_heads=hf.linear_num_key_heads,
+        value_heads=hf.linear_num_value_heads,
+        key_dim=hf.linear_key_head_dim,
+        value_dim=hf.linear_value_head_dim,
+        conv_width=hf.linear_conv_kernel_dim,
+        eps=hf.rms_norm_eps,
+        param_init={
+            **dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_),
+            "norm_weight": nn.init.ones_,
+        },
+    )
+
+
+def _moe(hf: Any) -> MoE.Config:
+    width = hf.shared_expert_intermediate_size
+    experts = GroupedExperts.Config(
+        dim=hf.hidden_size, hidden_dim=hf.moe_intermediate_size, num_experts=hf.num_experts, param_init=EXPERTS
+    )
+    return make_moe_config(
+        num_experts=hf.num_experts,
+        load_balance_coeff=None,
+        router=make_router_config(
+            dim=hf.hidden_size,
+            num_experts=hf.num_experts,
+            gate_param_init=MATRIX,
+            top_k=hf.num_experts_per_tok,
+            score_func="softmax",
+            route_norm=True,
+        ),
+        routed_experts=routed(experts, hf.num_experts_per_tok),
+        shared_experts=SigmoidGatedFeedForward.Config(
+            w1=linear(hf.hidden_size, width),
+            w2=linear(width, hf.hidden_size),
+            w3=linear(hf.hidden_size, width),
+            gate=linear(hf.hidden_size, 1),
+        ),
+    )

@@ -1,0 +1,133 @@
+"""Latent attention over the keys that an indexer selected.
+
+In absorbed form: each head's query is taken into the space of the compressed keys, which all heads share, so attention
+has one key and value head. `sparse_mla` reads the selected keys where they are (on GPUs, by Triton kernels) or gathers
+those of a few queries at a time; `dense_mla` computes the same from all scores, faster for short rows and quadratic in
+memory. Both take
+
+    query    [rows, queries, heads, rank + rope]  absorbed queries, and their rotary part
+    keys     [rows, keys, rank + rope]            compressed keys, which are also the values, and their rotary part
+    indices  [rows, queries, top_k], int32        the keys each query attends to, -1 for none; at least one per query
+    rank                                          of the compressed keys
+    scale                                         of the scores
+
+and return [rows, queries, heads, rank] in the dtype of the queries, differentiable in all but the indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.library import custom_op
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
+CHUNK = 128
+"""Queries whose keys are gathered at once: 128 x 2048 keys x 576 values are 300 MB in bfloat16."""
+
+
+def sparse_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
+    """Attention over gathered keys, recomputed for the gradients; shapes as in the module's docstring."""
+    rows, queries, heads, _ = query.shape
+    offset = torch.arange(rows, device=indices.device, dtype=indices.dtype)[:, None, None] * keys.shape[1]
+    where = torch.where(indices < 0, indices, indices + offset).flatten(0, 1)
+    out, _ = _attend(query.flatten(0, 1), keys.flatten(0, 1), where, rank, scale)
+    return out.view(rows, queries, heads, rank)
+
+
+def dense_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
+    """Attention with a mask over all keys; shapes as in the module's docstring."""
+    shape = (*indices.shape[:2], keys.shape[1] + 1)  # one column more takes what is not selected
+    slots = torch.where(indices < 0, shape[2] - 1, indices).long()
+    selected = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, slots, True)[..., :-1]
+    scores = torch.einsum("bqhr,bkr->bhqk", query, keys)
+    weights = (scores.float() * scale).masked_fill(~selected[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("bhqk,bkr->bqhr", weights.to(keys.dtype), keys[..., :rank])
+
+
+def _forward(
+    query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [queries, heads, rank] and the log of the softmax's denominators [queries, heads, 1]."""
+    if _has_kernel(query, rank):
+        from primeslurm.nn.kernels import flash_mla, sparse_mla_kernel
+
+        if flash_mla.fits(query, where, rank):
+            return flash_mla.forward(query, keys, where, scale)
+        return sparse_mla_kernel.forward(query, keys, where, rank, scale)
+    out = query.new_empty(*query.shape[:2], rank)
+    normaliser = query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
+    for part in _chunks(len(query)):
+        gathered, scores = _scores(query[part], keys, where[part], scale)
+        normaliser[part] = scores.logsumexp(-1, keepdim=True)
+        weights = (scores - normaliser[part]).exp().to(query.dtype)
+        out[part] = weights @ gathered[..., :rank]
+    return out, normaliser
+
+
+def _backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    where: torch.Tensor,
+    out: torch.Tensor,
+    normaliser: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the queries and, summed in float32, of the keys."""
+    rank = grad.shape[-1]
+    if _has_kernel(query, rank):
+        from primeslurm.nn.kernels import sparse_mla_backward
+
+        return sparse_mla_backward.backward(grad, query, keys, where, out, normaliser, scale)
+    grad_query = torch.empty_like(query)
+    grad_keys = torch.zeros_like(keys, dtype=torch.float32)
+    for part in _chunks(len(query)):
+        gathered, scores = _scores(query[part], keys, where[part], scale)
+        weights = (scores - normaliser[part]).exp()
+        share = grad[part] @ gathered[..., :rank].transpose(1, 2)
+        mean = (grad[part].float() * out[part].float()).sum(-1, keepdim=True)
+        grad_scores = (weights * (share.float() - mean) * scale).to(query.dtype)
+        grad_query[part] = grad_scores @ gathered
+        grad_gathered = (grad_scores.transpose(1, 2) @ query[part]).float()
+        grad_gathered[..., :rank] += weights.to(query.dtype).transpose(1, 2) @ grad[part]
+        grad_keys.index_add_(0, where[part].clamp(min=0).flatten(), grad_gathered.flatten(0, 1))
+    return grad_query, grad_keys.to(keys.dtype)
+
+
+def _has_kernel(query: torch.Tensor, rank: int) -> bool:
+    """Whether the Triton kernels take these: bfloat16 on a GPU, with sizes that are powers of two."""
+    rope = query.shape[-1] - rank
+    powers = rank & (rank - 1) == 0 and rope & (rope - 1) == 0
+    return query.is_cuda and query.dtype == torch.bfloat16 and powers and rank >= 32 and rope >= 16
+
+
+def _chunks(queries: int) -> Iterator[slice]:
+    for start in range(0, queries, CHUNK):
+        yield slice(start, start + CHUNK)
+
+
+def _scores(
+    query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The selected keys [queries, top_k, values] and the scores [queries, heads, top_k], -inf where there is no key."""
+    gathered = keys[where.clamp(min=0)]
+    scores = (query @ gathered.transpose(1, 2)).float() * scale
+    return gathered, scores.masked_fill_((where < 0)[:, None], float("-inf"))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    query, keys, where, _, ctx.scale = inputs
+    ctx.save_for_backward(query, keys, where, *output)
+
+
+def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return (*_attend_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None)
+
+
+# Operators of their own, because selective activation checkpointing looks at what runs inside a function: it would keep
+# the scores of every chunk, which are what chunks avoid.
+_attend = custom_op("primeslurm::attend_gathered", _forward, mutates_args=())
+_attend_backward = custom_op("primeslurm::attend_gathered_backward", _backward, mutates_args=())
+_attend.register_autograd(_differentiate, setup_context=_save)

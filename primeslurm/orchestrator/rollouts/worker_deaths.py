@@ -1,0 +1,126 @@
+"""Which task kills environment workers: a pure state machine.
+
+A worker runs many rollouts at once, and all of them die with it. Each task that was in flight becomes a suspect. The
+next rollouts of suspects run in a worker apart from others, with fewer other suspects after each death, and at last
+alone. A task is guilty if it was alone in a worker that died, and that was not the only death: two deaths alone, or one
+alone and two in company. A suspect is cleared when one of its rollouts ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.base import files
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.wire.decoding import Count, DamagedError, decode_json
+
+log = logging.getLogger(__name__)
+
+PATH = "rollouts/worker_deaths.json"
+SHARE = 4
+"""A suspect runs with a fraction of the tasks that it was last suspected with: one in so many."""
+DEATHS = 3
+DEATHS_ALONE = 2
+
+
+class Suspect(msgspec.Struct):
+    """A task whose rollouts were in flight in workers that died."""
+
+    deaths: Count = 0
+    alone: Count = 0
+    """Deaths of workers that ran this task only."""
+    together: Count = 1
+    """Most tasks, with this one, that may share its next worker."""
+    worker: int = -1
+    """Number of the worker that died last. Another one runs the task next, because a worker may die of its node."""
+
+    @property
+    def is_guilty(self) -> bool:
+        """Tell whether the task is what kills its workers."""
+        return self.alone >= DEATHS_ALONE or (self.alone > 0 and self.deaths >= DEATHS)
+
+
+class WorkerDeaths(msgspec.Struct):
+    """Suspects and guilty tasks by their key (`Job.task_key`)."""
+
+    suspects: dict[str, Suspect] = {}
+    guilty: dict[str, Count] = {}
+    """How many workers died with each guilty task."""
+
+    def died(self, jobs: Iterable[Job], worker: int = 0) -> list[Job]:
+        """Take in that a worker died.
+
+        Args:
+            jobs: that were in flight there.
+            worker: its number.
+
+        Returns:
+            One job of each task that is found guilty by this.
+        """
+        tasks = {job.task_key: job for job in jobs}
+        found = []
+        for key, job in tasks.items():
+            suspect = self.suspects.setdefault(key, Suspect())
+            suspect.deaths += 1
+            suspect.alone += len(tasks) == 1
+            suspect.together = max(1, len(tasks) // SHARE)
+            suspect.worker = worker
+            if suspect.is_guilty:
+                self.guilty[key] = self.suspects.pop(key).deaths
+                found.append(job)
+        return found
+
+    def ended(self, job: Job) -> None:
+        """Take in that a rollout came to its end: its task is a suspect no more, unless a worker died of it alone."""
+        suspect = self.suspects.get(job.task_key)
+        if suspect is not None and not suspect.alone:
+            del self.suspects[job.task_key]
+
+    def reason(self, job: Job) -> str:
+        """Return why a guilty task is given up, in words."""
+        return f"{self.guilty[job.task_key]} environment workers died while they ran it, at last alone"
+
+    def together(self, job: Job) -> int | None:
+        """Return how many tasks, with the job's own, may share its worker. None: as many as usual."""
+        suspect = self.suspects.get(job.task_key)
+        return max(1, suspect.together) if suspect else None
+
+    def last_worker(self, job: Job) -> int:
+        """Return the number of the worker that died last while it ran a suspect; -1 if the job's task is none."""
+        suspect = self.suspects.get(job.task_key)
+        return suspect.worker if suspect else -1
+
+
+def load(run_dir: Path) -> WorkerDeaths:
+    """Return what earlier orchestrators of a run have found out."""
+    try:
+        return decode_json(files.read_bytes(run_dir / PATH), WorkerDeaths)
+    except FileNotFoundError:
+        return WorkerDeaths()
+    except (OSError, DamagedError) as error:
+        log.warning("what earlier orchestrators found out about tasks that kill workers is lost: %s", error)
+        return WorkerDeaths()
+
+
+def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
+    """Keep it for a restarted orchestrator and later attempts, if the file system takes it."""
+    path = run_dir / PATH
+    try:
+        files.make_directory(path.parent)
+        files.write_atomic(path, msgspec.json.encode(deaths))
+    except OSError as error:
+        log.warning("a restarted orchestrator will not know which tasks may kill workers: %s", error)
+
+
+def positions(guilty: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return environment and example of guilty tasks."""
+    found = []
+    for key in guilty:
+        label, _, example = key.partition("@")[0].rpartition("-")
+        if example.isdecimal():
+            found.append((label, int(example)))
+    return found

@@ -1,0 +1,306 @@
+"""What the orchestrator observes about the run: its state once a second, load of the engines, and stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+
+import msgspec
+
+from primeslurm.base.errors import PrimeslurmError
+from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
+from primeslurm.orchestrator.telemetry.engine_metrics import LastSamples, Sample, scrape
+from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
+from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported, TaskGivenUp
+from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import Row
+from primeslurm.records.state import FailedRollouts, Load, OrchestratorState
+from primeslurm.wire import exit_codes
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport.http import internal_client
+
+STATE_INTERVAL_S = 1.0
+FAILED_BATCHES = 4
+"""So many batches' worth of failures in a row, without one finished rollout, are no accident; nor are as many groups
+in a row that are not kept."""
+SCRAPE_INTERVAL_S = 5.0
+SCRAPES_PER_S = 50.0
+"""Upper bound: a thousand engines are looked at every 20 s, so that reading them stays a small part of this process."""
+_ROW_LOADS = (
+    *("running_mean", "waiting_mean", "kv_usage_mean", "busy_mean", "generated_per_s", "computed_per_s"),
+    *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
+)
+"""What metrics of each step keep of the load of a role."""
+
+
+class StallError(PrimeslurmError):
+    """Nothing moved for too long; the message names the suspect."""
+
+    exit_code = exit_codes.STALLED
+
+
+class UnrecoverableError(PrimeslurmError):
+    """No rollout of an environment gets through, and another attempt would not change that."""
+
+    exit_code = exit_codes.UNRECOVERABLE
+
+
+class ProgressMonitor:
+    """Counts and clocks; it decides nothing but that the run has stalled."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        journal: Journal,
+        engines: Callable[[], Mapping[str, str]],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        resumed: bool = False,
+        looked: Callable[[Mapping[str, Sample]], None] = lambda samples: None,
+    ) -> None:
+        self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
+        self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
+        workers = {each.label: each.workers for each in recipe.environments}
+        self._failures = RolloutFailures(self._max_failures, workers, hopeful=workers if resumed else ())
+        self._rejected: Counter[str] = Counter()
+        """Groups by reason, since one was kept."""
+        self._rejected_rollouts = 0
+        self._rejecting_since = 0.0
+        self._journal = journal
+        self._engines = engines
+        self._looked = looked
+        self._clock = clock
+        self._window = LoadWindow()
+        self._last_samples = LastSamples()
+        self._roles: dict[str, Load] = {}
+        self._replicas: dict[str, dict[str, Load]] = {}
+        self._tokens = 0
+        self._tokens_per_s = 0.0
+        self._moved_at: float | None = None
+        self._row_at = clock()
+        self._reported_at = 0.0
+        self._wanted_at: tuple[int, float] | None = None
+        self._update_s = 0.0
+        self._counts_before: Counter[str] = Counter()
+        self._given = 0
+        self._done = 0
+        self._last_row: Row = {}
+
+    @property
+    def trained_step(self) -> int | None:
+        """Return the step whose batch the trainer has and has not reported as done."""
+        return self._given if self._given > self._done else None
+
+    def moved(self) -> None:
+        """Note that the run gets on by something that is not counted here."""
+        self._moved_at = self._clock()
+
+    def engines_seen(self, samples: Mapping[str, Sample], silent: Collection[str] = ()) -> None:
+        """Take in one look at engines, by name. A run whose engines compute gets on, however long its rollouts take.
+
+        Args:
+            samples: of those that answered.
+            silent: those that took the connection and did not: they are busy, and keep what they have.
+        """
+        before = self._window.tokens
+        self._window.add(self._clock(), samples)
+        if self._window.tokens > before:
+            self._moved_at = self._clock()
+        self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
+        self._looked(self._last_samples.fill(self._clock(), samples, silent))
+
+    def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
+        """Note that a rollout arrived."""
+        self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
+        self._moved_at = self._clock()
+        for first in sequences[:1]:
+            self._failures.finished(first.info.id, first.info.environment, self._moved_at)
+
+    def rollout_started(self, job: Job) -> None:
+        """Note that a rollout was given to a worker."""
+        self._failures.started(job, self._clock())
+
+    def rollout_failed(self, job: str, failure: JobFailure) -> None:
+        """Note that a rollout failed. That is no progress."""
+        environment = self._failures.failed(job, failure.error, self._clock(), failure.cause)
+        self._journal.write(RolloutFailed(job, headline(failure.error), environment))
+
+    def task_given_up(self, environment: str, example: int, reason: str, task: int | None, *, kills: bool) -> None:
+        """Note that a task is left out.
+
+        Args:
+            environment: its label.
+            example: position in the environment's stream.
+            reason: why.
+            task: index in the taskset, if it was chosen.
+            kills: its rollouts kill their workers.
+        """
+        self._failures.given_up(environment, self._clock(), killer=reason if kills else "")
+        self._journal.write(TaskGivenUp(environment, example, reason, task))
+
+    @property
+    def failures(self) -> dict[str, FailedRollouts]:
+        """Return what failed, by environment."""
+        return self._failures.report
+
+    def worker_failed(self, environment: str, worker: int, error: str) -> None:
+        """Note that a worker could not begin to serve its environment."""
+        self._failures.not_started(environment, worker, error, self._clock())
+
+    def group_kept(self) -> None:
+        """Note that a complete group may be trained."""
+        self._rejected.clear()
+        self._rejected_rollouts = 0
+
+    def group_rejected(self, reason: str, rollouts: int) -> None:
+        """Note that a complete group of so many rollouts was left out. Without one that is kept no batch can form."""
+        if not self._rejected:
+            self._rejecting_since = self._clock()
+        self._rejected[reason] += 1
+        self._rejected_rollouts += rollouts
+
+    def policy_wanted(self, version: int) -> None:
+        """Note that a new policy was published."""
+        self._wanted_at = (version, self._clock())
+
+    def policy_current(self, version: int) -> None:
+        """Note that all engines have a policy."""
+        self._moved_at = self._clock()
+        if self._wanted_at is not None and self._wanted_at[0] == version:
+            self._update_s = self._moved_at - self._wanted_at[1]
+
+    def batch_given(self, step: int) -> None:
+        """Note that the trainer has the batch of a step."""
+        self._given = step
+
+    def step_done(self, step: int, row: Row) -> None:
+        """Note that the trainer reported a step."""
+        self._done = step
+        self._last_row = row
+        self._journal.write(StepReported(step, row.get("reward/mean")))
+
+    def step_metrics(self, dispatch: Dispatcher, version: int | None) -> Row:
+        """Compute what happened since the last row."""
+        now = self._clock()
+        self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
+        counts = dispatch.counts - self._counts_before
+        self._counts_before = dispatch.counts.copy()
+        row = {
+            "throughput/tokens_per_s": self._tokens_per_s,
+            "throughput/step_seconds": now - self._row_at,
+            "policy/version": float(-1 if version is None else version),
+            "policy/update_seconds": self._update_s,
+            "queue/ready_groups": float(len(dispatch.ready)),
+            "queue/open_groups": float(len(dispatch.open)),
+            "queue/inflight": float(dispatch.inflight),
+            "rollouts/dropped_stale": float(counts["rollouts_dropped_stale"]),
+            "rollouts/carried": float(counts["rollouts_carried"]),
+            "groups/completed_early": float(counts["groups_completed_early"]),
+            "groups/come_again": float(counts["examples_returned"]),
+            "rollouts/failed": float(counts["failed"]),
+            "rollouts/lost": float(counts["lost"]),
+        }
+        for name in counts:
+            if name.startswith("groups_rejected_"):
+                row[name.replace("_", "/", 1)] = float(counts[name])
+        for role, load in self._roles.items():
+            values = {name: getattr(load, name) for name in _ROW_LOADS}
+            row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}
+        self._tokens = 0
+        self._row_at = now
+        return row
+
+    def report(self, state: Callable[[], OrchestratorState]) -> None:
+        """Write the state file if the last one is older than a second."""
+        if self._clock() - self._reported_at >= STATE_INTERVAL_S:
+            self._reported_at = self._clock()
+            self.write_state(state())
+
+    def write_state(self, state: OrchestratorState) -> None:
+        """Write the state file, with what this watch knows."""
+        self._journal.state(
+            msgspec.structs.replace(
+                state,
+                moved=self._moved_at or 0.0,
+                reward=self._last_row.get("reward/mean"),
+                staleness=self._last_row.get("staleness/max"),
+                tokens_per_s=self._tokens_per_s,
+                roles=rounded(self._roles),
+                replicas={replica: rounded(roles) for replica, roles in self._replicas.items()},
+            )
+        )
+
+    def check_engines(self, useless: str) -> None:
+        """End a run whose engines cannot be used.
+
+        Args:
+            useless: why they cannot; empty if they can.
+
+        Raises:
+            StallError: they cannot be used.
+        """
+        if useless:
+            self._journal.write(Stalled("engines", useless))
+            raise StallError(useless)
+
+    def check_stall(self, suspect: Callable[[], str], runs: Callable[[str], bool], served: Collection[str]) -> None:
+        """End a run that gets nowhere. Time counts from the first policy.
+
+        Args:
+            suspect: names whom everybody waits for.
+            runs: whether a job is in flight.
+            served: environments that have a worker.
+
+        Raises:
+            UnrecoverableError: an environment has failed in the same way all the time, and never worked.
+            StallError: neither a token, nor a rollout, nor a policy came for too long, or rollouts do nothing but fail,
+                or none of their groups is kept.
+        """
+        if (hopeless := self._failures.hopeless(self._clock(), runs, served)) is not None:
+            self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
+            raise (StallError if hopeless.may_pass else UnrecoverableError)(str(hopeless))
+        environment, failures, error = self._failures.streak()
+        if failures >= self._max_failures:
+            self._journal.write(EnvironmentFails(environment, error, failures))
+            raise StallError(f"environment {environment}: {failures} rollouts failed in a row; the last: {error}")
+        self._check_kept()
+        if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
+            return
+        name = suspect()
+        nothing = "no token was generated, no rollout finished and no policy arrived"
+        text = f"{nothing} for {self._stall_timeout_s} s; {self._at_engines()}"
+        self._journal.write(Stalled(name, text, self._stall_timeout_s))
+        raise StallError(f"{text}; suspect: {name}")
+
+    def _at_engines(self) -> str:
+        """What engines were last seen to have: whether they, or those who ask them, stand still."""
+        if not self._roles:
+            return "no engine says what it does"
+        running = sum(load.running for load in self._roles.values())
+        waiting = sum(load.waiting for load in self._roles.values())
+        if running + waiting == 0:
+            return "engines have no requests"
+        return f"engines have {running:.0f} requests that run and {waiting:.0f} that wait"
+
+    def _check_kept(self) -> None:
+        groups, seconds = self._rejected.total(), self._stall_timeout_s
+        if self._rejected_rollouts < self._max_failures or self._clock() - self._rejecting_since < seconds:
+            return
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in self._rejected.most_common())
+        text = f"{groups} groups in a row were rejected ({reasons}), none was kept for {seconds} s: no batch can form"
+        self._journal.write(Stalled("algorithm", text, seconds))
+        raise StallError(text)
+
+    async def scrape(self) -> None:
+        """Look at the engines' load every few seconds, until cancelled."""
+        # No connection is kept: uvicorn closes idle ones sooner than the next look.
+        async with internal_client(SCRAPE_INTERVAL_S, keep=0) as client:
+            while True:
+                engines = self._engines()
+                self.engines_seen(*await scrape(client, engines))
+                await asyncio.sleep(max(SCRAPE_INTERVAL_S, len(engines) / SCRAPES_PER_S))

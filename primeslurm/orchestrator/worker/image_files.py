@@ -1,0 +1,40 @@
+"""Images of rollouts: as files of the run, each once, however many rollouts have seen it."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.base import durable, files
+from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
+from primeslurm.wire.batches import data_uri
+from primeslurm.wire.batches.rollouts import ImageSpan, Rollout
+
+
+def stored(rollout: Rollout, directory: Path) -> Rollout:
+    """The rollout with its images, which are data URIs, as files of `directory`, named by what is in them.
+
+    Raises:
+        RolloutError: an image is none.
+        OSError: a file cannot be written.
+    """
+    if not rollout.info.images:
+        return rollout
+    images = tuple(_as_file(image, directory) for image in rollout.info.images)
+    return replace(rollout, info=msgspec.structs.replace(rollout.info, images=images))
+
+
+def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
+    try:
+        data = data_uri.decode(image.source)
+    except ValueError as error:
+        raise RolloutError(str(error)) from error
+    digest = hashlib.sha256(data).hexdigest()
+    path = directory / digest
+    if not files.exists(path):
+        durable.make_directory(directory)
+        durable.write(path, data)
+    return msgspec.structs.replace(image, source=str(path), sha256=digest)

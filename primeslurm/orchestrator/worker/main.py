@@ -1,0 +1,247 @@
+"""An environment worker: a process that runs the rollouts of one verifiers environment.
+
+`python -m primeslurm.orchestrator.worker.main ...`
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import functools
+import logging
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from primeslurm.base import files
+from primeslurm.base.imports import uncollected
+
+with uncollected():
+    import verifiers.v1 as vf
+    from verifiers.v1.clients import Client, ModelContext
+
+from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments.sandbox import containers, scripts
+from primeslurm.orchestrator.environments.sandbox.install import install
+from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
+from primeslurm.orchestrator.rollouts import job_protocol
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
+from primeslurm.orchestrator.worker import tool_servers
+from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally
+from primeslurm.orchestrator.worker.image_files import stored
+from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
+from primeslurm.orchestrator.worker.teacher_hints import hinted
+from primeslurm.orchestrator.worker.token_client import TokenClient, serving
+from primeslurm.orchestrator.worker.trace_sequences import sequences, trainable_traces
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sandbox_rules import ENV_KEY
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
+from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
+from primeslurm.recipe.sections.teacher import PolicyTeacher
+from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.transport import secret
+from primeslurm.wire.transport.addresses import AddressBook
+
+ENDING_S = 12
+"""From SIGTERM to its end, in which rollouts are cancelled and their containers removed. Its agent waits for 15 s."""
+
+
+class Worker:
+    """Runs the rollouts of one environment, as the jobs of its `JobRunner` ask for.
+
+    Args:
+        recipe: the run's recipe.
+        environment: the one of its environments to serve.
+        number: which of the environment's workers this is.
+        address: the orchestrator's ZMQ address.
+        addresses: where the routers are.
+        images: directory on the shared file system for what rollouts see.
+        node: the node that it is on.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        environment: AnyEnvironment,
+        number: int,
+        address: str,
+        addresses: AddressBook,
+        images: Path,
+        node: str = "",
+    ) -> None:
+        self._recipe = recipe
+        self._needs_observed = algorithms.from_recipe(recipe).needs_observed
+        self._images = images
+        self._addresses = addresses
+        options = {"interception": {"type": "server"}, **dict(environment.args.get(ENV_KEY, {}))}  # type: ignore[call-overload]
+        agent = agents.agent_options(environment)
+        self._env = environments.load(environment.id, {**environment.args, ENV_KEY: options}, agent)
+        self._evaluates = isinstance(environment, EvaluationEnvironment)
+        self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _shuffled(environment))
+        self._clients: dict[str, TokenClient] = {}
+        self._tally = AnswerTally()
+        self._by_config: dict[str, Client] = {}
+        model = recipe.model
+        self._plausible = RolloutValidator(model.path)
+        self._rendering = select_renderer(model.path, model.renderer, model.renderer_options, model.vlm is not None)
+        tasks = self._count(environment)
+        self._runner = JobRunner(
+            environment.label, number, address, self._rollout, tasks, node, answers=self._tally.take
+        )
+        self.runtimes = host_needs.needs(environment, self._env).runtimes
+        """Types of what its rollouts' programs run in."""
+        self.serves = False
+        """Whether the environment has started."""
+
+    def _count(self, environment: AnyEnvironment) -> int | None:
+        """How many tasks there are, where the orchestrator has to know."""
+        if isinstance(environment, EvaluationEnvironment):
+            return self._tasks.count(environment.examples)
+        counted = isinstance(environment, Environment) and environment.curriculum is not None
+        return self._tasks.count() if counted and self._env.taskset.bounded else None
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with serving(self._env) as self._by_config:
+            self.serves = True
+            try:
+                await self._runner.serve()
+            finally:
+                for client in self._clients.values():
+                    await client.close()
+
+    def _client(self, router: str) -> TokenClient:
+        if router not in self._clients:
+            where = functools.partial(self._addresses.url, router)
+            recipe = self._recipe
+            client = TokenClient(
+                router,
+                where,
+                recipe.model.path,
+                recipe.max_len,
+                recipe.orchestrator.request_timeout_s,
+                routed=recipe.trainer.router_replay and not self._evaluates,
+                images=recipe.model.vlm is not None,
+                rendering=self._rendering,
+                trained=None if self._evaluates else self._sampling,
+                tally=self._tally,
+                vocab=self._plausible.vocab,
+            )
+            self._clients[router] = self._by_config[client.key] = client
+        return self._clients[router]
+
+    async def _rollout(self, job: Job) -> tuple[Rollout, ...]:
+        client = self._client(job.router)
+        started = time.monotonic()
+        traces: list[str] = []
+        sampling = vf.SamplingConfig(**self._sampling, cache_salt=job.cache_salt)
+        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=sampling)
+        task = self._tasks[job.example] if job.task is None else self._tasks.task(job.task)
+
+        def begin(trace: vf.Trace) -> None:
+            traces.append(trace.id)
+            self._tally.begin(trace.id, job.task_key)
+
+        try:
+            episode = await self._env.run_episode(task, context, on_trace=begin)
+        finally:
+            completions = {trace: client.endpoint.take(trace) for trace in traces}
+            for trace in traces:
+                self._tally.end(trace)
+        seconds = time.monotonic() - started
+        found: list[Rollout] = []
+        for number, trace in enumerate(trainable_traces(episode)):
+            mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+            teacher = None if self._evaluates else self._recipe.teacher
+            found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
+        if not found:
+            raise RolloutError("nothing that was sampled can be trained")
+        return tuple(self._plausible.checked(stored(rollout, self._images)) for rollout in found)
+
+
+def _shuffled(environment: AnyEnvironment) -> bool:
+    """Whether its first epoch is: what the recipe of a run from before there was a choice began goes on as it was."""
+    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
+
+
+def _scratch(name: str) -> Path:
+    """A worker's own directory on the node's disk, without what one that was killed has left there."""
+    directory = Path(tempfile.gettempdir()) / "environments" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory
+
+
+async def _serve(worker: Worker, name: str) -> None:
+    """Serve, and leave no containers. SIGTERM ends it; what has not ended ENDING_S later is ended by the kernel.
+
+    Args:
+        worker: has not begun yet.
+        name: that its containers are marked with.
+    """
+    serving = asyncio.ensure_future(worker.run())
+    terminated = asyncio.Event()
+
+    def end() -> None:
+        if not terminated.is_set():  # Slurm's may come beside the agent's
+            terminated.set()
+            signal.alarm(ENDING_S)
+            serving.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    try:
+        await serving
+    finally:
+        containers.sweep(worker.runtimes, name)  # those that were still being made
+        if terminated.is_set():
+            os._exit(128 + signal.SIGTERM)  # as a shell says it, without waiting for threads that import or read
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve one environment until the process is ended."""
+    parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.worker.main")
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--environment", required=True, help="label of an environment of the recipe")
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--orchestrator", required=True, help="ZMQ address")
+    parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
+    options = parser.parse_args(argv)
+    secret.keep()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "aiohttp.access", "verifiers", "renderers"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
+    environment = recipe.environment(options.environment)
+    run_dir = options.attempt_dir.resolve().parents[1]
+    # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
+    name = f"{environment.label}-{options.worker}"
+    scratch = _scratch(name)
+    install(environment.runtime, scratch, run_dir / "containers", [run_dir])
+    addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
+    shown = scripts.directories() if sees_packages(environment.runtime) else ()
+    asked = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()
+    containers.mark(name, shown, asked)
+    containers.hide(environment.runtime.secrets if environment.runtime else ())
+    tool_servers.watch()
+    worker = None
+    try:
+        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
+        containers.sweep(worker.runtimes, name)
+        asyncio.run(_serve(worker, name))
+    except KeyboardInterrupt:
+        return
+    except (Exception, SystemExit) as error:
+        if worker is None or not worker.serves:
+            job_protocol.give_notice(environment.label, options.worker, options.orchestrator, error)
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""A verifiers episode as token sequences to train on.
+
+verifiers keeps a rollout as a tree of messages, each with exactly the tokens that the engine saw or sampled. A path
+from root to leaf is one sequence. Where the conversation was rewritten, or a prompt could not extend the sampled tokens
+as they were, it branches: sampled tokens of a shared beginning are then trained in the first branch only, and are
+context in the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import verifiers.v1 as vf
+from verifiers.v1.errors import ProviderError
+
+from primeslurm.orchestrator.rendering.context_window import TRUNCATING, has_overflowed
+from primeslurm.orchestrator.rollouts.job_protocol import EngineError, Job, PromptError, RolloutError
+from primeslurm.orchestrator.worker.generate_endpoint import NO_ANSWER, Completion
+from primeslurm.wire.batches import routed_experts
+from primeslurm.wire.batches.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.routed_experts import RoutedExperts
+
+LONGEST_NAME = 200
+"""Characters of the name of a metric."""
+
+
+def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
+    """The traces of an episode that train the policy: one, or one for each time that a trainable agent acted.
+
+    A trace is left out if its very first prompt did not fit into the context window: nothing was sampled for it.
+
+    Raises:
+        PromptError: no prompt of the episode fitted.
+        EngineError: it failed because no engine gave a usable answer.
+        RolloutError: the episode failed, or has no trainable trace.
+    """
+    unfit = [call.error.message for trace in episode.traces if _never_fitted(trace) for call in trace.calls[-1:]]
+    if unfit and not any(trace.num_turns for trace in episode.traces):
+        raise PromptError(unfit[0])
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        if any(error.type == ProviderError.__name__ and error.message.startswith(NO_ANSWER) for error in errors):
+            raise EngineError(reasons)
+        raise RolloutError(reasons or "the episode is not ok")
+    trainable = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    traces = [trace for trace in trainable if not _never_fitted(trace)]
+    if not traces:
+        raise RolloutError("no trace of the episode is of a trainable agent")
+    return traces
+
+
+def sequences(
+    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool, number: int = 0
+) -> tuple[Rollout, ...]:
+    """The token sequences of a finished trace; `observed`: with the tokens that the environment answered marked.
+
+    `number` says which of its rollout's traces it is.
+
+    Raises:
+        RolloutError: nothing was sampled, a sampled message is not among the recorded completions, or what the
+            environment says of it is no rollout: a reward that is no number, tokens that are none.
+    """
+    versions = _versions_by_node(trace, completions)
+    if not versions:
+        raise RolloutError("nothing was sampled")
+    info = RolloutInfo(
+        id=job.id,
+        group=job.group,
+        environment=job.environment,
+        opened_version=job.opened_version,
+        reward=_reward(trace),
+        metrics=_metrics(trace),
+        turns=len(versions),
+        finish_reason=_finish_reason(trace),
+        seconds=seconds,
+        agent="" if trace.agent is None else trace.agent.name,
+        trace=number,
+    )
+    index = {id(node): i for i, node in enumerate(trace.nodes)}
+    trained: set[int] = set()
+    result = []
+    for branch in trace.branches:
+        path = [index[id(node)] for node in branch.nodes]
+        if not branch.trainable or not any(i in versions and i not in trained for i in path):
+            continue
+        sequence = _sequence(info, trace, path, versions, trained)
+        result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
+        trained.update(path)
+    return tuple(result)
+
+
+def _never_fitted(trace: vf.Trace) -> bool:
+    return trace.num_turns == 0 and has_overflowed(trace)
+
+
+def _finish_reason(trace: vf.Trace) -> str:
+    """Why the last answer ended: "length" if a bound on tokens ended the answer, or the trace."""
+    if has_overflowed(trace) or trace.stop_condition in TRUNCATING:
+        return "length"
+    return next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop")
+
+
+def _reward(trace: vf.Trace) -> float:
+    """One number that is not finite would make all advantages of its group, and then the policy, none."""
+    reward = float(trace.reward)
+    if not abs(reward) <= LARGEST_REWARD:
+        raise RolloutError(f"its reward is {reward}")
+    return reward
+
+
+def _metrics(trace: vf.Trace) -> dict[str, float]:
+    """Those that are numbers: means are made of them."""
+    found = {name[:LONGEST_NAME]: float(value) for name, value in trace.metrics.items() if value is not None}
+    if len(found) > MOST_METRICS:
+        raise RolloutError(f"it has {len(found)} metrics, more than {MOST_METRICS}")
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _sequence(
+    info: RolloutInfo, trace: vf.Trace, path: Sequence[int], versions: dict[int, list[int]], trained: set[int]
+) -> Rollout:
+    tokens, mask, logprobs, sampled_by = [], [], [], []
+    for i in path:
+        node = trace.nodes[i]
+        fresh = i in versions and i not in trained
+        values = iter(zip(node.logprobs, versions[i], strict=True) if fresh else ())
+        for token, sampled in zip(node.token_ids, node.mask, strict=True):
+            logprob, version = next(values) if fresh and sampled else (0.0, -1)
+            tokens.append(token)
+            mask.append(fresh and sampled)
+            logprobs.append(logprob)
+            sampled_by.append(version)
+    if not all(isinstance(token, int | np.integer) and 0 <= token < 2**31 for token in tokens):
+        raise RolloutError("it has tokens that are none")
+    return Rollout(
+        msgspec.structs.replace(info, images=_images(trace, path)),
+        np.array(tokens, np.int32),
+        np.array(mask, np.bool_),
+        np.array(logprobs, np.float32),
+        np.array(sampled_by, np.int32),
+        routed_experts=_routed_experts([trace.nodes[i] for i in path]),
+    )
+
+
+def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
+    """Tokens of the environment's messages after the policy's first answer, each in one sequence only."""
+    parts, answered = [], False
+    for i in path:
+        node = trace.nodes[i]
+        words = ~np.isin(node.token_ids, list(trace.mm_token_type_id_map))
+        parts.append(words & (answered and not node.sampled and i not in trained))
+        answered = answered or node.sampled
+    return np.concatenate(parts)
+
+
+def _images(trace: vf.Trace, path: Sequence[int]) -> tuple[ImageSpan, ...]:
+    """The images of a path. Raises RolloutError if they are not as many as there are places for them."""
+    sources: list[str] = []
+    runs: list[tuple[int, int]] = []
+    first = 0
+    for node in (trace.nodes[i] for i in path):
+        content = node.message.content
+        if isinstance(content, list):
+            sources += [part.image_url.url for part in content if part.type == "image_url"]
+        if not node.sampled:
+            places = np.isin(node.token_ids, list(trace.mm_token_type_id_map)).astype(np.int8)
+            edges = np.flatnonzero(np.diff(places, prepend=0, append=0)) + first
+            runs += [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+        first += len(node.token_ids)
+    if len(sources) != len(runs):
+        raise RolloutError(f"{len(sources)} images in messages, but {len(runs)} in their tokens")
+    return tuple(ImageSpan(source, start, end) for source, (start, end) in zip(sources, runs, strict=True))
+
+
+def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:
+    """Of a path, if the engines returned any."""
+    parts = [node.routed_experts for node in nodes]
+    known = next((part for part in parts if part is not None), None)
+    return None if known is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], known)
+
+
+def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, list[int]]:
+    """Each sampled node's policy versions; node and completion belong together if tokens and log-probabilities do."""
+    left = list(completions)
+    found = {}
+    for i, node in enumerate(trace.nodes):
+        if not any(node.mask):
+            continue
+        sampled = [token for token, is_sampled in zip(node.token_ids, node.mask, strict=True) if is_sampled]
+        match = next((c for c in left if c.token_ids == sampled and c.logprobs == node.logprobs), None)
+        if match is None:
+            raise RolloutError("a sampled message is not among the engine's answers")
+        left.remove(match)
+        found[i] = match.versions
+    return found

@@ -1,1 +1,0 @@
-"""The embedded cluster: Slurm's real daemons on one machine."""

@@ -1,0 +1,164 @@
+"""Fixes of vLLM 0.32 on CPU, without which mixture-of-experts models crash or give wrong results without a word.
+
+Each fix names the vLLM behaviour it replaces and refuses to be applied to a vLLM that has changed there.
+Re-examine them all at every change of the pinned version.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from primeslurm.inference.guards import changed, expect
+
+
+def apply() -> None:
+    """Apply every fix. Raises RuntimeError if vLLM is not as a fix expects it."""
+    _repack_experts_after_update()
+    _map_experts_under_expert_parallelism()
+    _add_variable_collectives()
+    _offload_from_host_memory()
+    _return_routed_experts()
+    _pause_nixl()
+    _fork_processes()
+
+
+def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
+    """Pack tied output heads anew after an update.
+
+    On CPU a head that is tied to the embedding computes with a packed copy of its own, which vLLM's reload skips.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def _repack_experts_after_update() -> None:
+    """Pack CPU experts after every update: vLLM does so only when their kernel is first built."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    original = expect(UnquantizedFusedMoEMethod, "_setup_kernel", ("self", "layer", "w13", "w2"))
+
+    @functools.wraps(original)
+    def setup_kernel(self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_update = self.moe_kernel is not None
+        original(self, layer, w13, w2)
+        if is_update:
+            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    UnquantizedFusedMoEMethod._setup_kernel = setup_kernel
+
+
+def _map_experts_under_expert_parallelism() -> None:
+    """Make global expert ids local; a token's remote experts get weight 0 on this rank.
+
+    vLLM's CPU experts ignore `expert_map` and read beyond the local experts.
+    """
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    original = expect(CPUUnquantizedExperts, "apply", ("topk_weights", "topk_ids", "expert_map"))
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def apply_local(*args: Any, **kwargs: Any) -> None:
+        call = signature.bind(*args, **kwargs)
+        expert_map = call.arguments["expert_map"]
+        if expert_map is not None:
+            ids = call.arguments["topk_ids"]
+            local = expert_map[ids.long()]
+            call.arguments["topk_weights"] = call.arguments["topk_weights"].masked_fill(local < 0, 0.0)
+            call.arguments["topk_ids"] = local.clamp_min(0).to(ids.dtype)
+            call.arguments["expert_map"] = None
+        original(*call.args, **call.kwargs)
+
+    CPUUnquantizedExperts.apply = apply_local
+
+
+def _add_variable_collectives() -> None:
+    """Add the two collectives that data- and expert-parallel experts need, and vLLM's CPU communicator lacks."""
+    from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+    expect(DeviceCommunicatorBase, "all_gatherv", ("input_", "dim", "sizes"))
+    expect(DeviceCommunicatorBase, "reduce_scatterv", ("input_", "dim", "sizes"))
+    for name in ("all_gatherv", "reduce_scatterv"):
+        if name in vars(CpuCommunicator):
+            raise changed(f"CpuCommunicator has a {name} of its own now")
+    CpuCommunicator.all_gatherv = _all_gatherv
+    CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _offload_from_host_memory() -> None:
+    """Offload KV from host memory, too: vLLM does only from accelerators."""
+    from primeslurm.testbed.cpu_engine import kv_offload
+
+    kv_offload.apply()
+
+
+def _return_routed_experts() -> None:
+    """Capture routed experts on CPU, too: vLLM does only in a runner that needs Triton."""
+    from primeslurm.testbed.cpu_engine import routed_experts
+
+    routed_experts.apply()
+
+
+def _pause_nixl() -> None:
+    """Let NIXL's progress thread sleep, as an idle engine should."""
+    from primeslurm.testbed.cpu_engine import nixl
+
+    nixl.apply()
+
+
+def _fork_processes() -> None:
+    """Fork an engine's core and workers, as vLLM does on GPUs: what is spawned imports vLLM anew, for 8 s of a core.
+
+    vLLM spawns them on CPU for the sake of OpenMP's threads, which a fork does not have; here every process has one
+    thread of it.
+    """
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = expect(CpuPlatform, "check_and_update_config", ("vllm_config",))
+
+    @functools.wraps(original)
+    def check_and_update_config(vllm_config: Any) -> None:
+        original(vllm_config)
+        if os.environ.get("OMP_NUM_THREADS") == "1":
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
+
+
+def _all_gatherv(
+    self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
+) -> torch.Tensor | list[torch.Tensor]:
+    """Concatenate every rank's [sizes[rank], ...] along dim 0 (all of one size if `sizes` is None)."""
+    if dim != 0:
+        raise NotImplementedError("all_gatherv gathers along dim 0")
+    if isinstance(input_, torch.Tensor):
+        return _gather_rows(self, input_, sizes)
+    return [_gather_rows(self, tensor, sizes) for tensor in input_]
+
+
+def _gather_rows(self: Any, rows: torch.Tensor, sizes: list[int] | None) -> torch.Tensor:
+    sizes = sizes or [rows.shape[0]] * self.world_size
+    padded = rows.new_zeros((max(sizes), *rows.shape[1:]))  # gloo gathers only equal shapes
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=self.cpu_group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
+    """Sum over ranks; each keeps its own `sizes[rank]` rows along `dim`."""
+    rows = input_.movedim(dim, 0).contiguous().clone()
+    dist.all_reduce(rows, group=self.cpu_group)
+    sizes = sizes or [rows.shape[0] // self.world_size] * self.world_size
+    start = sum(sizes[: self.rank_in_group])
+    return rows[start : start + sizes[self.rank_in_group]].movedim(0, dim).contiguous()

@@ -1,0 +1,348 @@
+"""Emulated vLLM server: `python -m primeslurm.testbed.emulated.engine` with vLLM's own command line.
+
+It serves the routes that the orchestrator, vllm-router and the rollouts use, behind the same version gate as the real
+one. Options that a stand-in has no use for are ignored. `POST /emulated/hang` makes it stop answering, for tests,
+`POST /emulated/hang_core` only what is behind its server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+import msgspec
+
+from primeslurm.base import files
+from primeslurm.inference.auth import App, Receive, Scope, SecretGate, Send
+from primeslurm.inference.version_gate import VersionGate
+from primeslurm.testbed.emulated import http_server
+from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
+from primeslurm.wire.decoding import DamagedError, decode_json
+
+TICK_S = 0.1
+"""Requests finish on ticks: short against what a request takes."""
+KV_BLOCKS = 2048
+MAX_RUNNING = 64
+BATCHED_TOKENS = 8192
+"""Of the real engine, in a step. With fewer, prefill is slower by as much; more make it no faster."""
+VOCABULARY = 1000
+EOS = 2
+MEAN_ANSWER_TOKENS = 24.0
+"""Median length of an answer; the tail is long (log-normal, sigma 1)."""
+HANG_PATH = "/emulated/hang"
+HANG_CORE_PATH = "/emulated/hang_core"
+SERVERS_OWN = ("/health", "/metrics", "/v1/models")
+"""What vLLM's server answers without its core."""
+UPDATE_S = 0.1
+"""Time that taking in new weights needs."""
+
+Query = dict[str, list[str]]
+
+
+class AskedSampling(msgspec.Struct, frozen=True):
+    """What is read of sampling parameters."""
+
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+
+
+class KvTransfer(msgspec.Struct, frozen=True):
+    """Where the KV of a request comes from, and goes to."""
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+
+
+class AskedUpdate(msgspec.Struct, frozen=True):
+    """Where new weights are: in a directory, or (`session`) the trainer sends them."""
+
+    version: int = 0
+    path: str = ""
+    session: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the routes read of a request's body; each reads its own, and the rest is ignored."""
+
+    token_ids: list[int] = []
+    sampling_params: AskedSampling = AskedSampling()
+    cache_salt: str | None = None
+    kv_transfer_params: KvTransfer | None = None
+    prompt: list[int] = []
+    update_info: AskedUpdate = AskedUpdate()
+    weight_version: str | int | None = None
+    new_version: str | int = ""
+
+
+Route = Callable[[Asked, Query], Awaitable[tuple[int, object]]]
+
+
+class EmulatedEngine:
+    """The ASGI application behind the gate.
+
+    Args:
+        served: name of the model.
+        max_len: longest sequence, in tokens.
+        blocks: KV blocks.
+        seed: of lengths and tokens.
+        batched_tokens: that a step of the real engine computes at most.
+        tick_s: between two turns of the scheduler, in seconds.
+    """
+
+    def __init__(
+        self,
+        served: str,
+        max_len: int,
+        blocks: int = KV_BLOCKS,
+        seed: int = 0,
+        batched_tokens: int = BATCHED_TOKENS,
+        tick_s: float = TICK_S,
+    ) -> None:
+        self._served = served
+        self._max_len = max_len
+        self._tick_s = tick_s
+        self._random = random.Random(seed)
+        speed = PREFILL_TOKENS_PER_S * min(1.0, batched_tokens / BATCHED_TOKENS)
+        self._scheduler = Scheduler(max(blocks, max_len // 16 + 2), MAX_RUNNING, speed)
+        self._waiters: dict[Request, asyncio.Future[None]] = {}
+        self._work = asyncio.Event()
+        self._paused = False
+        self._core_hangs = False
+        self._id = uuid.uuid4().hex
+        self._routes: dict[tuple[str, str], Route] = {
+            ("GET", "/health"): self._ok,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/v1/completions"): self._complete,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("POST", "/init_weight_transfer_engine"): self._ok,
+            ("POST", "/start_weight_update"): self._ok,
+            ("POST", "/update_weights"): self._update_weights,
+            ("POST", "/reset_encoder_cache"): self._ok,
+            ("POST", "/finish_weight_update"): self._finish_update,
+            ("POST", "/update_weight_version"): self._set_version,
+            ("POST", HANG_CORE_PATH): self._hang_core,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        body = (await receive())["body"]
+        route = self._routes.get((scope["method"], scope["path"]))
+        if route is None:
+            await http_server.answer(send, 404, {"detail": "Not Found"})
+            return
+        if self._core_hangs and scope["path"] not in SERVERS_OWN:
+            await asyncio.Event().wait()
+        try:
+            asked = decode_json(body or b"{}", Asked)
+        except DamagedError as error:
+            await http_server.answer(send, 400, {"error": str(error)})
+            return
+        status, content = await route(asked, parse_qs(scope["query_string"].decode()))
+        await http_server.answer(send, status, content)
+
+    async def run(self) -> None:
+        """Let time pass for the requests, until cancelled."""
+        while True:
+            await self._work.wait()
+            before = time.monotonic()
+            await asyncio.sleep(self._tick_s)
+            for request in self._scheduler.advance(0.0 if self._stands else time.monotonic() - before):
+                waiter = self._waiters.pop(request)
+                if not waiter.done():  # its client may have gone away in this very turn of the loop
+                    waiter.set_result(None)
+            if not self._scheduler.busy:
+                self._work.clear()
+
+    async def _generate(self, asked: Asked, query: Query) -> tuple[int, object]:
+        prompt, sampling = asked.token_ids, asked.sampling_params
+        room = self._max_len - len(prompt)
+        if room < 1:
+            return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
+        limit = min(sampling.max_tokens or room, room)
+        transfer = asked.kv_transfer_params or KvTransfer()
+        drawn = max(1, round(MEAN_ANSWER_TOKENS * self._random.lognormvariate(0.0, 1.0)))
+        target = limit if sampling.ignore_eos else min(drawn, limit)
+        request = Request(prompt, asked.cache_salt or "", target, transfer.do_remote_prefill)
+        await self._finish(request)
+        tokens = [self._random.randrange(EOS + 1, VOCABULARY) for _ in range(target)]
+        if target < limit:
+            tokens[-1] = EOS
+        self._scheduler.finished(request, tokens)
+        answer = self._answer(request, tokens, "stop" if target < limit else "length")
+        if transfer.do_remote_decode:
+            answer["kv_transfer_params"] = self._kv_transfer(request)
+        return 200, answer
+
+    async def _complete(self, asked: Asked, query: Query) -> tuple[int, object]:
+        """As a teacher: random log-probabilities of the prompt, and one token."""
+        prompt = asked.prompt
+        if len(prompt) >= self._max_len:
+            return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
+        await self._finish(Request(prompt, "", 1))
+        given = [{str(token): {"logprob": -self._random.expovariate(1.0), "rank": 1}} for token in prompt[1:]]
+        return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *given]}]}
+
+    async def _finish(self, request: Request) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._waiters[request] = done
+        self._scheduler.add(request)
+        self._work.set()
+        try:
+            await done
+        finally:
+            self._waiters.pop(request, None)
+            self._scheduler.abort(request)
+
+    def _answer(self, request: Request, tokens: list[int], finish: str) -> dict[str, Any]:
+        logprobs = [{"token_id": t, "logprob": -self._random.expovariate(1.0), "rank": 1} for t in tokens]
+        self._scheduler.counts[f"success_{finish}"] += 1
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "token_ids": tokens,
+            "logprobs": {"content": logprobs},
+            "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in request.spans],
+        }
+        usage = {"prompt_tokens": len(request.prompt), "completion_tokens": len(tokens)}
+        return {"request_id": f"generate-tokens-{uuid.uuid4().hex}", "choices": [choice], "usage": usage}
+
+    def _kv_transfer(self, request: Request) -> dict[str, Any]:
+        """What a decode engine is told about the KV that waits here."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": list(range(request.blocks)),
+            "remote_engine_id": self._id,
+            "remote_host": os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", ""),
+            "remote_port": int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")),
+            "tp_size": 1,
+        }
+
+    async def _pause(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._paused = True
+        if query.get("clear_cache", ["true"]) == ["true"]:
+            self._scheduler.clear_cache()
+        return 200, {"status": "paused"}
+
+    async def _resume(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._paused = False
+        return 200, {"status": "resumed"}
+
+    async def _hang_core(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._core_hangs = True
+        return 200, {}
+
+    @property
+    def _stands(self) -> bool:
+        return self._paused or self._core_hangs
+
+    async def _is_paused(self, asked: Asked, query: Query) -> tuple[int, object]:
+        return 200, {"is_paused": self._paused}
+
+    async def _update_weights(self, asked: Asked, query: Query) -> tuple[int, object]:
+        from primeslurm.wire.weight_transfer.filesystem import (  # only engines that outlive a step need it
+            MANIFEST,
+            read_manifest,
+        )
+
+        info = asked.update_info
+        if info.session is not msgspec.UNSET:  # the trainer sends, and has nothing to send
+            await asyncio.sleep(UPDATE_S)
+            return 200, {}
+        directory = Path(info.path)
+        manifest = read_manifest(directory)
+        if manifest is None or manifest.version != info.version:
+            return 500, {"error": f"{directory}: no {MANIFEST} of version {info.version}"}
+        for file in manifest.files:
+            found = files.status(directory / file.name)
+            if found is None or found.st_size != file.bytes:
+                return 500, {"error": f"{directory / file.name}: not the size that its manifest says"}
+        await asyncio.sleep(UPDATE_S)
+        return 200, {}
+
+    async def _finish_update(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._scheduler.version = str(asked.weight_version or "default")
+        return 200, {}
+
+    async def _set_version(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._scheduler.version = str(asked.new_version)
+        return 200, {}
+
+    async def _models(self, asked: Asked, query: Query) -> tuple[int, object]:
+        return 200, {"object": "list", "data": [{"id": self._served, "object": "model", "owned_by": "emulated"}]}
+
+    async def _metrics(self, asked: Asked, query: Query) -> tuple[int, object]:
+        return 200, exposition(self._scheduler)
+
+    async def _ok(self, asked: Asked, query: Query) -> tuple[int, object]:
+        return 200, {}
+
+
+class Hangable(SecretGate):
+    """Stops answering anything, with all connections open, once it is told to."""
+
+    def __init__(self, app: App) -> None:
+        super().__init__(app)
+        self._hanging = False
+
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or never answer."""
+        if scope["path"] == HANG_PATH:
+            self._hanging = True
+            await http_server.answer(send, 200, {})
+        elif self._hanging:
+            await asyncio.Event().wait()
+        else:
+            await super().serve(scope, receive, send)
+
+
+async def serve(host: str, port: int, engine: EmulatedEngine, *, gated: bool) -> None:
+    """Serve until cancelled.
+
+    Args:
+        host: address to listen at.
+        port: port to listen at.
+        engine: what answers.
+        gated: behind the gate of policy versions, as an engine; without it, as a teacher.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    server = await http_server.start(Hangable(VersionGate(engine) if gated else engine), host, port)
+    async with server:
+        await engine.run()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="primeslurm.testbed.emulated.engine", allow_abbrev=False)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-model-name", default="model")
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--num-gpu-blocks-override", type=int, default=KV_BLOCKS)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=BATCHED_TOKENS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--middleware", default="", help="engines that are trained for have the version gate")
+    options, _ = parser.parse_known_args(argv)
+    # engines of one deployment share a seed, and must not all answer alike
+    seed = hash((options.seed, options.host, options.port))
+    sizes = (options.max_model_len, options.num_gpu_blocks_override, seed, options.max_num_batched_tokens)
+    engine = EmulatedEngine(options.served_model_name, *sizes)
+    asyncio.run(serve(options.host, options.port, engine, gated=options.middleware.endswith("VersionGate")))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""Emulated environment worker: `python -m primeslurm.testbed.emulated.environment` with the real worker's command line.
+
+It takes jobs by the real protocol and samples every turn from the job's router through the real client; only the
+conversation is made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from primeslurm.base import files
+from primeslurm.orchestrator.algorithms import from_recipe
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
+from primeslurm.orchestrator.worker.generate_endpoint import SESSION_HEADER, AnswerTally, Completion, GenerateEndpoint
+from primeslurm.recipe import Recipe
+from primeslurm.testbed.emulated.rollout_script import FAILURES, Script, reward, script
+from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.transport.addresses import AddressBook
+
+
+@dataclass
+class Conversation:
+    """The tokens of a rollout so far, each with what is known of it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    observed: list[bool] = field(default_factory=list)
+    turns: int = 0
+    """Answers of the policy."""
+
+    def given(self, tokens: list[int]) -> None:
+        """Add what the environment said."""
+        self.observed += [self.turns > 0] * len(tokens)
+        self._add(tokens, [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens))
+
+    def sampled(self, completion: Completion) -> None:
+        """Add what the policy answered."""
+        tokens = completion.token_ids
+        self.turns += 1
+        self.observed += [False] * len(tokens)
+        self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
+
+    def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
+        self.token_ids += tokens
+        self.mask += mask
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def rollout(self, info: RolloutInfo, needs_observed: bool) -> Rollout:
+        """Return it as arrays of one entry a token.
+
+        Args:
+            info: everything else that is known of the rollout.
+            needs_observed: with the tokens that the environment answered marked.
+        """
+        return Rollout(
+            info,
+            np.array(self.token_ids, np.int32),
+            np.array(self.mask, np.bool_),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+            observed=np.array(self.observed, np.bool_) if needs_observed else None,
+        )
+
+
+class EmulatedEnvironment:
+    """Runs the rollouts of one environment of a recipe. `addresses` knows where the routers are."""
+
+    def __init__(self, recipe: Recipe, addresses: AddressBook) -> None:
+        self._recipe = recipe
+        self._needs_observed = from_recipe(recipe).needs_observed
+        self._addresses = addresses
+        self._endpoints: dict[str, GenerateEndpoint] = {}
+        self.tally = AnswerTally()
+
+    async def rollout(self, job: Job) -> tuple[Rollout, ...]:
+        """One conversation.
+
+        Raises:
+            RolloutError: the script of this rollout fails, so that runs of stand-ins also handle failures.
+        """
+        started = time.monotonic()
+        plan = script(self._recipe.seed, job.environment, job.example if job.task is None else job.task, job.id)
+        if plan.fails:
+            raise RolloutError(f"made-up failure: {FAILURES:.0%} of the rollouts of an emulated run fail on purpose")
+        talk, finish = await self._converse(job, plan)
+        versions = [version for version in talk.versions if version >= 0]
+        info = RolloutInfo(
+            id=job.id,
+            group=job.group,
+            environment=job.environment,
+            opened_version=job.opened_version,
+            reward=reward(job.id, sum(versions) / len(versions)),
+            turns=talk.turns,
+            finish_reason=finish,
+            seconds=time.monotonic() - started,
+        )
+        return (talk.rollout(info, self._needs_observed),)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+
+    async def _converse(self, job: Job, plan: Script) -> tuple[Conversation, str]:
+        talk = Conversation()
+        talk.given(plan.prompt[: self._recipe.max_len // 2])
+        for output in [*plan.tool_outputs, []]:
+            completion = await self._sample(job, talk.token_ids)
+            talk.sampled(completion)
+            if len(talk.token_ids) + len(output) >= self._recipe.max_len:
+                return talk, "length"
+            talk.given(output)
+        return talk, completion.finish_reason or "stop"
+
+    async def _sample(self, job: Job, tokens: list[int]) -> Completion:
+        if job.router not in self._endpoints:
+            timeout_s = self._recipe.orchestrator.request_timeout_s
+            where = functools.partial(self._addresses.url, job.router)
+            self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s, tally=self.tally)
+        environment = self._recipe.environment(job.environment)
+        sampling = self._recipe.sampling(environment).model_dump(exclude_none=True)
+        body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
+        self.tally.begin(job.id, job.task_key)
+        try:
+            return await self._endpoints[job.router].generate(body, {SESSION_HEADER: job.id})
+        finally:
+            self.tally.end(job.id)
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
+    environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
+    try:
+        where = (options.environment, options.worker, options.orchestrator)
+        await JobRunner(*where, environment.rollout, node=options.node, answers=environment.tally.take).serve()
+    finally:
+        await environment.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="primeslurm.testbed.emulated.environment", allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--orchestrator", required=True, help="ZMQ address")
+    parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(options))
+
+
+if __name__ == "__main__":
+    main()

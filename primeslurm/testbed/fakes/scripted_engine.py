@@ -1,0 +1,34 @@
+"""An engine that plays a recorded solution: each turn of a rollout is answered by the next line of a script."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from primeslurm.testbed.fakes.fake_engine import FakeEngine
+
+
+def tool_call(name: str, **arguments: str) -> str:
+    """What a model of Qwen3's family says to call a tool."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+class ScriptedEngine(FakeEngine):
+    """A FakeEngine that says what it was given to say, in order, for any prompt.
+
+    Args:
+        tokenizer: directory of the tokenizer.
+        script: the answers. After the last, it says that one again.
+    """
+
+    def __init__(self, tokenizer: Path, script: Sequence[str]) -> None:
+        self._script = script
+        self.prompts: list[str] = []
+        super().__init__(tokenizer)
+
+    def _sample(self, prompt: list[int], number: int) -> list[int]:
+        self.prompts.append(self._tokenizer.decode(prompt, skip_special_tokens=False))
+        answer = self._script[min(number, len(self._script)) - 1]
+        eos = self._tokenizer.eos_token_id
+        return [*self._tokenizer.encode(answer, add_special_tokens=False), eos]

@@ -1,1 +1,0 @@
-"""Layers that families are built of."""

@@ -1,0 +1,133 @@
+"""Who owes an answer for how long: the core behind an engine's server. Clocks are set by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from primeslurm.base.unresponsive_timer import MAX_GAP_S
+from primeslurm.inference.auth import App
+from primeslurm.inference.engine_core_watchdog import QUESTION, SILENT_S
+from primeslurm.inference.liveness_gate import LivenessGate
+from primeslurm.inference.version_gate import VersionGate
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUnresponsiveError
+from primeslurm.wire.transport import secret
+
+
+class Engine:
+    """A server that answers all that does not need its core, which a test lets hang."""
+
+    folder: Path
+
+    def __init__(self, gate: Callable[[App], LivenessGate] = VersionGate) -> None:
+        self.core = asyncio.Event()
+        self.core.set()
+        self.questions = 0
+        self.now = 0.0
+        self.gate = gate(self)
+        self.gate._core._clock = lambda: self.now
+        transport = httpx.ASGITransport(app=self.gate)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://engine", headers=secret.header())
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        self.questions += scope["path"] == QUESTION
+        if scope["path"] in (QUESTION, "/update_weights", "/inference/v1/generate"):
+            await self.core.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def look(self, seconds: int, step: float = 1.0, path: str = "/primeslurm/status") -> int:
+        """Have time pass with a look at each of its steps; returns the last status."""
+        status = 0
+        for _ in range(seconds):
+            self.now += step
+            for _ in range(10):  # requests within one process do not give others a turn
+                await asyncio.sleep(0)
+            status = (await self.http.get(path)).status_code
+        return status
+
+
+@pytest.fixture
+async def engine(tmp_path: Path) -> Engine:
+    engine = Engine()
+    engine.folder = tmp_path
+    await engine.http.post("/update_weight_version", json={"new_version": "0"})
+    return engine
+
+
+async def test_a_core_that_hangs_closes_its_engine_until_it_answers(engine: Engine) -> None:
+    assert await engine.look(60) == 200
+    asked = engine.questions
+    assert asked >= 30, "it is asked anew after each answer"
+    engine.core.clear()
+    assert await engine.look(int(SILENT_S)) == 200
+    assert await engine.look(5) == 504
+    assert engine.questions <= asked + 2, "one question at a time: they would pile up in a core that hangs"
+    for path, method in (("/health", "GET"), ("/inference/v1/generate", "POST"), ("/v1/models", "GET")):
+        refused = await engine.http.request(method, path)
+        assert (
+            refused.status_code == (504 if path == "/health" else 503)
+            and "core has not answered" in refused.json()["error"]
+        )
+    engine.core.set()
+    assert await engine.look(2) == 200
+    assert (await engine.http.get("/health")).status_code == 200
+
+
+async def test_a_teacher_or_a_served_model_whose_core_hangs_is_left_out_and_named() -> None:
+    """Their agents ask `/health`; nobody tells them of policies."""
+    engine = Engine(LivenessGate)
+    assert await engine.look(60, path="/health") == 200 and engine.questions >= 30
+    engine.core.clear()
+    assert await engine.look(int(SILENT_S), path="/health") == 200
+    assert await engine.look(5, path="/health") == 504
+    refused = await engine.http.post("/v1/completions")
+    assert refused.status_code == 503 and "core has not answered" in refused.json()["error"]
+    engine.core.set()
+    assert await engine.look(2, path="/health") == 200
+    assert (await engine.http.post("/v1/completions")).status_code == 200
+
+
+async def test_a_core_that_compiles_is_not_silent(engine: Engine) -> None:
+    """DeepGEMM's kernels, for example, take minutes when an engine meets their shapes for the first time."""
+    engine.core.clear()
+    with subprocess.Popen([shutil.copy("/bin/sleep", engine.folder / "ptxas"), "600"]) as compiler:
+        assert await engine.look(300) == 200
+        compiler.kill()
+    assert await engine.look(int(SILENT_S) + 2) == 504
+
+
+async def test_a_core_that_loads_weights_owes_nothing_meanwhile(engine: Engine) -> None:
+    """Whoever has it do so has a limit for that."""
+    engine.core.clear()
+    update = asyncio.create_task(engine.http.post("/update_weights", json={}))
+    assert await engine.look(600) == 200
+    update.cancel()
+    await asyncio.gather(update, return_exceptions=True)
+    assert await engine.look(int(SILENT_S) + 2) == 504
+
+
+async def test_a_server_that_stood_still_itself_blames_nobody(engine: Engine) -> None:
+    await engine.look(2)
+    engine.core.clear()
+    await engine.look(1)
+    assert await engine.look(3, step=3600.0) == 200
+    assert engine.gate._core.silent_s <= 4 * MAX_GAP_S
+
+
+async def test_the_orchestrator_takes_it_for_silent_and_no_other_error_for_that(engine: Engine) -> None:
+    client = EngineClient(lambda: "http://engine", "/model")
+    client._looking = engine.http
+    assert (await client.status()).version == 0
+    engine.core.clear()
+    await engine.look(int(SILENT_S) + 2)
+    with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
+        await client.status()

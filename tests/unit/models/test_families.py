@@ -1,0 +1,117 @@
+"""Families are found: those of this package by their modules, those of others by entry points."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.base.errors import UsageError
+from primeslurm.models import Parsers, RendererTraits, bundled, families, family_of, parsers_of
+from primeslurm.models.renderers import DEFAULT, RENDERERS, renderer_traits, renderers_of
+
+ROOT = Path(__file__).resolve().parents[3]
+
+FAMILY = """
+from primeslurm.models import Capabilities, Family, RendererTraits
+
+FOUND = Family(
+    name="found",
+    model_types={"found": Capabilities(), "found_moe": Capabilities(ep=True)},
+    renderer="other_package:Renderer",
+    renderer_traits={"other_package:Renderer": RendererTraits(describes_tools=True)},
+)
+AGAIN = Family(name="again", model_types={"qwen3": Capabilities()})
+"""
+
+
+@pytest.fixture
+def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory that packages can be put into."""
+    monkeypatch.syspath_prepend(tmp_path)
+    families.cache_clear()
+    yield tmp_path
+    families.cache_clear()
+    sys.modules.pop("other_package", None)
+
+
+def install(directory: Path, *values: str) -> None:
+    """A package with these entry points."""
+    (directory / "other_package.py").write_text(FAMILY)
+    about = directory / "other_package-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: other-package\nVersion: 1.0\n")
+    lines = [f"family{index} = {value}" for index, value in enumerate(values)]
+    (about / "entry_points.txt").write_text("\n".join(["[primeslurm.models]", *lines]))
+
+
+def test_the_module_of_a_family_has_its_name() -> None:
+    modules = {Path(str(sys.modules[f"primeslurm.models.{family.name}"].__file__)).stem for family in bundled()}
+    assert modules == {family.name for family in bundled()} and len(modules) == len(bundled()) > 10
+
+
+def test_no_two_families_have_a_model_type() -> None:
+    types = [model_type for family in bundled() for model_type in family.model_types]
+    assert len(types) == len(set(types))
+
+
+def test_a_family_of_an_installed_package_is_found(site_packages: Path) -> None:
+    install(site_packages, "other_package:FOUND")
+    assert families()[:-1] == bundled()
+    found = family_of("found_moe")
+    assert found is not None and found.name == "found" and found.model_types["found_moe"].ep
+    assert renderers_of("found", "m") == ("other_package:Renderer",)
+    assert renderer_traits("other_package:Renderer").describes_tools
+    assert renderer_traits("other_package:Another") == RendererTraits()
+
+
+def test_what_a_renderer_is_like_is_said_by_its_family_alone() -> None:
+    """By the names of renderers in the code around: none but that of the plain chat template."""
+    own = {name for family in bundled() for name in (family.renderer, *family.renderers.values()) if name}
+    names = {*RENDERERS, *own} - {DEFAULT}
+    for family in bundled():
+        assert family.renderer_traits.keys() <= {family.renderer, *family.renderers.values()}
+    found = [
+        (path.name, node.value)
+        for path in (ROOT / "primeslurm" / "orchestrator").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        (["other_package:MISSING"], "other_package:MISSING: cannot be imported: AttributeError"),
+        (["no_such_package:FOUND"], "cannot be imported: ModuleNotFoundError"),
+        (["other_package:Capabilities"], "is a type, no Family"),
+        (["other_package:AGAIN"], "another family has the model type qwen3"),
+        (["other_package:FOUND", "other_package:FOUND"], "another family has the model type found, found_moe"),
+    ],
+)
+def test_what_is_wrong_with_a_packages_family_is_said(site_packages: Path, values: list[str], why: str) -> None:
+    install(site_packages, *values)
+    with pytest.raises(UsageError, match=why):
+        families()
+
+
+@pytest.mark.parametrize(
+    ("name", "parsers"),
+    [
+        ("deepseek-ai/DeepSeek-V3.2-Exp", Parsers("deepseek_v32", "deepseek_v3")),
+        ("DeepSeek-V3-0324", Parsers("deepseek_v3")),
+        ("DeepSeek-R1-0528-Qwen3-8B", Parsers("hermes", "qwen3")),
+        ("Qwen3-VL-30B-A3B-Instruct", Parsers("hermes", "qwen3")),
+        ("Qwen3.5-35B-A3B", Parsers("qwen3_coder", "qwen3")),
+        ("GLM-4.7", Parsers("glm47", "glm45")),
+        ("GLM-4.6", Parsers("glm45", "glm45")),
+        ("INTELLECT-3/", Parsers("qwen3_coder", "deepseek_r1")),
+        ("qwen3/step-100", Parsers()),
+    ],
+)
+def test_the_most_telling_part_of_a_name_says_how_a_model_writes(name: str, parsers: Parsers) -> None:
+    assert parsers_of(name) == parsers

@@ -1,0 +1,323 @@
+"""A restarted orchestrator goes on with what its workers run: nothing is lost, nothing comes twice, nothing too old."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe.sections.staleness import Staleness
+from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
+from tests.support.scripted_run import STEPS
+from tests.unit.orchestrator.test_dispatch import dispatcher, limits, rollout, run_all
+from tests.unit.orchestrator.test_dispatch_sizes import age
+from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run
+
+LAST = 12
+RULES = [
+    Staleness(),
+    Staleness(rule="mask"),
+    Staleness(rule="partial", at_least=2),
+    Staleness(rule="carry", at_least=2),
+    Staleness(extra_rollouts=1),
+    Staleness(extra_rollouts=1, surplus="carry"),
+]
+
+
+def restarted(limit: DispatchLimits, step: int = 1, **known: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", step, examples=examples)
+    made.version = 0
+    return made
+
+
+def test_a_group_goes_on_where_it_was() -> None:
+    made = dispatcher(limits())
+    first, second, *_ = run_all(made)
+    assert first.group == second.group
+    assert made.finished(first.id, rollout(first)) is None and made.keeps(first.id)
+    again = restarted(limits(), cursors={}, unfinished=made.unfinished)
+    assert again.claim(second, runs=True) and again.claim(first, runs=False)
+    assert first.id not in {job.id for job in run_all(again)}
+    assert again.finished(first.id, rollout(first)) is None
+    group = again.finished(second.id, rollout(second))
+    assert group is not None and group.id == first.group and group.opened_version == 0
+    assert again.keeps(first.id), "it is not on disk yet"
+    assert again.add_ready(group) and not again.keeps(first.id)
+    opened = [job.group for job in run_all(again)]
+    assert first.group not in opened, "its example is not begun anew"
+
+
+@pytest.mark.parametrize(
+    "why", ["own", "evaluation", "attempt", "environment", "replica", "old", "complete", "full", "anew"]
+)
+def test_what_nobody_wants_is_not_claimed(why: str) -> None:
+    made = dispatcher(limits())
+    job, other, *_ = run_all(made)
+    taken = {job.group} if why == "complete" else ()
+    again = restarted(limits(), step=5 if why == "old" else 1, taken=taken)
+    changes = {
+        "own": {"sender": "later"},
+        "evaluation": {"sender": ""},
+        "attempt": {"cache_salt": "run.2:0"},
+        "environment": {"environment": "gone"},
+        "replica": {"router": "http://gone"},
+    }
+    if why == "full":
+        assert again.claim(job, runs=True) and again.claim(other, runs=True)
+        job = Job("more", *[getattr(job, name) for name in job.__struct_fields__[1:]])
+    if why == "anew":
+        again.version = 1
+        assert job.group in {new.group for new in run_all(again)}
+    found = Job(**{name: getattr(job, name) for name in job.__struct_fields__} | changes.get(why, {}))
+    before = again.inflight
+    assert not again.claim(found, runs=True) and again.inflight == before
+
+
+def test_a_carried_rollout_goes_on_though_its_group_is_trained() -> None:
+    rule = Staleness(rule="carry", at_least=2)
+    made = restarted(limits(group_sizes={"a": 4, "b": 4}, max_inflight=8, ratios={"a": 1.0}, staleness=rule))
+    jobs = [job for job in run_all(made) if job.group == "a-00000000"]
+    for job in jobs[:2]:
+        made.finished(job.id, rollout(job))
+    known, group = {"cursors": made.cursors, "unfinished": made.unfinished}, made.open["a-00000000"].complete()
+    incarnations = iter(["a", "b"])
+
+    def again(taken: set[str]) -> Dispatcher:
+        examples = Examples(made.limits.ratios, taken=taken, **known)
+        return Dispatcher(made.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, examples=examples)
+
+    trained = again({"a-00000000"})
+    trained._examples.mark_opened(("a", 0))
+    assert not trained.claim(jobs[1], runs=False), "what has ended may be in the group that is trained"
+    assert trained.claim(jobs[2], runs=True) and trained.claim(jobs[3], runs=True)
+    assert not trained.claim(jobs[3], runs=True)
+    (part,) = [one for one in trained.open.values() if one.jobs]
+    assert (part.id, part.jobs) == ("a-00000000.2001", {jobs[2].id: 0, jobs[3].id: 1})
+    assert not part.to_dispatch, "with `at_least` rollouts it is not filled up"
+    more, *others = (msgspec.structs.replace(jobs[2], id=f"{group.id}/{n}-c") for n in (4, 5, 6))
+    assert trained.claim(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3, "it grows"
+    for job in [*jobs[2:], more]:
+        last = trained.finished(job.id, rollout(job))
+    assert last is not None and last.id == part.id and trained.add_ready(last)
+    assert all(trained.claim(job, runs=True) for job in others), "and the next part has room"
+    lost = again(set())  # the group that was complete was not on disk: its example comes again, with them in it
+    carried = msgspec.structs.replace(more, group=part.id)
+    assert lost.claim(carried, runs=True) and not lost.claim(msgspec.structs.replace(carried, id="ended"), runs=False)
+    assert list(lost.open) == [group.id]
+    dropped = limits(group_sizes={"a": 4}, ratios={"a": 1.0})
+    examples = Examples(dropped.ratios, taken={group.id}, **known)
+    examples.mark_opened(("a", 0))
+    plain = Dispatcher(dropped, ["http://r0", "http://r1"], "run.1", "c", 2, examples=examples)
+    assert not plain.claim(jobs[2], runs=True), "nothing is carried by this rule"
+
+
+class Campaign:
+    """A dispatcher and its workers, whose orchestrator is killed now and then."""
+
+    def __init__(self, limit: DispatchLimits, source: random.Random) -> None:
+        self.limits, self.source = limit, source
+        self.made = restarted(limit)
+        self.kills = self.claimed = 0
+        self.running: dict[str, Job] = {}
+        self.held: dict[str, Job] = {}
+        self.used: list[RolloutGroup] = []
+        self.uncommitted: list[list[str]] = []
+        self.writing: list[RolloutGroup] = []
+        """Complete groups that are not on disk yet."""
+        self.given_up: set[str] = set()
+        """Groups whose rollouts failed too often."""
+        self.stale: set[str] = set()
+        """Complete groups that became too old: their examples come again."""
+        self.late: Counter[str] = Counter()
+        """Rollouts that were claimed when others had begun in their place, by example: they are trained, too."""
+        self.record()
+
+    def record(self) -> None:
+        """What a batch's record says of positions."""
+        made = self.made
+        self.known = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
+
+    def end(self, job: Job) -> None:
+        group = self.made.finished(job.id, rollout(job, max(0, self.made.version)))
+        self.held[job.id] = job
+        for name in self.made.take_surplus_jobs():
+            del self.running[name]
+        self.running.pop(job.id, None)
+        if group is not None:
+            self.writing.append(group)
+
+    def fail(self, job: str) -> None:
+        before = set(self.made.open)
+        for name in [job, *self.made.failed(job)]:
+            del self.running[name]
+        self.given_up |= before - self.made.open.keys()
+
+    def write(self) -> None:
+        while self.writing:
+            self.add(self.writing.pop(0))
+
+    def add(self, group: RolloutGroup) -> None:
+        """A group is on disk; one that is too old is deleted when it is on record that its example comes again."""
+        if not self.made.add_ready(group):
+            self.stale.add(group.id)
+            self.record()
+
+    def kill(self) -> None:
+        self.kills += 1
+        before = self.made
+        held = [job for name, job in self.held.items() if before.keeps(name) and self.source.random() < 0.9]
+        self.writing = []
+        version, ready = before.version, before.ready
+        incarnation = f"i{self.kills}"
+        taken = {name for names in self.uncommitted for name in names}
+        examples = Examples(self.limits.ratios, taken=taken, **self.known)
+        self.made = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, examples=examples)
+        for group in sorted(ready, key=lambda group: group.id):
+            self.add(group)
+        jobs = [*self.running.values(), *held]
+        self.source.shuffle(jobs)
+        late = [job for job in jobs if self.source.random() < 0.1]  # of a worker that was not heard of in time
+        finished = {job.id for job in held}
+        self.running = {}
+        for job in jobs:
+            if job not in late:
+                self.claim(job, finished)
+        self.made.version = version
+        for job in late:
+            self.begin()
+            self.late[job.group.partition(".")[0]] += self.claim(job, finished)
+
+    def claim(self, job: Job, finished: set[str]) -> bool:
+        """Whether it was claimed."""
+        runs = job.id not in finished
+        if not self.made.claim(job, runs=runs):
+            return False
+        assert not self.made.claim(job, runs=runs), "it is already"
+        self.claimed += 1
+        self.running[job.id] = job
+        if job.id in finished:
+            self.end(job)
+        return True
+
+    def begin(self) -> None:
+        while job := self.made.next_job(self.limits.ratios):
+            self.running[job.id] = job
+
+    def cut(self) -> None:
+        step = self.made.step
+        swept = self.made.apply_age_limit(step)
+        self.stale |= {group.id for group in swept.stale}
+        for name in swept.cancelled:
+            self.running.pop(name, None)
+        for group in swept.early:
+            self.writing.append(group)
+        returned = self.made.returned
+        batch = self.made.cut() or []
+        if batch:
+            self.uncommitted = [*self.uncommitted[-1:], [group.id for group in batch]]
+        for group in batch:
+            oldest = step - 1 - self.limits.max_off_policy_steps
+            assert age(group, self.limits.staleness, returned) >= oldest
+            self.used.append(group)
+        self.record()
+        self.made.version = self.made.step - 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rule=st.sampled_from(RULES),
+    sizes=st.sampled_from([(4,), (2, 4)]),
+    off_policy=st.integers(0, 4),
+    seed=st.integers(0, 2**32),
+)
+def test_any_order_of_ends_failures_and_kills(
+    rule: Staleness, sizes: Sequence[int], off_policy: int, seed: int
+) -> None:
+    source, labels = random.Random(seed), [f"e{index}" for index in range(len(sizes))]
+    batch = 2 * sizes[-1]
+    ratios = {label: source.choice([0.5, 1.0, 3.0]) for label in labels}
+    limit = DispatchLimits(
+        dict(zip(labels, sizes, strict=True)), batch, source.randint(4, 3 * batch), off_policy, LAST, ratios, 1.0, rule
+    )
+    run = Campaign(limit, source)
+    run.made = Dispatcher(limit, ["r0"], "run", "i0")
+    run.made.version = 0
+    for _ in range(6000):
+        if run.made.step > LAST:
+            break
+        run.begin()
+        event = source.random()
+        if run.running and event < 0.75:
+            run.end(source.choice(list(run.running.values())))
+        elif run.running and event < 0.8:
+            run.fail(min(run.running))  # of a group that was begun early: some are given up
+        elif run.running and event < 0.85:
+            run.made.lost(job := source.choice(list(run.running)))
+            del run.running[job]
+        elif event < 0.86:
+            run.kill()
+        elif event < 0.93:
+            run.write()
+        else:
+            run.cut()
+        assert set(run.running) == set(run.made._jobs)
+        ends = sum(run.made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
+        assert run.made.counts["dispatched"] == ends + run.made.inflight
+    assert run.made.step == LAST + 1, "no dead end"
+    rollouts = [sequence.info.id for group in run.used for sequence in group.sequences]
+    assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
+    names = [group.id for group in run.used]
+    assert len(names) == len(set(names)), "no group is"
+    if rule.rule == "carry":
+        for name in {name.partition(".")[0] for name in names} - run.stale:
+            mine = [group.size for group in run.used if group.id.partition(".")[0] == name]
+            most = limit.group_sizes[name.partition("-")[0]] + (len(mine) - 1) * (rule.at_least - 1)
+            assert sum(mine) <= most + run.late[name], "no example is trained more than others"
+    waiting = {group.id for group in (*run.made.ready, *run.writing)}
+    for label, cursor in run.made.cursors.items():
+        every = {f"{label}-{example:08d}" for example in range(cursor)}
+        unfinished = {f"{name}-{example:08d}" for name, example in run.made.unfinished}
+        known = {name.partition(".")[0] for name in (*names, *run.given_up)} | waiting | unfinished
+        assert every <= known, "no example is lost"
+
+
+def test_a_killed_orchestrator_finds_its_rollouts_where_they_were(tmp_path: Path) -> None:
+    """Real processes: what was in flight goes on in its worker."""
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        run = FakeRun(engine, tmp_path)
+        state = run.run_dir / "attempts/1/state/orchestrator.json"
+
+        def seen(what: str) -> int:
+            return int(json.loads(state.read_text())["counts"].get(what, 0)) if state.exists() else 0
+
+        try:
+            engine.held = True
+            run.start("orchestrator")
+            run.start("worker")
+            link = run.link()
+            run.publish(link, 0)
+            while not (seen("dispatched") and engine.requests):
+                time.sleep(0.1)
+            run.kill("orchestrator")
+            run.start("orchestrator")
+            while not seen("claimed"):
+                time.sleep(0.1)
+            engine.held = False
+            for step in range(1, STEPS + 1):
+                run.train(link, step)
+            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+            check_whole_run(run)
+        finally:
+            run.stop()

@@ -1,0 +1,262 @@
+"""Shares of batches as files: written once, there until the commit, the same for whoever asks again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from weakref import ReferenceType, ref
+
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator.algorithms import from_recipe
+from primeslurm.orchestrator.batching.batches import Batches, StepShard
+from primeslurm.orchestrator.batching.shard_files import ShardFiles
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
+from primeslurm.recipe import Recipe
+from primeslurm.records.reserve import Reserve
+from primeslurm.trainer.loops.prefetch import Prefetch
+from primeslurm.wire.batches import batch_files
+from primeslurm.wire.batches.rollouts import Frame, RankShard
+from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, LinkError
+from tests.support.batches import received
+from tests.support.recipes import recipe_data
+from tests.unit.orchestrator.test_packing import group
+from tests.unit.wire.test_batch_files import empty
+
+RECIPE = Recipe.model_validate(recipe_data())
+
+
+def batches_of(run: Path, steps: Sequence[int] = (1, 2, 3, 4)) -> Batches:
+    spool = Spool(run / "rollouts")
+    made = Batches(RECIPE, from_recipe(RECIPE), spool.on_disk)
+    for step in steps:
+        groups = [
+            RolloutGroup(f"g-{step}", "reverse-text", step, 0, group([5, 9 + step], [1.0, 0.0]).rollouts),
+        ]
+        for one in groups:
+            spool.put(one)
+        made.add(step, groups)
+    return made
+
+
+def files_of(run: Path, batches: Batches, attempt: int = 1, committed: int = 0) -> ShardFiles:
+    return ShardFiles(run, attempt, batches, committed, retry_s=0.01)
+
+
+async def asked(files: ShardFiles, share: StepShard, *, unreadable: bool = False) -> Path:
+    while True:
+        answer = await files.answer(share, unreadable=unreadable, within_s=60)
+        assert answer is not None
+        if answer.kind == "file":
+            return Path(answer.path)
+
+
+def run_with(run: Path, scenario: Callable[[ShardFiles, Batches], object]) -> None:
+    async def whole() -> None:
+        batches = batches_of(run)
+        files = files_of(run, batches)
+        await scenario(files, batches)  # type: ignore[misc]
+        files.close()
+        batches.close()
+
+    asyncio.run(whole())
+
+
+def test_every_rank_reads_its_own_piece_and_nothing_else(tmp_path: Path) -> None:
+    async def scenario(files: ShardFiles, batches: Batches) -> None:
+        shares = [StepShard(4, RankShard(dp, 2, cp, 2)) for dp in range(2) for cp in range(2)]
+        sent = {share: batches.get(share) for share in shares}
+        paths = await asyncio.gather(*(asked(files, share) for share in shares))
+        for share, path in zip(shares, paths, strict=True):
+            frames = sent[share]
+            assert frames is not None
+            found = batch_files.read(path, empty, LARGEST_BATCH)
+            assert [*map(bytes, found.encode())] == [*map(bytes, received(frames).encode())]
+            assert batches.encoded(share) is None, "it is asked for no more"
+
+    run_with(tmp_path, scenario)
+
+
+def test_a_share_is_written_once_whoever_asks_however_often(tmp_path: Path) -> None:
+    async def scenario(files: ShardFiles, batches: Batches) -> None:
+        share = StepShard(4, RankShard(0, 2))
+        paths = await asyncio.gather(*(asked(files, share) for _ in range(5)))
+        first = paths[0].stat()
+        assert set(paths) == {paths[0]}
+        restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # which has no groups at all
+        assert await asked(restarted, share) == paths[0]
+        assert await asked(restarted, share, unreadable=True) == paths[0], "it is whole: the reader's fault has passed"
+        assert paths[0].stat().st_ino == first.st_ino
+        assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
+        restarted.close()
+
+    run_with(tmp_path, scenario)
+
+
+def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
+    async def scenario(files: ShardFiles, batches: Batches) -> None:
+        share = StepShard(1, RankShard(0, 2))
+        path = await asked(files, share)
+        before = path.read_bytes()
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+        assert await asked(files, share) == path, "who does not say so gets what there is"
+        assert await asked(files, share, unreadable=True) == path
+        assert path.read_bytes() == before
+        path.unlink()
+        assert await asked(files, share, unreadable=True) == path and path.read_bytes() == before
+
+    run_with(tmp_path, scenario)
+
+
+def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
+    async def scenario(files: ShardFiles, batches: Batches) -> None:
+        paths = {step: await asked(files, StepShard(step, RankShard(0, 1))) for step in (1, 2, 3, 4)}
+        old = tmp_path / "batches" / "7" / "step_000009" / "rank_0_of_1.0_of_1"
+        old.parent.mkdir(parents=True)
+        old.write_text("of another attempt")
+        files.committed(2)
+        await files.tidy()
+        assert {step for step, path in paths.items() if path.exists()} == {3, 4} and not old.exists()
+
+    run_with(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_is_waited_for_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    full, write = [True], batch_files.write
+
+    def written(path: Path, frames: Sequence[Frame]) -> None:
+        if full[0]:
+            raise OSError(number, os.strerror(number))
+        write(path, frames)
+
+    monkeypatch.setattr(batch_files, "write", written)
+
+    async def scenario(files: ShardFiles, batches: Batches) -> None:
+        share = StepShard(4, RankShard(0, 1))
+        for _ in range(3):
+            assert await files.answer(share, unreadable=False, within_s=0.05) == Answer("wait")
+        while not caplog.records:
+            await asyncio.sleep(0.01)
+        assert [record.message for record in caplog.records].count(
+            f"a share of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
+        ) == 1
+        reserve = Reserve(tmp_path, size=1 << 20)
+        assert reserve.fill() and reserve.give_up()
+        full[0] = False
+        assert (await files.answer(share, unreadable=False, within_s=0.2)) == Answer("wait"), "space is for records"
+        (tmp_path / ".reserve").unlink()
+        assert (await asked(files, share)).exists()
+
+    run_with(tmp_path, scenario)
+
+
+def test_another_fault_of_the_disk_is_told(tmp_path: Path) -> None:
+    async def scenario(files: ShardFiles, batches: Batches) -> None:
+        (tmp_path / "batches").write_text("no directory")
+        with pytest.raises(OSError, match="batches"):
+            await asked(files, StepShard(4, RankShard(0, 1)))
+        (tmp_path / "batches").unlink()
+        assert (await asked(files, StepShard(4, RankShard(0, 1)))).exists(), "it is tried again"
+
+    run_with(tmp_path, scenario)
+
+
+@pytest.fixture
+def batches(tmp_path: Path) -> Iterator[Batches]:
+    made = batches_of(tmp_path)
+    yield made
+    made.close()
+
+
+def held(batches: Batches) -> set[int]:
+    """Steps whose rollouts are in memory."""
+    return {
+        step for step, groups in batches._groups.items() if not all(isinstance(one, SpooledGroup) for one in groups)
+    }
+
+
+def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_path: Path, batches: Batches) -> None:
+    batches.get(StepShard(4, RankShard(0, 1)))
+    assert held(batches) == {3, 4}
+    first = {step: [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] for step in (1, 2, 3, 4)}
+    assert all(first.values())
+    for step in (1, 2, 3, 4, 1):
+        assert [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] == first[step]
+        assert held(batches) <= {3, 4}, "what was given back stays on disk"
+        packed = {key[0] for key in batches._packed}
+        assert len(packed) <= 2 and step in packed and {share.step for share in batches._encoded} <= packed
+    batches.committed(3)
+    assert batches.get(StepShard(2, RankShard(0, 1))) is None and batches.get(StepShard(4, RankShard(0, 1))) is not None
+
+
+async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, routed = Spool(tmp_path / "rollouts"), np.zeros((10, 3, 2), np.uint8)
+    for number in range(3):
+        (first,), *others = group([5, 9], [1.0, 0.0]).rollouts
+        replayed = replace(first, routed_experts=routed[: len(first.token_ids)])
+        spool.put(RolloutGroup(f"g-{number}", "reverse-text", number, 0, ((replayed,), *others)))
+    restarted = Batches(RECIPE, from_recipe(RECIPE), spool.on_disk)
+    restarted.add(1, spool.load())
+    read, whole = list[ReferenceType[RolloutGroup]](), SpooledGroup.whole
+
+    def watched(one: SpooledGroup) -> RolloutGroup:
+        assert all(before() is None for before in read), "it is still in memory"
+        found = whole(one)
+        read.append(ref(found))
+        return found
+
+    monkeypatch.setattr(SpooledGroup, "whole", watched)
+    told = await restarted.read(1)
+    assert len(read) == 3 and held(restarted) == set()
+    monkeypatch.undo()
+    for mine, one in zip(told, spool.load(), strict=True):
+        for slim, sequence in zip(mine.sequences, one.sequences, strict=True):
+            assert slim.routed_experts is None and slim.info == sequence.info
+            for name in ("token_ids", "mask", "logprobs", "versions"):
+                array = getattr(slim, name)
+                assert np.array_equal(array, getattr(sequence, name)) and array.base is None
+    (tmp_path / "rollouts" / "g-1.group").write_bytes(b"")
+    assert await restarted.read(1) == [] == await restarted.read(2)
+    restarted.close()
+
+
+def test_a_file_that_stays_unreadable_ends_the_wait_with_its_name(tmp_path: Path) -> None:
+    from primeslurm.wire.link import trainer_link
+    from tests.unit.wire.test_wire import Server
+
+    class Naming(Server):
+        async def answer(self, request: trainer_link.Request) -> Answer:
+            self.seen.append(request)
+            return Answer("file", path=str(tmp_path / "share"))
+
+    server = Naming()
+    client = trainer_link.TrainerLink(server.address)
+    with pytest.raises(LinkError, match=r"no batch for step 1 within 0 s; \S+share cannot be read: .*No such file"):
+        client.get_batch(1, RankShard(0, 1), timeout_s=0)
+    frames = batches_of(tmp_path / "run").get(StepShard(1, RankShard(0, 2)))
+    assert frames is not None
+    batch_files.write(tmp_path / "share", frames)
+    with pytest.raises(LinkError, match="it holds BatchInfo"):
+        client.get_batch(2, RankShard(0, 2), timeout_s=0)
+    asked = [request.unreadable for request in server.seen if isinstance(request, trainer_link.GetBatch)]
+    assert client.get_batch(1, RankShard(0, 2), timeout_s=0) is not None and asked == [False, False]
+    client.close()
+    ahead = Prefetch(client, RankShard(0, 2, 0, 1), 60)
+    ahead.begin(1)
+    assert ahead._fetch is not None
+    ahead._fetch._thread.join(60)
+    found = ahead.take(1)
+    assert found is not None and [*map(bytes, found.encode())] == [*map(bytes, received(frames).encode())]
+    assert isinstance(last := server.seen[-1], trainer_link.GetBatch) and last.ahead
+    server.stop()
