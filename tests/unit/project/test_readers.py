@@ -29,13 +29,13 @@ FUZZED = {
         "test_doors:test_a_door_answers_or_hangs_up_and_counts_no_stranger"
     ),
     "inference/router/workers.py:listed": "test_answers:test_lists_of_routers",
-    "orchestrator/dispatch/curricula.py:_read_lines": "test_files:test_outcomes_of_curricula",
+    "orchestrator/dispatch/curricula.py:_read": "test_files:test_outcomes_of_curricula",
     "orchestrator/environments/sandbox/box.py:Box._read": "test_sandbox:test_nothing_else_breaks",
     "orchestrator/environments/shell.py:ShellHarness._output": (
         "test_answers:test_arguments_of_a_call_are_what_the_model_says"
     ),
     "orchestrator/evaluation/archive.py:Archive.unfinished": "test_files:test_unfinished_evaluations",
-    "orchestrator/progress.py:restore": "test_files:test_how_far_a_run_is",
+    "orchestrator/pipeline/progress.py:restore": "test_files:test_how_far_a_run_is",
     "orchestrator/rendering/deepseek_v31.py:_read": "test_answers:test_arguments_that_are_read_for_protocols",
     "orchestrator/rendering/dialects.py:_arguments": "test_answers:test_arguments_that_are_read_for_protocols",
     "orchestrator/rollouts/generate_endpoint.py:completion_of": "test_answers:test_answers_of_engines",
@@ -54,7 +54,7 @@ FUZZED = {
     "orchestrator/rollouts/worker_pool.py:WorkerPool._receive": (
         "test_sockets:test_what_no_worker_says_is_passed_over"
     ),
-    "orchestrator/rollouts/worker_pool.py:WorkerPool.serve": "test_sockets:test_what_no_worker_says_is_passed_over",
+    "orchestrator/rollouts/worker_pool.py:WorkerPool.receive": "test_sockets:test_what_no_worker_says_is_passed_over",
     "orchestrator/telemetry/worker_deaths.py:load": "test_files:test_deaths_of_workers",
     "orchestrator/teacher/client.py:_logprob_in": "test_answers:test_answers_of_teachers",
     "orchestrator/teacher/client.py:_logprobs_in": "test_answers:test_answers_of_teachers",
@@ -105,7 +105,7 @@ OWN = {
         "chat/lines.py",
         "chat/messages.py",
         "node/preflight/checks.py",
-        "orchestrator/batching/filters.py",
+        "orchestrator/batching/group_filter.py",
         "orchestrator/environments/math_problems.py",
         "orchestrator/rendering/choosing.py",
         "orchestrator/rendering/harmony.py",
