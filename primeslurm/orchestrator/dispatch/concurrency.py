@@ -391,7 +391,8 @@ class Concurrency:
     @property
     def slots(self) -> dict[str, int]:
         """Return the limit by router. Empty if engines report no metrics: then replicas have no limit."""
-        if not self._last and self._began_at is not None and (self._observed_at or 0.0) - self._began_at >= NO_METRICS_S:
+        began_at = self._observed_at if self._began_at is None else self._began_at
+        if not self._last and (self._observed_at or 0.0) - (began_at or 0.0) >= NO_METRICS_S:
             return {}
         # Dispatch starts when the first engine has the policy; others may be minutes late.
         slots = {replica: limit.slots for replica, limit in self._limits.items()}
