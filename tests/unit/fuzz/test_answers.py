@@ -323,7 +323,7 @@ def test_lists_of_routers(data: bytes) -> None:
 async def test_arguments_of_a_call_are_what_the_model_says(arguments: Any) -> None:
     """No command is run, so no program is needed."""
     harness, nothing = ShellHarness(ShellConfig(id="shell")), cast(Runtime, None)
-    assert (await harness._output({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
+    assert (await harness.run_command({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
 
 
 CALL = b'{"city": "Rome", "days": [1, 2]}'

@@ -15,8 +15,8 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, provision_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs
-from primeslurm.orchestrator.environments.sandbox import containers, disk
+from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
 from tests.support.verifiers_restored import restored
@@ -38,7 +38,9 @@ if words[:2] == ["instance", "start"]:
     pathlib.Path(sys.argv[0] + ".asked").write_text(json.dumps(words))
 '''
 )
-needs_mke2fs = pytest.mark.skipif(disk.find("mke2fs") is None, reason="mke2fs (e2fsprogs) is not installed")
+needs_mke2fs = pytest.mark.skipif(
+    apptainer.find_program("mke2fs") is None, reason="mke2fs (e2fsprogs) is not installed"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def _verifiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 @pytest.fixture
 def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A SIF with some programs of this machine, and a file in its working directory."""
-    if shutil.which("apptainer") is None or disk.lacking():
+    if shutil.which("apptainer") is None or apptainer.missing_for_disks():
         pytest.skip("apptainer, fuse2fs, fuse-overlayfs or mke2fs is not installed")
     (tmp_path / "config").mkdir()
     monkeypatch.setenv(containers.CONFIG, str(tmp_path / "config"))  # logs of instances would stay at home
@@ -107,13 +109,13 @@ async def test_an_instance_gets_a_disk_with_what_its_image_has_there(
     (tmp_path / "image/app/given").write_text("of the image")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     containers.patch_runtimes("tasks-0", limits=Limits(disk_gb=0.05))
-    monkeypatch.setattr(disk.FixedSizeDisk, "_image", lambda self: _told(str(tmp_path / "image")))
+    monkeypatch.setattr(apptainer.FixedSizeDisk, "_image", lambda self: _told(str(tmp_path / "image")))
     async with provision_runtime(ApptainerConfig()):
         asked = (tmp_path / "apptainer.asked").read_text()
     made = tmp_path / "apptainer.disk"
     assert made.stat().st_size == 50_000_000
     assert "--writable-tmpfs" not in asked and "--bind" not in asked and "home,tmp" in asked
-    debugfs = shutil.which("debugfs", path=disk._SYSTEM)
+    debugfs = shutil.which("debugfs", path=apptainer._ADMIN_PATH)
     assert debugfs is not None
     words = [debugfs, "-R", "cat upper/app/given", str(made)]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "of the image"
@@ -130,11 +132,11 @@ async def _told(image: str) -> str:
 def test_a_machine_that_cannot_hold_it_is_found_out_before_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = {"type": "apptainer", "limits": {"disk_gb": 3}}
     made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
-    env = environments.load(made.id, made.args, agents.agent_options(made))
+    env = environments.load_from_recipe(made)
     monkeypatch.setattr(host_needs, "_runtime", lambda *_: ())
-    monkeypatch.setattr(disk, "find", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
+    monkeypatch.setattr(apptainer, "find_program", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
     monkeypatch.setattr(os, "access", lambda *_: True)
-    (problem,) = host_needs.unmet(made, env)
+    (problem,) = host_needs.missing(made, env)
     assert problem.field == "environments.runtime.limits.disk_gb" and problem.why.endswith(": fuse2fs is lacking")
-    monkeypatch.setattr(disk, "find", lambda name: f"/bin/{name}")
-    assert host_needs.unmet(made, env) == []
+    monkeypatch.setattr(apptainer, "find_program", lambda name: f"/bin/{name}")
+    assert host_needs.missing(made, env) == []

@@ -16,9 +16,9 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, Runtime, make_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments import host_needs
 from primeslurm.orchestrator.environments.sandbox import apptainer, containers
-from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
+from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_problem
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
 
@@ -69,7 +69,7 @@ FETCH = "import sys,urllib.request as u; print(len(u.urlopen(sys.argv[1]).read()
 @pytest.fixture
 async def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runtime]:
     """A rollout's instance, as a worker whose recipe says `network: none` starts it."""
-    why = bubblewrap_works()
+    why = bubblewrap_problem()
     if why and os.getuid() != 0:
         pytest.skip(why)  # this user may make no namespaces
     (tmp_path / "apptainer").write_text(STAND_IN)
@@ -126,7 +126,7 @@ async def test_a_network_that_cannot_be_entered_is_said(instance: Runtime) -> No
 def test_a_recipe_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = {"type": "apptainer", "install": False, "limits": {"network": "none"}}
     made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
-    assert "allow" not in agents.agent_options(made)["runtime"], "verifiers' apptainer has no such option"
+    assert "allow" not in environments.agent_options(made)["runtime"], "verifiers' apptainer has no such option"
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nsenter" else f"/bin/{name}")
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    assert [each.value for each in host_needs.unmet(made, env)] == ["none"]
+    env = environments.load_from_recipe(made)
+    assert [each.value for each in host_needs.missing(made, env)] == ["none"]

@@ -62,7 +62,7 @@ def _stand_in(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TOKEN", SECRET)
     monkeypatch.setenv("LEVEL", "the worker's")
     monkeypatch.delenv("APPTAINER_BIND", raising=False)
-    monkeypatch.setattr(containers, "_hidden", {"TOKEN"})
+    monkeypatch.setattr(containers, "_secret_names", {"TOKEN"})
     with restored(monkeypatch):
         yield
 
@@ -119,10 +119,10 @@ def test_variables_that_harbor_tasks_may_name_are_hidden(tmp_path: Path, monkeyp
     for name in ("tests/test.sh", "instruction.md"):
         (tmp_path / "one" / name).touch()
     (tmp_path / "one" / "task.toml").write_text("[environment]\nenv = {KEY = 'of ${TOKEN}'}\n")
-    monkeypatch.setattr(containers, "_hidden", set())
+    monkeypatch.setattr(containers, "_secret_names", set())
     monkeypatch.setenv("TOKEN", SECRET)
     (task,) = environments.load("harbor-local", {"path": str(tmp_path), "variables": ["TOKEN"]}).taskset.load()
-    made = containers._made(task.runtime_env())
+    made = containers._derived_from_secrets(task.runtime_env())
     assert made == {"KEY": (("TOKEN",), "'of '\"$TOKEN\"")}
 
 

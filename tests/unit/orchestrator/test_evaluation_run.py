@@ -13,8 +13,7 @@ import pytest
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.dispatch import MAX_FAILURES
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
-from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.evaluation.schedule import Schedule
+from primeslurm.orchestrator.evaluation.evaluator import Evaluator, Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
@@ -37,7 +36,12 @@ def evaluation(**changes: Any) -> EvaluationRun:
         EvaluationEnvironment(id="words", examples=3, samples=2),
         EvaluationEnvironment(id="sums", examples=2, samples=1),
     ]
-    settings: dict[str, Any] = {"max_inflight": 100, "routers": ["a", "b"], "patience_s": 60.0, "longest_s": 240.0}
+    settings: dict[str, Any] = {
+        "max_inflight": 100,
+        "routers": ["a", "b"],
+        "start_timeout_s": 60.0,
+        "rollout_timeout_s": 240.0,
+    }
     settings |= {"salt": "run.1", "incarnation": "x"}
     return EvaluationRun(10, 12, environments, **settings | changes)
 
@@ -177,13 +181,13 @@ def test_an_evaluation_that_stands_still_ends() -> None:
     clock.now = 479
     failed, cancelled = run.expire()
     assert len(failed) == 8 and set(cancelled) == {jobs[1].id, jobs[2].id}
-    assert {sample.error for sample in failed} == {"no rollout of the evaluation began or ended for 240 s"}
+    assert {sample.error for sample in failed} == {"no rollout of the evaluation started or ended for 240 s"}
     assert run.complete and run.expire() == ([], []) and drained(run) == []
 
 
 def test_rollouts_of_an_evaluation_may_take_as_long_as_their_stages(tmp_path: Path) -> None:
     limits = {"runtime": {"type": "subprocess", "limits": {"wall_time_s": 7200}}}
-    for environment, longest_s in (({"id": "words"}, 4 * 3600), ({"id": "words"} | limits, 4 * 7200)):
+    for environment, rollout_timeout_s in (({"id": "words"}, 4 * 3600), ({"id": "words"} | limits, 4 * 7200)):
         evaluation = {"environments": [environment], "interval": 10}
         recipe = {"name": "t", "seq_len": 64, "model": {"path": "m"}, "environments": [{"id": "sums"}]}
         made = Recipe.model_validate({**recipe, "max_steps": 20, "evaluation": evaluation})
@@ -191,7 +195,7 @@ def test_rollouts_of_an_evaluation_may_take_as_long_as_their_stages(tmp_path: Pa
         journal, metrics = Journal(tmp_path, "orchestrator"), MetricsLog(tmp_path, 0, tensorboard=False)
         evaluator = Evaluator(made, arguments, 10, "x", journal, metrics)
         evaluator.follow(10, {})
-        assert evaluator._run is not None and evaluator._run.longest_s == longest_s
+        assert evaluator._run is not None and evaluator._run.rollout_timeout_s == rollout_timeout_s
 
 
 def test_an_evaluation_that_nobody_serves_is_not_waited_for_as_long() -> None:

@@ -8,7 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from primeslurm.orchestrator.evaluation.statistics import Sample, estimated, pass_at_k, summarise
+from primeslurm.orchestrator.evaluation.statistics import Sample, estimate_mean, pass_at_k, summarise
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
@@ -47,12 +47,12 @@ def clustered(examples: np.ndarray) -> float:
 def test_the_standard_error_is_that_of_examples_and_not_of_samples() -> None:
     generator = np.random.default_rng(1)
     rewards = generator.normal(generator.normal(0, 1, (40, 1)), 0.2, (40, 8))  # samples of an example are alike
-    result = estimated([float(mean) for mean in rewards.mean(axis=1)])
+    result = estimate_mean([float(mean) for mean in rewards.mean(axis=1)])
     assert result.value == pytest.approx(rewards.mean(), rel=1e-12)
     assert result.stderr == pytest.approx(clustered(rewards), rel=1e-12)
     by_sample = rewards.std(ddof=1) / np.sqrt(rewards.size)
     assert result.stderr > 2 * by_sample, "taken for independent, samples promise too much"
-    assert estimated([0.5]).stderr is None
+    assert estimate_mean([0.5]).stderr is None
 
 
 def test_one_standard_error_covers_the_truth_in_two_of_three_evaluations() -> None:
@@ -61,7 +61,7 @@ def test_one_standard_error_covers_the_truth_in_two_of_three_evaluations() -> No
     for _ in range(2000):
         chances = generator.beta(1, 2, 50)
         means = generator.binomial(4, chances) / 4
-        result = estimated([float(mean) for mean in means])
+        result = estimate_mean([float(mean) for mean in means])
         assert result.stderr is not None
         inside += abs(result.value - 1 / 3) < result.stderr
     assert 0.64 < inside / 2000 < 0.72

@@ -15,7 +15,7 @@ from verifiers.v1.runtimes import SubprocessConfig, make_runtime
 
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, boxed
+from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, last_box
 
 
 def problems(directory: Path, *records: object, **args: str) -> list[vf.Task]:
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_the_last_box_is_the_answer(text: str, expected: str | None) -> None:
-    assert boxed(text) == expected
+    assert last_box(text) == expected
 
 
 async def test_answers_are_compared_as_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

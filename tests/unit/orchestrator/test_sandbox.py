@@ -19,7 +19,7 @@ from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
 from primeslurm.orchestrator.environments.sandbox import bwrap_sandbox, limits, port_forwarding
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_works
+from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_problem
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime, _Pipes
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire.transport import secret
@@ -40,7 +40,7 @@ SMALL = {"memory_gb": 0.1, "disk_gb": 0.02, "processes": 40}
 
 @pytest.fixture(autouse=True)
 def _bubblewrap() -> None:
-    why = bubblewrap_works()
+    why = bubblewrap_problem()
     if why and os.getuid() != 0:
         pytest.skip(why)  # only root's set-up can install it
     assert not why
@@ -164,7 +164,7 @@ async def test_too_much_memory_is_held(run_dir: Path) -> None:
 async def test_without_control_groups_the_watch_ends_what_uses_too_much(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "_parents", dict)
+    monkeypatch.setattr(limits, "_parent_groups", dict)
     eat = "import time\nfor _ in range(3): __import__('os').fork()\nx = b'1' * 60_000_000; time.sleep(60)"
     async with sandbox(run_dir) as other, sandbox(run_dir) as greedy, sandbox(run_dir) as many:
         assert await still_works(other)
@@ -225,7 +225,7 @@ async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_
 ) -> None:
     # The kernel's whole table of sockets is read for each connection, one after the other, and the rollout's own one
     # waits for that: the fewer there are, the less a busy machine with many sockets matters.
-    monkeypatch.setattr(port_forwarding, "CONNECTIONS", 4)
+    monkeypatch.setattr(port_forwarding, "MAX_CONNECTIONS", 4)
     echo = "import socket as s; l = s.create_server(('127.0.0.1', 8000), backlog=100); print('well', flush=True)"
     echo += "\nwhile c := l.accept()[0]: c.recv(1) and c.sendall(b'an answer')"
     async with sandbox(run_dir) as tools:
@@ -246,8 +246,8 @@ async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_
                 return kept[-1].recv(9).decode()
             return ""
 
-        with stranger(lambda: len([connected() for _ in range(port_forwarding.CONNECTIONS)])) as silent:
-            assert silent.value == port_forwarding.CONNECTIONS
+        with stranger(lambda: len([connected() for _ in range(port_forwarding.MAX_CONNECTIONS)])) as silent:
+            assert silent.value == port_forwarding.MAX_CONNECTIONS
             assert await asyncio.to_thread(asks) == "an answer"
         assert (await asyncio.to_thread(attempted, asks)).value == ""
 
@@ -258,7 +258,7 @@ async def test_programs_end_with_their_sandbox(run_dir: Path) -> None:
         await sh(runtime, "setsid nohup sh -c 'trap \"\" TERM HUP INT; sleep 1000' >/dev/null 2>&1 & sleep 0.3")
         inner = _of(runtime)
         assert len(inner) > 2
-        group = runtime._box.group  # type: ignore[union-attr]
+        group = runtime._sandbox.group  # type: ignore[union-attr]
     await _gone(inner)
     assert group is None or not any(path.exists() for path in group.directories.values())
     assert not list((run_dir / "attempts/1").rglob("*")), "directories are left"
@@ -341,7 +341,7 @@ async def test_a_killed_worker_leaves_nothing(run_dir: Path) -> None:
         async def main():
             async with sandbox(pathlib.Path({str(run_dir)!r})) as runtime:
                 await runtime.run(["sh", "-c", "setsid sleep 1000 & sleep 0.2"], {{}})
-                group = runtime._box.group
+                group = runtime._sandbox.group
                 print(*_of(runtime), "|", *(group.directories.values() if group else ()), flush=True)
                 await asyncio.sleep(1000)
         asyncio.run(main())
@@ -369,12 +369,14 @@ async def test_without_bubblewrap_it_is_said(run_dir: Path, monkeypatch: pytest.
 
 def _of(runtime: SandboxedRuntime) -> list[int]:
     """Processes of a sandbox, as the node numbers them."""
-    from primeslurm.orchestrator.environments.sandbox.watch import uses
+    from primeslurm.orchestrator.environments.sandbox.limits import measure_usage
 
-    bwrap_sandbox = runtime._box
+    bwrap_sandbox = runtime._sandbox
     assert bwrap_sandbox is not None
     return [
-        pid for pid in uses([bwrap_sandbox.first_pid])[bwrap_sandbox.first_pid].pids if Path(f"/proc/{pid}").exists()
+        pid
+        for pid in measure_usage([bwrap_sandbox.first_pid])[bwrap_sandbox.first_pid].pids
+        if Path(f"/proc/{pid}").exists()
     ]
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from primeslurm.node.host.process_condition import condition_of
-from primeslurm.orchestrator.environments.sandbox.watch import proportional, uses
+from primeslurm.orchestrator.environments.sandbox.limits import measure_usage, proportional_memory
 
 HIDING = """
 import ctypes, os, sys, time
@@ -33,9 +33,9 @@ def test_a_process_is_counted_with_those_it_has_started_whatever_its_name_is(nam
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"there\n"
-        (use,) = uses([process.pid]).values()
+        (use,) = measure_usage([process.pid]).values()
         assert len(use.pids) == 2 and use.threads == 2 and use.resident > 80_000_000
-        assert 40_000_000 < proportional(use) < use.resident
+        assert 40_000_000 < proportional_memory(use) < use.resident
         assert not condition_of(process.pid).stopped
     finally:
         os.killpg(process.pid, 9)

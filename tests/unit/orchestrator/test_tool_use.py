@@ -95,7 +95,7 @@ class OneCommand:
 async def test_what_the_shell_answers(name: str, arguments: str, result: ProgramResult, expected: str) -> None:
     harness = ShellHarness(ShellConfig(id="shell", output_chars=20))
     runtime: Any = OneCommand(result)
-    assert (await harness._output({"name": name, "arguments": arguments}, runtime)).startswith(expected)
+    assert (await harness.run_command({"name": name, "arguments": arguments}, runtime)).startswith(expected)
 
 
 async def test_a_command_that_does_not_end_is_stopped() -> None:
@@ -103,7 +103,8 @@ async def test_a_command_that_does_not_end_is_stopped() -> None:
     runtime: Any = OneCommand(ProgramResult(0, "", ""), seconds=600)
     started = time.monotonic()
     assert (
-        await harness._output({"name": "sh", "arguments": '{"command": "cat"}'}, runtime) == "error: stopped after 1 s"
+        await harness.run_command({"name": "sh", "arguments": '{"command": "cat"}'}, runtime)
+        == "error: stopped after 1 s"
     )
     assert time.monotonic() - started < 300
 
