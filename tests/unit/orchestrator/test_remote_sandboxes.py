@@ -26,9 +26,7 @@ CUSTOM_TUNNEL = {"type": "server", "tunnel": {"type": "custom", "url": "https://
 
 def environment(runtime: dict[str, Any], **env: Any) -> Environment:
     args = {"env": env} if env else {}
-    return Environment.model_validate(
-        {"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime, "args": args}
-    )
+    return Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime, "args": args})
 
 
 def missing(kind: str, **env: Any) -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""A program cannot hide from those who look at what it uses."""
+"""Programs cannot hide their processes or memory from the watcher."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ time.sleep(600)
     [b"usual", b"\xff\xfe", b") R 1 2 (", b"a b\n1 2", b"\xe2\x98"],
     ids=["usual", "bytes", "stat", "lines", "half"],
 )
-def test_a_process_is_counted_with_those_it_has_started_whatever_its_name_is(name: bytes) -> None:
+def test_processes_are_counted_whatever_their_names(name: bytes) -> None:
     process = subprocess.Popen([sys.executable, "-c", HIDING, name.hex()], stdout=-1, start_new_session=True)
     assert process.stdout is not None
     try:
