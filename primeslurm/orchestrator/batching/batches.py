@@ -24,10 +24,11 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire.batches.file_ranges import Part, StoredArray
-from primeslurm.wire.batches.rollouts import BatchInfo, RankShard, Rollout
+from primeslurm.wire.batches.batch import BatchInfo, RankShard
+from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link.trainer_link import Answer
+from primeslurm.wire.link.messages import Answer
 
 log = logging.getLogger(__name__)
 KEPT_STEPS = 2
@@ -81,8 +82,8 @@ class Batches:
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], _Packed] = {}
-        self._encoded: dict[StepShard, list[Part]] = {}
-        self._encoding: dict[StepShard, asyncio.Task[list[Part] | None]] = {}
+        self._encoded: dict[StepShard, list[FrameSource]] = {}
+        self._encoding: dict[StepShard, asyncio.Task[list[FrameSource] | None]] = {}
         self._thread = ThreadPoolExecutor(1, "packing")
         """One: requests of a batch's other ranks wait for its packing, and nothing else does."""
 
@@ -127,7 +128,7 @@ class Batches:
         for share in [key for key in list(self._encoded) if key.step not in self._recent]:
             self._encoded.pop(share, None)  # it may be handed over at this moment
 
-    async def answer(self, share: StepShard, within_s: float) -> list[Part] | Answer | None:
+    async def answer(self, share: StepShard, within_s: float) -> list[FrameSource] | Answer | None:
         """As `serve`, or say that it takes longer: a batch on disk is read first, which may take minutes.
 
         Args:
@@ -149,7 +150,7 @@ class Batches:
         done, _ = await asyncio.wait([encoding], timeout=within_s)
         return encoding.result() if done else Answer("wait")
 
-    async def serve(self, share: StepShard) -> list[Part] | None:
+    async def serve(self, share: StepShard) -> list[FrameSource] | None:
         """As `get`, off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, share)
 
@@ -169,11 +170,11 @@ class Batches:
         """Pack and encode nothing more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def encoded(self, share: StepShard) -> list[Part] | None:
+    def encoded(self, share: StepShard) -> list[FrameSource] | None:
         """Return what was encoded before; None if it was not."""
         return self._encoded.get(share)
 
-    def get(self, share: StepShard) -> list[Part] | None:
+    def get(self, share: StepShard) -> list[FrameSource] | None:
         """Return what a rank gets, encoded, or None if there is no such batch (any more).
 
         It may take seconds, and may run in a thread beside `add`; not beside itself.

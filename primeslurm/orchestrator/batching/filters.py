@@ -16,7 +16,8 @@ from primeslurm.base.model_files import model_directory
 from primeslurm.orchestrator.algorithms import Algorithm
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.filters import Filters, Gibberish, Length, Repetition, Truncated, ZeroAdvantage
-from primeslurm.wire.batches.rollouts import Bool, Rollout
+from primeslurm.wire.batches.frames import Bool
+from primeslurm.wire.batches.rollout import Rollout
 
 log = logging.getLogger(__name__)
 

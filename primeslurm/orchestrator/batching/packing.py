@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.array_checks import ArraySpec
-from primeslurm.wire.batches.file_ranges import Part, StoredArray
-from primeslurm.wire.batches.rollouts import BatchInfo, Bool, Float32, ImageSpan, Int32, batch_header, piece
+from primeslurm.wire.batches.batch import BatchInfo, batch_header, cp_range
+from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
+from primeslurm.wire.batches.frames import ArraySpec, Bool, Float32, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
 
@@ -191,7 +192,7 @@ class Common:
         )
 
 
-def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[Part]:
+def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[FrameSource]:
     """Encode what one rank gets.
 
     Args:
@@ -211,7 +212,7 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[P
     parts = [part for row in rows for part in _parts(row, info)]
     arrays = _arrays(parts, common)
     specs = [ArraySpec(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    frames: list[Part] = [array.view(np.uint8).data for array in arrays.values()]
+    frames: list[FrameSource] = [array.view(np.uint8).data for array in arrays.values()]
     if (like := common.routed) is not None:
         specs.append(ArraySpec("routed_experts", like.dtype.str, (sum(map(len, parts)), *like.shape[1:])))
         frames += [frame for part in parts for frame in _routed(part, like)]
@@ -237,7 +238,7 @@ class _Segment:
 
 def _parts(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
     """What a piece of a row has."""
-    start, end = piece(row.length, info.cp_rank, info.cp_world)
+    start, end = cp_range(row.length, info.cp_rank, info.cp_world)
     first = 0
     for document, length in zip([*row.documents, None], [*map(len, row.documents), row.length], strict=True):
         a, b = max(start - first, 0), min(end - first, length)
@@ -280,7 +281,7 @@ def _arrays(parts: Sequence[_Segment], common: Common) -> dict[str, NDArray[Any]
     return arrays
 
 
-def _routed(part: _Segment, like: RoutedExperts | StoredArray) -> Iterator[Part]:
+def _routed(part: _Segment, like: RoutedExperts | StoredArray) -> Iterator[FrameSource]:
     whole = None if part.document is None else part.document.routed_experts
     if whole is None:
         missing = len(part) * math.prod(like.shape[1:]) * like.dtype.itemsize

@@ -26,7 +26,7 @@ from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
 from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""

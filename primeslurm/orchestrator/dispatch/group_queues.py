@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 
 @dataclass

@@ -51,10 +51,11 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog, Row
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.batches.file_ranges import Part
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.file_ranges import FrameSource
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link.trainer_link import Answer, Committed, GetBatch, OrchestratorLink, Request, Save, StepDone
+from primeslurm.wire.link.messages import Answer, Committed, GetBatch, Request, Save, StepDone
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState
 
 log = logging.getLogger(__name__)
@@ -302,7 +303,7 @@ class OrchestratorPipeline:
 
     # the trainer's requests
 
-    async def _handle(self, request: Request) -> Sequence[Part] | Answer:
+    async def _handle(self, request: Request) -> Sequence[FrameSource] | Answer:
         match request:
             case GetBatch():
                 return await self._get_batch(request)
@@ -324,7 +325,7 @@ class OrchestratorPipeline:
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
-    async def _get_batch(self, request: GetBatch) -> Sequence[Part] | Answer:
+    async def _get_batch(self, request: GetBatch) -> Sequence[FrameSource] | Answer:
         share = StepShard(request.step, request.shard)
         if (known := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
             return known
@@ -338,7 +339,7 @@ class OrchestratorPipeline:
         if (waiting := await self._batch_of(request, deadline)) is not None:
             return waiting
         within_s = max(0.0, deadline - time.monotonic())
-        found: Sequence[Part] | Answer | None
+        found: Sequence[FrameSource] | Answer | None
         if self._files is None:
             found = await self._batches.answer(share, within_s)
         else:

@@ -19,7 +19,7 @@ from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.records.reserve import Reserve
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -79,7 +79,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         RunError: that checkpoint has no readable orchestrator part, or this node does not see it.
     """
     try:
-        progress = value(files.read_bytes(run_dir / PROGRESS), RunProgress)
+        progress = decode_msgpack(files.read_bytes(run_dir / PROGRESS), RunProgress)
         if progress.attempt == attempt:
             return progress
     except (FileNotFoundError, DamagedError):
@@ -92,7 +92,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
     try:
-        saved = value(files.read_bytes(path), RunProgress)
+        saved = decode_msgpack(files.read_bytes(path), RunProgress)
     except (OSError, DamagedError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return msgspec.structs.replace(

@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 
 from primeslurm.wire.batches.file_ranges import StoredArray
-from primeslurm.wire.batches.rollouts import Frame, Rollout, whole
-from primeslurm.wire.decoding import Count, DamagedError, value
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.batches.inline_images import whole
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.decoding import Count, DamagedError, decode_msgpack
 from primeslurm.wire.stored.digests import XXH3, hasher
 
 
@@ -172,10 +174,10 @@ class RolloutGroup:
             DamagedError: it is damaged, or parts are missing.
         """
         if has_head(data):
-            head, sequences = value(data, tuple[memoryview, list[list[memoryview]]])
+            head, sequences = decode_msgpack(data, tuple[memoryview, list[list[memoryview]]])
             info = decode_head(head).info
         else:
-            info, sequences = value(data, tuple[GroupInfo, list[list[memoryview]]])
+            info, sequences = decode_msgpack(data, tuple[GroupInfo, list[list[memoryview]]])
         if len(sequences) != sum(info.branches) or 0 in info.branches or not sequences:
             raise DamagedError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches[:8]}")
         decoded = iter([Rollout.decode(frames) for frames in sequences])
@@ -222,7 +224,7 @@ def decode_head(data: Frame) -> GroupHead:
     """Decode the bytes of a head. Raises DamagedError."""
     if len(data) < 4 or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "big"):
         raise DamagedError("its head is damaged")
-    return value(data[4:], GroupHead)
+    return decode_msgpack(data[4:], GroupHead)
 
 
 def traces_of(rollout: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:

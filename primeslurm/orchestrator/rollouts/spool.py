@@ -25,7 +25,7 @@ from primeslurm.orchestrator.rollouts.groups import (
 )
 from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches.file_ranges import FileRange, StoredArray
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
 

@@ -23,14 +23,15 @@ import zmq.asyncio
 
 from primeslurm.base.unresponsive_timer import scheduling_delay_s
 from primeslurm.orchestrator.rollouts.job_protocol import (
+    AnswerCounts,
     Cancel,
-    Claims,
     Describe,
-    Ended,
     Job,
+    JobDescriptions,
     JobFailure,
     Result,
-    Send,
+    ResultReady,
+    SendResults,
     Status,
     ToOrchestrator,
     ToWorker,
@@ -39,13 +40,13 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
     shortened,
 )
-from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, is_cut, joined
+from primeslurm.orchestrator.rollouts.message_chunks import MAX_FRAME_BYTES, is_split, join_frames
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
 from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
-from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts
-from primeslurm.wire.batches.rollouts import Frame, Rollout
-from primeslurm.wire.decoding import DamagedError, value
-from primeslurm.wire.transport import secret
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
+from primeslurm.wire.transport import curve
 
 log = logging.getLogger(__name__)
 
@@ -187,10 +188,10 @@ class WorkerPool:
         self._window = ReceiveWindow()
         self._numbers = count(time.monotonic_ns())
         """Greater after a restart of the orchestrator, for workers that have seen others: it restarts on its node."""
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        secret.demand(self._socket)
+        self._socket = zmq.asyncio.Context.instance(curve.IO_THREADS).socket(zmq.ROUTER)
+        curve.secure_server(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_PART)  # whoever sends more is disconnected
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)  # whoever sends more is disconnected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
         if (path := on_this_node(bind)) is not None:
@@ -230,8 +231,8 @@ class WorkerPool:
                 identity, parts = came[0].bytes, list[Frame](part.buffer for part in came[1:])
                 came.clear()
                 try:
-                    if is_cut(parts):
-                        parts = await asyncio.to_thread(joined, parts)
+                    if is_split(parts):
+                        parts = await asyncio.to_thread(join_frames, parts)
                     if not parts:
                         raise DamagedError("it has no parts")
                     await self._receive(identity, parts[0], parts[1:])
@@ -349,14 +350,14 @@ class WorkerPool:
         return patience if others else max(patience, GIVEN_UP_S)
 
     async def _receive(self, identity: bytes, head: Frame, frames: Sequence[Frame]) -> None:
-        message: ToOrchestrator = value(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
+        message: ToOrchestrator = decode_msgpack(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
             self._on_unusable(message.environment, message.worker, shortened(message.error))
-        elif isinstance(message, Claims):
+        elif isinstance(message, JobDescriptions):
             await self._take_over(identity, message.jobs)
-        elif isinstance(message, Ended):
+        elif isinstance(message, ResultReady):
             if message.job in self._owners:
                 self._window.offer(message.job, message.size)
         elif message.job in self._owners:
@@ -445,7 +446,7 @@ class WorkerPool:
             worker.sent[job] = worker.sent[job]._replace(asked=self._clock())
             asked.setdefault(worker.identity, []).append(job)
         for identity, jobs in asked.items():
-            await self._tell(identity, Send(jobs))
+            await self._tell(identity, SendResults(jobs))
 
     async def _take_over(self, identity: bytes, jobs: Sequence[Job]) -> None:
         """Go on with jobs of an orchestrator that is no more, and have the others cancelled."""

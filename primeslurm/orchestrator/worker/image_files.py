@@ -10,8 +10,9 @@ import msgspec
 
 from primeslurm.base import durable, files
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire.batches import data_uri
-from primeslurm.wire.batches.rollouts import ImageSpan, Rollout
+from primeslurm.wire.batches import inline_images
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import Rollout
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
@@ -29,7 +30,7 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
 
 def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
     try:
-        data = data_uri.decode(image.source)
+        data = inline_images.decode(image.source)
     except ValueError as error:
         raise RolloutError(str(error)) from error
     digest = hashlib.sha256(data).hexdigest()

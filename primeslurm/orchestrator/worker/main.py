@@ -28,8 +28,9 @@ from primeslurm.orchestrator.environments import agents, host_needs
 from primeslurm.orchestrator.environments.sandbox import containers, scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
-from primeslurm.orchestrator.rollouts import job_protocol
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
+from primeslurm.orchestrator.rollouts import job_runner
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker import tool_servers
 from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally
 from primeslurm.orchestrator.worker.image_files import stored
@@ -43,7 +44,7 @@ from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import AddressBook
 
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     except (Exception, SystemExit) as error:
         if worker is None or not worker.serves:
-            job_protocol.give_notice(environment.label, options.worker, options.orchestrator, error)
+            job_runner.give_notice(environment.label, options.worker, options.orchestrator, error)
         raise
 
 

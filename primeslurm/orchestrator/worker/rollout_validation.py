@@ -16,7 +16,7 @@ from primeslurm.base.model_files import model_directory
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.batches.routed_experts import RoutedExperts, without_repeats
 from primeslurm.wire.decoding import DamagedError
 

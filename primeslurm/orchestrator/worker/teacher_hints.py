@@ -19,7 +19,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt
+from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 
 
 async def hinted(

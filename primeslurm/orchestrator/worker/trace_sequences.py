@@ -21,7 +21,9 @@ from primeslurm.orchestrator.rendering.context_window import TRUNCATING, has_ove
 from primeslurm.orchestrator.rollouts.job_protocol import EngineError, Job, PromptError, RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import NO_ANSWER, Completion
 from primeslurm.wire.batches import routed_experts
-from primeslurm.wire.batches.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.frames import Bool
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import LARGEST_REWARD, MAX_METRICS, Rollout, RolloutInfo
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 LONGEST_NAME = 200
@@ -116,8 +118,8 @@ def _reward(trace: vf.Trace) -> float:
 def _metrics(trace: vf.Trace) -> dict[str, float]:
     """Those that are numbers: means are made of them."""
     found = {name[:LONGEST_NAME]: float(value) for name, value in trace.metrics.items() if value is not None}
-    if len(found) > MOST_METRICS:
-        raise RolloutError(f"it has {len(found)} metrics, more than {MOST_METRICS}")
+    if len(found) > MAX_METRICS:
+        raise RolloutError(f"it has {len(found)} metrics, more than {MAX_METRICS}")
     return {name: value for name, value in found.items() if math.isfinite(value)}
 
 

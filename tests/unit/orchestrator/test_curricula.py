@@ -26,8 +26,8 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.decoding import value
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.decoding import decode_msgpack
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout
 
@@ -307,7 +307,7 @@ def test_what_a_checkpoint_knows_is_on_disk_before_it_and_the_event_loop_waits_f
     monkeypatch.setattr(durable, "sync", flush)
     asyncio.run(save_and_record())
     assert done == ["outcomes.jsonl", "events", "checkpoint", "outcomes.jsonl", "rollouts"]
-    part = value((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
+    part = decode_msgpack((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
     lines = (tmp_path / OUTCOMES).read_bytes().splitlines(keepends=True)
     assert (part.next_step, part.outcomes) == (1, len(lines[0])), "what is learned meanwhile is in the next one"
     assert (file.now.next_step, file.now.outcomes) == (2, sum(map(len, lines)))

@@ -18,10 +18,12 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.file_ranges import FileRange, Part, StoredArray, loaded
-from primeslurm.wire.batches.rollouts import RankShard, Rollout
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.file_ranges import FileRange, FrameSource, StoredArray, loaded
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import trainer_link
+from primeslurm.wire.link.messages import Answer, GetBatch, Request
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
@@ -78,7 +80,7 @@ def stored(tmp_path: Path, groups: list[RolloutGroup]) -> Iterator[Batches]:
     made.close()
 
 
-def parts_of(batches: Batches, shard: RankShard) -> list[Part]:
+def parts_of(batches: Batches, shard: RankShard) -> list[FrameSource]:
     found = batches.get(StepShard(1, shard))
     assert found is not None
     return found
@@ -128,7 +130,7 @@ async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
     monkeypatch.setattr(SpooledGroup, "_read", held)
     shares = [StepShard(1, shard) for shard in SHARES]
     for _ in range(3):
-        assert [await stored.answer(share, 0) for share in shares] == [trainer_link.Answer("wait")] * len(shares)
+        assert [await stored.answer(share, 0) for share in shares] == [Answer("wait")] * len(shares)
     may_read.set()
     found = [await stored.answer(share, 60) for share in shares]
     assert found == [stored.encoded(share) for share in shares] and None not in found
@@ -153,8 +155,8 @@ class Giving(Server):
 
     batches: Batches
 
-    async def answer(self, request: trainer_link.Request) -> Sequence[Part] | trainer_link.Answer:
-        assert isinstance(request, trainer_link.GetBatch)
+    async def answer(self, request: Request) -> Sequence[FrameSource] | Answer:
+        assert isinstance(request, GetBatch)
         self.seen.append(request)
         return await self.batches.answer(StepShard(request.step, request.shard), 60) or []
 

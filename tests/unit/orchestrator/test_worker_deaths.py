@@ -17,7 +17,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, JobFailure, Result, Status, ToOrchestrator
 from primeslurm.orchestrator.rollouts.worker_deaths import PATH, WorkerDeaths
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 SIZE = 4
 HANG_S = 300

@@ -18,17 +18,17 @@ from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
-    Claims,
     Describe,
     Job,
+    JobDescriptions,
     Result,
     Status,
     ToOrchestrator,
     ToWorker,
 )
 from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.transport import secret
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.transport import curve
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
 
@@ -61,7 +61,7 @@ class Pool:
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        secret.present(socket)
+        curve.secure_client(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self.address)
@@ -221,7 +221,7 @@ async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_use
     for _ in stopped:
         await pool.given(0)
     assert await pool.given(0) == Describe(sorted(stopped))
-    await pool.tell(pool.sockets[0], Claims([started[name] for name in sorted(stopped)]))
+    await pool.tell(pool.sockets[0], JobDescriptions([started[name] for name in sorted(stopped)]))
     assert await pool.given(0) == Cancel(sorted(stopped)), "others have them"
     await pool.pool.send(job("new"))
     assert pool.load() == {0: 1, 1: 4} and pool.pool.available == {"e"}

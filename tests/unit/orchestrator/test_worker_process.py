@@ -13,7 +13,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import secret
 
 PATIENCE_S = 280.0

@@ -15,7 +15,7 @@ FUZZ = ROOT / "tests" / "unit" / "fuzz"
 DECODE = re.compile(
     r"(json|pickle|torch|np|tomllib)\.loads?|(np|torch)\.frombuffer|(py)?base64\.b64decode|ast\.literal_eval"
     r"|msgspec\.(json|msgpack|yaml|toml)\.(decode|Decoder)|msgspec\.convert|yaml\.(safe_)?load|zlib\.decompress(obj)?"
-    r"|(decoding\.)?(value|decode_json)|read_json|[\w.]+\.(unpack(_from)?|model_validate_json)"
+    r"|(decoding\.)?decode_(json|msgpack)|read_json|[\w.]+\.(unpack(_from)?|model_validate_json)"
     r"|[\w.]+\.(recv(_multipart|_into|_fds)?|readexactly|readuntil)"
 )
 FUZZED = {
@@ -207,7 +207,7 @@ class Server:
             return _HEAD.unpack_from(self.socket.recv(8))
         return inner()
 def read(path):
-    return [decoding.value(each, int) for each in path]
+    return [decoding.decode_msgpack(each, int) for each in path]
 """
     assert sorted(set(sites(ast.parse(text)))) == ["", "Server.serve.inner", "read"]
 
