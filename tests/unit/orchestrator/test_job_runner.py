@@ -27,9 +27,9 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
 )
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import curve, secret
+from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
 
@@ -47,7 +47,7 @@ async def rollout(job: Job) -> tuple[Rollout, ...]:
 
 
 async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would wait for ever: ZMQ reconnects without end."""
+    """It would wait for ever: ZMQ does not connect again to who has refused it."""
     monkeypatch.setattr(secret, "own", lambda: "that of another run")
     worker = JobRunner("e", 0, address, rollout)
     await asyncio.sleep(0.5)  # refused before it serves
@@ -171,7 +171,7 @@ async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, mon
         return (sent,)
 
     assert nearest(bind) == bind, "nobody is there yet"
-    pool = WorkerPool(bind, lambda *result: results.put_nowait(result), lambda job: None, lambda *unusable: None)
+    pool = CallbackPool(bind, lambda *result: results.put_nowait(result), lambda job: None, lambda *unusable: None)
     assert nearest(bind.replace("127.0.0.1", "localhost")).startswith("tcp://localhost"), "perhaps another node"
     worker = JobRunner("e", 0, bind, done)
     assert worker._socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"ipc://")
