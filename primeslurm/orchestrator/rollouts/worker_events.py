@@ -1,4 +1,4 @@
-"""What environment workers report to the orchestrator, as events of `WorkerPool`."""
+"""Events of `WorkerPool`: what environment workers report to the orchestrator."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class JobKeeper(Protocol):
     """Decides which jobs and results the workers keep."""
 
     def adopt_job(self, job: Job, *, runs: bool) -> bool:
-        """Continue a job that an earlier orchestrator sent. `runs`: it has not ended. False: it is not needed."""
+        """Adopt a job that an earlier orchestrator sent. `runs`: it has not ended. False: it is not needed."""
 
     def holds_result(self, job: str) -> bool:
-        """Tell whether a result is only in memory here, so that the worker must keep it."""
+        """Return whether a result is only in memory here, so that the worker must keep it."""
 
 
 class KeepNothing:

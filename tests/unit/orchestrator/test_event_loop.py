@@ -84,8 +84,8 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
         lambda job: heard.append((job, "lost")),
         lambda *unusable: pytest.fail(str(unusable)),
     )
-    watched, held, joined = FileWatcher(worker_pool.joined), threading.Event(), worker_pool.joined
-    monkeypatch.setattr(worker_pool, "joined", watched)
+    watched, held, joined = FileWatcher(worker_pool.join_frames), threading.Event(), worker_pool.join_frames
+    monkeypatch.setattr(worker_pool, "join_frames", watched)
     watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
     worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)

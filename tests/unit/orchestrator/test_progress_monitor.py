@@ -25,7 +25,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
 )
 from primeslurm.orchestrator.rollouts.job_runner import give_notice
-from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, UNSEEN_S
+from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor, StallError
 from primeslurm.recipe import Recipe
@@ -256,7 +256,7 @@ async def test_what_a_worker_does_not_run_is_lost_and_what_nobody_wants_is_cance
     await peers.workers.send(job("a"))
     await peers.tell(socket, Status("e", 0, "x", []))
     assert peers.lost == [], "the status may have been written before the job arrived"
-    peers.clock.now += UNSEEN_S + 1
+    peers.clock.now += DELIVERY_TIMEOUT_S + 1
     await peers.tell(socket, Status("e", 0, "x", []))
     assert peers.lost == ["a"]
 
@@ -269,7 +269,7 @@ async def test_a_dead_workers_jobs_are_lost(peers: Peers, end: str) -> None:
     if end == "restart":
         await peers.tell(peers.connect(), Status("e", 0, "y", []))
     else:
-        for _ in range(int(GIVEN_UP_S) + 1):
+        for _ in range(int(GIVE_UP_S) + 1):
             assert peers.lost == []
             peers.clock.now += 1.0
             peers.workers.expire()

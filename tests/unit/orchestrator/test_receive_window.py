@@ -11,7 +11,7 @@ import pytest
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, ResultReady, SendResults, Status
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
-from primeslurm.orchestrator.rollouts.worker_pool import RESENT_S
+from primeslurm.orchestrator.rollouts.worker_pool import RESEND_S
 from primeslurm.wire.batches.rollout import Rollout
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
@@ -92,7 +92,7 @@ async def test_a_result_that_was_lost_with_its_connection_is_asked_for_at_once(p
     pool.sockets[0] = pool.connect()
     await pool.tell(pool.sockets[0], status)
     assert await pool.given(0) == SendResults(["a"])
-    pool.clock.now += RESENT_S + 1
+    pool.clock.now += RESEND_S + 1
     await pool.tell(pool.sockets[0], status)
     assert await pool.given(0) == SendResults(["a"]), "it was asked for long ago"
 

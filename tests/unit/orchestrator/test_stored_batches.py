@@ -22,7 +22,7 @@ from primeslurm.wire.batches.batch import RankShard
 from primeslurm.wire.batches.file_ranges import FileRange, FrameSource, StoredArray, loaded
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import trainer_link
+from primeslurm.wire.link import orchestrator_link, trainer_link
 from primeslurm.wire.link.messages import Answer, GetBatch, Request
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
@@ -159,7 +159,7 @@ class Giving(Server):
 
 @pytest.fixture
 def giving(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giving]:
-    monkeypatch.setattr(trainer_link, "CHUNK", 50)
+    monkeypatch.setattr(orchestrator_link, "CHUNK_BYTES", 50)
     made = Giving()
     made.batches = stored
     yield made
