@@ -1,4 +1,4 @@
-"""Images of rollouts: as files of the run, each once, however many rollouts have seen it."""
+"""Images of rollouts as files of the run, each once, however many rollouts contain it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from primeslurm.wire.batches.rollout import Rollout
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
-    """The rollout with its images, which are data URIs, as files of `directory`, named by what is in them.
+    """Write a rollout's images, which are data URIs, to files named by their digest, and return it with their paths.
 
     Raises:
-        RolloutError: an image is none.
-        OSError: a file cannot be written.
+        RolloutError: An image is invalid.
+        OSError: A file cannot be written.
     """
     if not rollout.info.images:
         return rollout
