@@ -36,7 +36,7 @@ FUZZED = {
     ),
     "orchestrator/evaluation/archive.py:Archive.unfinished": "test_files:test_unfinished_evaluations",
     "orchestrator/progress.py:restore": "test_files:test_how_far_a_run_is",
-    "models/deepseek_v3/deepseek_v31_renderer.py:parse_call": "test_answers:test_arguments_that_are_read_for_protocols",
+    "models/deepseek_v3/renderer.py:parse_call": "test_answers:test_arguments_that_are_read_for_protocols",
     "orchestrator/rendering/dialects.py:_arguments": "test_answers:test_arguments_that_are_read_for_protocols",
     "orchestrator/rollouts/generate_endpoint.py:completion_of": "test_answers:test_answers_of_engines",
     "orchestrator/rollouts/groups.py:RolloutGroup.from_bytes": "test_messages:test_spooled_groups",
