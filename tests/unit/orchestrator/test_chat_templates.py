@@ -55,12 +55,12 @@ def recorded() -> dict[str, Row]:
 
 
 @pytest.mark.parametrize("model", sorted(THEIRS))
-def test_released_templates_are_rendered_as_it_is_documented(model: str) -> None:
+def test_released_templates_render_as_documented(model: str) -> None:
     assert tried(model, THEIRS[model]) == recorded()[model]
 
 
 @pytest.mark.parametrize("model", sorted(recorded()))
-def test_each_difference_is_known(model: str) -> None:
+def test_every_documented_difference_is_explained(model: str) -> None:
     row = recorded()[model]
     if row.renderer == "default":
         assert not row.tools and row.first, "refused, with the reason"
@@ -73,7 +73,7 @@ def test_each_difference_is_known(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", sorted(OWN))
-def test_templates_that_are_not_kept_are_rendered_as_their_structure_says(model: str) -> None:
+def test_templates_that_are_not_bundled_render_as_documented(model: str) -> None:
     row = tried(model, OWN[model])
     assert row.tools and row.renderer == RENDERERS_OF_OWN[model]
     assert row.options == ({"thinking_retention": "all"} if model == "Kimi-K2.7-Code" else {})
@@ -97,7 +97,7 @@ def test_there_are_agentic_recipes() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(agentic()))
-def test_models_of_agentic_recipes_have_a_renderer_that_was_seen_to_fit(name: str) -> None:
+def test_models_of_agentic_recipes_have_a_tested_renderer(name: str) -> None:
     """Its template is in the table, or one of its structure is tried here; and the renderer is the first one tried."""
     model, kind = agentic()[name].model, catalog()[agentic()[name].model.path].shape.model_type
     assert model.renderer == "auto"
@@ -107,13 +107,13 @@ def test_models_of_agentic_recipes_have_a_renderer_that_was_seen_to_fit(name: st
     assert ("own" if is_import_path(first) else first) == seen
 
 
-def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_path: Path) -> None:
+def test_template_without_tools_gives_a_reason(tmp_path: Path) -> None:
     chosen = renderer_selection.select_renderer(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
     assert chosen.config.model_extra is not None and chosen.config.model_extra["renderer"] == "deepseek-r1"
     assert chosen.no_tools.endswith("its chat template does not show them to the model")
 
 
-def test_tools_that_a_models_makers_describe_are_shown_beside_a_template_that_does_not(tmp_path: Path) -> None:
+def test_deepseek_v31_renderer_describes_tools_that_the_template_lacks(tmp_path: Path) -> None:
     """A template that writes calls otherwise is another model's."""
     released = write_model(tmp_path, "DeepSeek-V3.1", DEEPSEEK_V3_1_RELEASED)
     chosen = renderer_selection.select_renderer(str(released))
@@ -129,7 +129,7 @@ def test_tools_that_a_models_makers_describe_are_shown_beside_a_template_that_do
     assert "it renders" in other.no_tools and "function look_up" in other.no_tools
 
 
-def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: Path) -> None:
+def test_renderer_that_refuses_a_conversation_differs(tmp_path: Path) -> None:
     """A Llama that was taught to call twice in an answer."""
     template = THEIRS["Qwen3-0.6B"].replace("<|im_", "<|eot_")
     model = write_model(tmp_path, "Llama-3.1-taught", template)
@@ -139,7 +139,7 @@ def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: P
     assert "single tool call" in template_comparison.compare(tokenizer, renderer, two, {})
 
 
-def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
+def test_calls_of_one_answer_are_on_separate_lines(tmp_path: Path) -> None:
     """renderers 0.1.12 leaves the line break out; here without the mending, that the probes see it."""
     model = write_model(tmp_path, "GLM-4.6", THEIRS["GLM-4.6"])
     tokenizer = load_tokenizer(str(model))
@@ -148,7 +148,7 @@ def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
     assert not template_comparison.difference(tokenizer, extending_config("glm-4.5", {}))
 
 
-def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_path: Path) -> None:
+def test_default_system_prompt_comes_from_the_template(tmp_path: Path) -> None:
     own = "[{'role': 'system', 'content': 'Be Q.'}]"
     default = f"{{%- if messages[0].role != 'system' %}}{{%- set messages = {own} + messages %}}{{%- endif %}}\n"
     model = write_model(tmp_path, "Qwen3-0.6B", default + THEIRS["Qwen3-0.6B"])
@@ -161,7 +161,7 @@ def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_pa
     assert found.message_roles == ["user"] and set(found.message_indices) == {-1, 0}
 
 
-def test_the_vocabulary_of_harmony_is_that_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmony_vocabulary_is_made_from_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(str(write_model(tmp_path, "Qwen3-0.6B", THEIRS["Qwen3-0.6B"])))
     lines = [line.split(b" ") for line in harmony.tiktoken_file(tokenizer).splitlines()]
     assert sorted(base64.b64decode(token) for token, _ in lines) == [bytes([value]) for value in range(256)]
@@ -180,9 +180,7 @@ def test_the_vocabulary_of_harmony_is_that_of_the_tokenizer(tmp_path: Path, monk
         assert os.environ[harmony.BASE] == "mine"
 
 
-def test_gpt_oss_with_another_vocabulary_is_refused_before_anything_is_rendered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpt_oss_with_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(harmony.BASE, raising=False)
     model = write_model(tmp_path, "Qwen3-0.6B", THEIRS["Qwen3-0.6B"])
     config: dict[str, Any] = {"model_type": "gpt_oss"}

@@ -106,7 +106,7 @@ async def responses(
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "whole"])
 @pytest.mark.parametrize("thinks_again", [True, False], ids=["thoughts-again", "thoughts-dropped"])
 @pytest.mark.parametrize("program", [messages, responses])
-async def test_a_program_is_trained_on_what_it_was_answered(
+async def test_other_protocols_are_trained_on_the_sampled_tokens(
     program: Program, thinks_again: bool, streams: bool, qwen3: Path
 ) -> None:
     """In one sequence, as turns extend one another, whether it repeats thoughts or not."""
@@ -140,7 +140,7 @@ async def test_a_program_is_trained_on_what_it_was_answered(
         ("length", True, "max_tokens"),
     ],
 )
-def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected: str) -> None:
+def test_stop_reason_of_a_message(finish: FinishReason, calls: bool, expected: str) -> None:
     called = [ToolCall(id="call_0", name="look_up", arguments="{}")] if calls else None
     used = Usage(prompt_tokens=1, completion_tokens=1)
     message = AssistantMessage(content="so", tool_calls=called)
@@ -149,7 +149,7 @@ def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected:
 
 
 @pytest.mark.parametrize("said", ["not JSON", "[1]"])
-async def test_arguments_that_are_no_object_are_none_to_the_program(said: str, qwen3: Path) -> None:
+async def test_malformed_arguments_are_sent_as_an_empty_object(said: str, qwen3: Path) -> None:
     """What was sampled is trained as it is."""
     config = extending_config("qwen3", {})
     tokenizer = load_tokenizer(str(qwen3))

@@ -182,7 +182,7 @@ def as_harmony(message: Message, thinks: bool) -> list[HarmonyMessage]:
     return made
 
 
-async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Path) -> None:
+async def test_deepseek_v31_thinks_once_per_question_and_drops_the_thoughts(tmp_path: Path) -> None:
     """A tool's results are gone on from without thoughts; what followed on thoughts begins a sequence without them."""
     config, silent = renderer_config(DEEPSEEK_V3_1, {"thinking": True}), renderer_config(DEEPSEEK_V3_1, {})
     model = write_tokenizer(tmp_path, config)
@@ -202,7 +202,7 @@ async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Pat
     assert_rendered_as_a_whole(renderer, engine, found)
 
 
-def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path) -> None:
+def test_malformed_calls_of_deepseek_v31_get_a_status(tmp_path: Path) -> None:
     config = renderer_config(DEEPSEEK_V3_1, {})
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, config)))
     begin, call, sep, end = (f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end"))
@@ -221,7 +221,7 @@ def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path)
     assert [(one.status, one.name, one.arguments) for one in found.tool_calls] == list(told.values())
 
 
-async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cost_of_a_turn_does_not_grow_with_the_conversation(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Turn 200 has as many tokens tokenised, and as many messages hashed, as turn 2: those that are new."""
     turns, tokenised, hashed = 200, [0], [0]
     encode, message_hash = PreTrainedTokenizerFast._encode_plus, conversation_cache._hash_message
@@ -255,7 +255,7 @@ async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkey
     assert hashed[1] > 0 and set(hashed[1:turns]) == {hashed[1]}
 
 
-async def test_a_turn_asks_for_its_own_rows_of_router_replay(qwen3: Path) -> None:
+async def test_turn_requests_only_its_own_rows_of_router_replay(qwen3: Path) -> None:
     config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in messages_of("qwen3")], routed=True)
@@ -293,7 +293,7 @@ async def talked(
         return await converse(model, Rendering(config), engine, **talk), engine
 
 
-async def test_programs_that_forget_thoughts_extend_them_nevertheless(qwen3: Path) -> None:
+async def test_programs_that_resend_answers_without_thoughts_extend_the_sequence(qwen3: Path) -> None:
     said = [*messages_of("qwen3")[:QUESTION], answering(9)]
     for turn in (3, 4):  # the same call twice, after other thoughts
         said[turn]["tool_calls"] = said[2]["tool_calls"]
@@ -311,7 +311,7 @@ async def test_programs_that_forget_thoughts_extend_them_nevertheless(qwen3: Pat
     ("thinks", "options", "wanted"),
     [(False, {}, 1), (True, {}, 4), (True, {"thinking_retention": "all"}, 1), (False, {"enable_thinking": False}, 1)],
 )
-async def test_questions_branch_only_where_thoughts_are_dropped(
+async def test_questions_branch_only_if_thoughts_are_dropped(
     qwen3: Path, thinks: bool, options: dict[str, Any], wanted: int
 ) -> None:
     said = [answering(turn) for turn in range(4)]
@@ -346,7 +346,7 @@ async def test_tools_that_cannot_be_rendered_are_refused_with_a_reason(qwen3: Pa
     assert not engine.requests
 
 
-def test_the_same_answer_of_another_branch_is_not_taken_for_it() -> None:
+def test_equal_answer_of_another_branch_is_not_restored() -> None:
     """Two agents of a rollout that say the same, after other thoughts."""
     trace = vf.Trace(task=TraceTask(type="Task", data=vf.TaskData(prompt="")), agent=AgentInfo(config=AgentConfig()))
 
