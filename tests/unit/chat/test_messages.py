@@ -1,4 +1,4 @@
-"""Whichever of OpenAI's forms messages are in, a chat template gets the one that it takes."""
+"""Normalization of messages to the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def calling(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 def only(message: Any) -> Any:
-    """The last message of a conversation, as it is normalised."""
+    """Return the normalized last message of a conversation."""
     return normalized([ASKED, message])[-1]
 
 

@@ -1,4 +1,4 @@
-"""An answer is trained in the tokens in which the model samples it: behind its prompt, not as a text of its own."""
+"""An answer is tokenized as the model samples it: as a continuation of its prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROLES = (
 
 
 def sentencepiece(kind: str, template: str) -> Any:
-    """A tokenizer as transformers makes it of SentencePiece's; `legacy` is that of Llama 2 and Mistral."""
+    """Return a tokenizer like those converted from SentencePiece. Llama 2 and Mistral use "legacy"."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     merges: list[tuple[str, str]] = []
     for character in "abcdefghijklmnopqrstuvwxyzINSTR.?[]/▁\n":

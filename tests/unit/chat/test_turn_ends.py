@@ -1,4 +1,4 @@
-"""The token that ends a turn is trained, whichever way a chat template ends turns; the rest of the context is not."""
+"""The token that ends a turn is trained with the answer, however the chat template ends turns."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def training_text(
 
 
 def trained(text: TrainingText, messages: list[Message]) -> list[str]:
-    """What is trained. All parts together are the rendered conversation, to the end of its last turn."""
+    """Return the trained parts. All parts together have to be the rendered conversation."""
     parts = text.parts({"messages": messages})
     whole = text.template.render(normalized(messages, text.template.form))
     joined = "".join(part for part, _ in parts)
@@ -123,7 +123,7 @@ def test_calls_and_answers_end_with_the_models_own_tokens(
 ) -> None:
     text = training_text(tmp_path, bundled(name), eos, stops, every=True)
     assert trained(text, TOOL_TALK) == expected
-    assert trained(text, TOOL_TALK[:2]) == expected[:1], "nothing follows on the call"
+    assert trained(text, TOOL_TALK[:2]) == expected[:1]
     text.every = False
     assert trained(text, TOOL_TALK) == expected[1:]
 
@@ -148,7 +148,7 @@ def test_llama_ends_code_with_another_token(tmp_path: Path) -> None:
 
 def test_deepseek_r1_trains_only_answers_that_its_template_shows_as_sampled(tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("DeepSeek-R1"), DEEPSEEK_END, DEEPSEEK_END)
-    assert trained(text, TOOL_TALK) == [f"Sunny.{DEEPSEEK_END}"], "no thoughts are begun after the result of a tool"
+    assert trained(text, TOOL_TALK) == [f"Sunny.{DEEPSEEK_END}"]
     with pytest.raises(ConversationError, match=r"message 2: .*prompt as the start.*write such lines as `prompt`"):
         text.parts({"messages": TALK[:2]})
     assert text.parts({"prompt": "a", "completion": "b"}) == [("a", False), (f"b{DEEPSEEK_END}", True)]
@@ -226,7 +226,7 @@ def test_answer_followed_by_a_role_that_ends_no_turn_is_an_error(role: str, tmp_
 
 
 def test_end_token_inside_an_answer_does_not_cut_it(tmp_path: Path) -> None:
-    """GLM's end of a text is among its stops, and an answer may name it."""
+    # <|endoftext|> is one of GLM's stop tokens, and the text of an answer may contain it.
     text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS)
     said = "It is <|endoftext|> there."
     (found,) = trained(text, [ASKED, {"role": "assistant", "content": said}])
@@ -234,7 +234,7 @@ def test_end_token_inside_an_answer_does_not_cut_it(tmp_path: Path) -> None:
 
 
 def test_end_of_an_answer_with_much_whitespace_is_found_in_linear_time(tmp_path: Path) -> None:
-    """A regular expression that may begin at each blank looks at 10^11 of them here."""
+    # A regular expression that may start at each space would take 10^11 steps here.
     text = training_text(tmp_path, CHATML, "<|im_end|>", "<|im_end|>")
     said = "a" + " \n" * 200_000 + "b"
     assert trained(text, [ASKED, {"role": "assistant", "content": said}]) == [f"{said}<|im_end|>"]

@@ -1,4 +1,4 @@
-"""Families are found: those of this package by their modules, those of others by entry points."""
+"""The registry finds the families of this package by folder, and those of other packages by entry point."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AGAIN = Family(name="again", model_types={"qwen3": Capabilities()})
 
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory that packages can be put into."""
+    """A directory on sys.path for packages."""
     monkeypatch.syspath_prepend(tmp_path)
     families.cache_clear()
     yield tmp_path
@@ -40,7 +40,7 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def install(directory: Path, *values: str) -> None:
-    """A package with these entry points."""
+    """Install a package with these entry points."""
     (directory / "other_package.py").write_text(FAMILY)
     about = directory / "other_package-1.0.dist-info"
     about.mkdir()
@@ -75,7 +75,7 @@ def test_family_of_an_installed_package_is_found(site_packages: Path) -> None:
 
 
 def test_only_families_name_renderers() -> None:
-    """By the names of renderers in the code around: none but that of the plain chat template."""
+    # No other code compares names of renderers, except that of the plain chat template.
     own = {name for family in bundled() for name in (family.renderer, *family.renderers.values()) if name}
     names = {*RENDERERS, *own} - {DEFAULT}
     for family in bundled():

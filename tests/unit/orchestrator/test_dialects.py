@@ -1,4 +1,4 @@
-"""Programs that speak Anthropic's Messages or OpenAI's Responses, through their makers' clients, are trained."""
+"""Programs that speak Anthropic's Messages or OpenAI's Responses are trained. Tested with the official clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FUNCTION = TOOL["function"]
 TURNS = 4
 SAID = [*(calling(turn) for turn in range(TURNS - 1)), answering(TURNS - 1)]
 Program = Callable[[str, str, bool, bool], Awaitable[tuple[list[str], list[dict[str, Any]]]]]
-"""Takes address, secret, whether it streams, whether it says thoughts again; returns thoughts, and calls' arguments."""
+"""(address, secret, streams, resends thoughts) -> (thoughts, arguments of calls)."""
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,7 @@ async def messages(base: str, secret: str, streams: bool, thinks_again: bool) ->
 async def responses(
     base: str, secret: str, streams: bool, thinks_again: bool
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]
-    """The last would be the provider's, and is not offered."""
+    tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]  # the provider would run the second: not offered
     told: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": ASKED}]}]
     thoughts, calls = [], []
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
@@ -109,7 +108,6 @@ async def responses(
 async def test_other_protocols_are_trained_on_the_sampled_tokens(
     program: Program, thinks_again: bool, streams: bool, qwen3: Path
 ) -> None:
-    """In one sequence, as turns extend one another, whether it repeats thoughts or not."""
     config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in SAID])
@@ -150,7 +148,6 @@ def test_stop_reason_of_a_message(finish: FinishReason, calls: bool, expected: s
 
 @pytest.mark.parametrize("said", ["not JSON", "[1]"])
 async def test_malformed_arguments_are_sent_as_an_empty_object(said: str, qwen3: Path) -> None:
-    """What was sampled is trained as it is."""
     config = extending_config("qwen3", {})
     tokenizer = load_tokenizer(str(qwen3))
     text = f'<tool_call>\n{{"name": "look_up", "arguments": {json.dumps(said)}}}\n</tool_call><|im_end|>'

@@ -1,4 +1,4 @@
-"""Where a model is: a directory, or the snapshot that the hub's own library would take."""
+"""Location of a model: a directory, or the snapshot that huggingface_hub would use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with two snapshots of org/name; `main` is the one that was written first."""
+    """A cache with two snapshots of org/name. `main` is the older one."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     directory = tmp_path / "models--org--name"
     for commit, written in ((OLD, 1000), (NEW, 2000)):
