@@ -1,4 +1,4 @@
-"""How many rollouts a replica gets: what its engines say, and what becomes of shares when engines are slow or gone."""
+"""Adaptive concurrency: limits of replicas by the metrics of their engines, also when engines are slow or lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROUTERS = ["router-0", "router-1"]
 
 
 class Engines:
-    """Engines that say what they are told to, looked at every five seconds."""
+    """Engines with given metrics, observed every five seconds."""
 
     def __init__(self, *names: str, bound: int = 10_000) -> None:
         self.now = 0.0
@@ -80,7 +80,7 @@ class Engines:
             self.look()
 
     def sample_only(self, seconds: float, generated: Callable[[str], float]) -> None:
-        """Have every share used, and so many tokens sampled between two looks, by engine. Nothing else changes."""
+        """Use every slot; `generated` returns the tokens of an engine between two looks. Nothing else changes."""
         for _ in range(round(seconds / 5)):
             self.now += 5
             self.inflight = dict(self.made.slots)
@@ -97,9 +97,9 @@ def test_unseen_replica_has_the_initial_limit() -> None:
     engines = Engines(*NAMES)
     late = {name: engines.samples.pop(name) for name in NAMES if "r1" in name}
     made = Concurrency(ROUTERS, NAMES, 10_000)
-    assert made.shares == BEGIN and made.report == {}, "dispatch begins before the first look"
+    assert made.shares == BEGIN and made.report == {}, "dispatch starts before the first look"
     made.look(engines.samples, {}, {})
-    assert made.shares == BEGIN and set(made.report) == {"0"}, "one of them is late"
+    assert made.shares == BEGIN and set(made.report) == {"0"}, "one engine is late"
     made.look(late, {}, {})
     assert made.shares == BEGIN | {"router-0": 0}
 
@@ -123,7 +123,7 @@ def test_first_rollouts_are_spread_over_late_replicas() -> None:
         concurrency.observe(engines.samples, made.replicas.load, {})
         made.replicas.limits = concurrency.slots
         fill()
-    assert made.replicas.load["router-1"] == BEGIN["router-1"], "it has not answered yet"
+    assert made.replicas.load["router-1"] == BEGIN["router-1"], "the replica has not answered yet"
     assert made.replicas.load["router-0"] > BEGIN["router-0"]
     concurrency.observe(engines.samples | late, made.replicas.load, {})
     assert concurrency.slots["router-1"] == BEGIN["router-1"]
@@ -134,7 +134,7 @@ def test_replicas_have_no_limit_without_metrics() -> None:
     made = Concurrency(ROUTERS, NAMES, 10_000, clock=lambda: next(times))
     for _ in range(120):
         made.look({}, {}, {})
-    assert made.shares == BEGIN, "nobody has asked them for anything"
+    assert made.shares == BEGIN, "no rollout runs yet"
     looks = 0
     while made.shares:
         made.look({}, {"router-0": 1}, {})
@@ -155,7 +155,7 @@ def test_limit_grows_until_the_cache_is_full() -> None:
 def test_limit_grows_slowly_while_all_rollouts_are_young() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300, kv_each=0.01, ended=0)
-    assert 24 <= engines.made.slots["router-0"] <= 30, "less than a third of the cache: what runs will grow"
+    assert 24 <= engines.made.slots["router-0"] <= 30, "less than a third of the cache, because rollouts will grow"
 
 
 def test_preemptions_enlarge_the_headroom_for_a_while() -> None:
@@ -195,7 +195,7 @@ def test_prefill_limit_differs_from_kv_limit() -> None:
     assert engines.made.report["0"].limit == "kv"
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(100, kv_each=0.0001, deferred=1000, waiting=1000)
-    assert engines.made.report["0"].limit == "growing", "waiting for KV from a prefill engine is no queue"
+    assert engines.made.report["0"].limit == "growing", "requests that wait for KV from a prefill engine are no queue"
 
 
 def test_one_prompt_per_sampling_request_may_wait_for_prefill() -> None:
@@ -229,7 +229,7 @@ def test_recomputed_prompts_lower_the_limit() -> None:
     engines = Engines("engine-r0-0")
 
     def turn(seconds: float, computed: float) -> None:
-        for _ in range(round(seconds / 5)):  # three of four rollouts are at their tools
+        for _ in range(round(seconds / 5)):  # three of four rollouts wait for a tool
             engines.now += 5
             engines.inflight = dict(engines.made.slots)
             sample = engines.samples["engine-r0-0"]
@@ -242,7 +242,7 @@ def test_recomputed_prompts_lower_the_limit() -> None:
 
     turn(300, 1000)
     before = engines.made.slots["router-0"]
-    assert 95 <= before <= 110, "also those at their tools need their KV"
+    assert 95 <= before <= 110, "rollouts that wait for a tool also hold KV"
     assert engines.made.report["0"].limit == "cache"
     turn(600, 9000)
     assert engines.made.slots["router-0"] <= 0.8 * before
@@ -261,7 +261,7 @@ def test_limit_does_not_oscillate_with_agents_at_their_tools(draw: int) -> None:
 
 
 def test_long_tool_calls_allow_more_rollouts_than_fit_the_cache() -> None:
-    """Tools of 40 s: the cache holds so few rollouts that an engine samples for three at a time."""
+    """With tool calls of 40 s, the rollouts in the cache keep only three requests running."""
     world = World(next(workload for workload in WORKLOADS if workload.tool_s == 40), None)
     world.run(1800 + LOOK_S)
     at_first, at_last = world.rate(300, 600), world.rate(1500, 1800)
@@ -270,11 +270,11 @@ def test_long_tool_calls_allow_more_rollouts_than_fit_the_cache() -> None:
 
 @pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])
 def test_evaluation_on_the_same_engines_does_not_change_the_limit(for_each: float, limit: str) -> None:
-    """It comes on top: its requests, KV, preemptions and prompts are in what engines show, and are not training's."""
+    """The engines' metrics include the evaluation, which runs on top of training."""
     engines = Engines("engine-r0-0", "engine-r1-0")
 
     def turn(seconds: float, evaluated: int = 0) -> None:
-        for _ in range(round(seconds / 5)):  # of so many rollouts one has a request that runs
+        for _ in range(round(seconds / 5)):  # one of `for_each` rollouts has a running request
             engines.now += 5
             engines.inflight = dict(engines.made.slots)
             engines.beside = {"router-0": evaluated}
@@ -296,12 +296,12 @@ def test_evaluation_on_the_same_engines_does_not_change_the_limit(for_each: floa
         turn(seconds, evaluated=50)
         assert engines.made.slots["router-0"] == pytest.approx(before["router-0"], rel=0.05)
     turn(300)
-    assert engines.made.slots == pytest.approx(before, rel=0.05), "nothing was learned from it"
+    assert engines.made.slots == pytest.approx(before, rel=0.05), "it changed nothing"
 
 
 def test_new_prompts_do_not_lower_the_limit_of_an_empty_cache() -> None:
     engines = Engines("engine-r0-0", bound=40)
-    for look in range(120):  # short answers on engines that mostly wait: some looks see no prompt at all, others many
+    for look in range(120):  # some looks see no prompt, others many
         engines.now += 5
         engines.inflight = {"router-0": min(40, engines.made.slots["router-0"])}
         sample = engines.samples["engine-r0-0"]
@@ -323,15 +323,15 @@ def test_limit_of_a_lost_engine_is_removed_and_restored() -> None:
     assert engines.made.slots["router-1"] == before["router-1"]
     engines.samples["engine-r0-1"] = gone
     engines.look()
-    assert engines.made.slots["router-0"] == pytest.approx(before["router-0"], abs=1), "it only was late"
+    assert engines.made.slots["router-0"] == pytest.approx(before["router-0"], abs=1), "the engine was only late"
     lone = engines.samples.pop("engine-r1-0")
     engines.look()
     assert engines.made.report["1"].limit == "lost" and engines.made.slots["router-1"] == 0
     engines.samples["engine-r1-0"] = dict.fromkeys(lone, 0.0)
     engines.look()
-    assert engines.made.slots["router-1"] == START_PER_ENGINE, "it was restarted, and holds nothing"
+    assert engines.made.slots["router-1"] == START_PER_ENGINE, "a restarted engine has an empty cache"
     engines.run(60, kv_each=0.01)
-    assert engines.made.slots["router-1"] >= 0.9 * before["router-1"], "what fits is known from before"
+    assert engines.made.slots["router-1"] >= 0.9 * before["router-1"], "the size of a rollout is known"
 
 
 def test_engine_restarted_between_two_looks_has_the_initial_limit() -> None:
@@ -377,10 +377,10 @@ def test_replica_without_tokens_for_minutes_is_tried_again(restarted: bool) -> N
     if restarted:
         engines.samples["engine-r1-0"] = dict.fromkeys(engines.samples["engine-r1-0"], 0.0)
         engines.look()
-        assert engines.made.slots["router-1"] == START_PER_ENGINE, "what the engine before it was says nothing"
+        assert engines.made.slots["router-1"] == START_PER_ENGINE, "the speed of the old engine does not count"
         for _ in range(6):
             run(5, 1)
-            assert engines.made.report["1"].limit != "slow", "nor is it slow while little is known of it"
+            assert engines.made.report["1"].limit != "slow", "a new engine is not slow"
     else:
         run(90, 1)
         assert engines.made.slots["router-1"] >= 0.9 * before["router-1"]
@@ -461,13 +461,13 @@ def test_rollouts_of_a_group_share_a_replica() -> None:
 
 
 def test_group_waits_for_its_replica_only_for_a_while() -> None:
-    """Its prompt is in the cache there: elsewhere it would be held twice."""
+    """The replica's cache holds the prompt; another one would hold it twice."""
     made = dispatcher({"router-0": 5, "router-1": 5})
     jobs = {}
     while job := made.next_job({"e"}):
         jobs[job.id] = job
     home = {job.group: job.router for job in list(jobs.values())[:8]}
-    assert sorted(home.values()) == ROUTERS, "each has a group, and the beginning of another"
+    assert sorted(home.values()) == ROUTERS, "each replica has one group, and the start of another"
 
     def ends(router: str) -> Job:
         name = next(name for name, job in jobs.items() if job.router == router)
@@ -486,7 +486,7 @@ def test_group_waits_for_its_replica_only_for_a_while() -> None:
     made.replicas.limits = {"router-0": 0, "router-1": 10}
     waiting = begun["router-0"]
     groups = [ends("router-1").group for _ in range(24)]
-    assert waiting in groups, "a replica without room does not keep its groups"
+    assert waiting in groups, "a full replica does not hold back its groups"
 
 
 def test_slots_count_ended_rollouts() -> None:
@@ -497,7 +497,7 @@ def test_slots_count_ended_rollouts() -> None:
 
 
 def test_limit_grows_while_nearly_all_rollouts_wait_for_tools() -> None:
-    """Sixteen rollouts that ask for a second in a minute keep a quarter of a request running: engines have room."""
+    """Sixteen rollouts that sample one second per minute keep a quarter of a request running."""
     engines = Engines("engine-r0-0", "prefill-r1-0", "decode-r1-0")
 
     def asked(seconds: float, generated: float, prefill_waiting: float = 0.0) -> None:
@@ -511,10 +511,12 @@ def test_limit_grows_while_nearly_all_rollouts_wait_for_tools() -> None:
             engines.look()
 
     asked(60, generated=0)
-    assert set(engines.made.slots.values()) == {START_PER_ENGINE}, "nothing is sampled: it is not the number"
+    assert set(engines.made.slots.values()) == {START_PER_ENGINE}, (
+        "without tokens, the number of rollouts is not the problem"
+    )
     asked(60, generated=100, prefill_waiting=20)
     assert engines.made.slots["router-0"] >= START_PER_ENGINE * GROWTH**4
-    assert engines.made.slots["router-1"] == START_PER_ENGINE, "prompts wait: more of them would wait, too"
+    assert engines.made.slots["router-1"] == START_PER_ENGINE, "more rollouts would only wait"
 
 
 @pytest.mark.parametrize("requests", [32, 64, 256])

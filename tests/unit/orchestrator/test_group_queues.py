@@ -1,4 +1,4 @@
-"""What is kept of thousands of open groups is what looking through all of them would find."""
+"""Running totals of thousands of groups agree with a scan of all groups."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_incremental_forecast_agrees_with_a_refresh() -> None:
             now += REFRESH_S
             assert ahead.landing(groups) >= 0
             again = ahead.landing(groups)
-            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "nothing of what is closed"
+            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "closed groups do not count"
             assert set(ahead._landing) == set(groups)
         assert kept == pytest.approx(sum(ahead._landing.values()))
 

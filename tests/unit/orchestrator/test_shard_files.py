@@ -1,4 +1,4 @@
-"""Shares of batches as files: written once, there until the commit, the same for whoever asks again."""
+"""Batch shards as files: written once, and kept until the commit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_every_rank_reads_its_own_shard(tmp_path: Path) -> None:
             assert frames is not None
             found = batch_files.read(path, empty, LARGEST_BATCH)
             assert [*map(bytes, found.encode())] == [*map(bytes, received(frames).encode())]
-            assert batches.encoded(share) is None, "it is asked for no more"
+            assert batches.encoded(share) is None, "the shard is dropped from memory"
 
     run_with(tmp_path, scenario)
 
@@ -89,9 +89,11 @@ def test_shard_is_written_once(tmp_path: Path) -> None:
         paths = await asyncio.gather(*(asked(files, share) for _ in range(5)))
         first = paths[0].stat()
         assert set(paths) == {paths[0]}
-        restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # which has no groups at all
+        restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
         assert await asked(restarted, share) == paths[0]
-        assert await asked(restarted, share, unreadable=True) == paths[0], "it is whole: the reader's fault has passed"
+        assert await asked(restarted, share, unreadable=True) == paths[0], (
+            "the file is whole; the reader had a temporary fault"
+        )
         assert paths[0].stat().st_ino == first.st_ino
         assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
         restarted.close()
@@ -105,7 +107,7 @@ def test_damaged_file_is_rewritten(tmp_path: Path) -> None:
         path = await asked(files, share)
         before = path.read_bytes()
         path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-        assert await asked(files, share) == path, "who does not say so gets what there is"
+        assert await asked(files, share) == path, "without a report, the file is not checked"
         assert await asked(files, share, unreadable=True) == path
         assert path.read_bytes() == before
         path.unlink()
@@ -152,7 +154,9 @@ def test_write_waits_for_a_full_or_read_only_disk(
         reserve = Reserve(tmp_path, size=1 << 20)
         assert reserve.fill() and reserve.give_up()
         full[0] = False
-        assert (await files.answer(share, unreadable=False, within_s=0.2)) == Answer("wait"), "space is for records"
+        assert (await files.answer(share, unreadable=False, within_s=0.2)) == Answer("wait"), (
+            "the reserve is for records"
+        )
         (tmp_path / ".reserve").unlink()
         assert (await asked(files, share)).exists()
 
@@ -165,7 +169,7 @@ def test_other_disk_faults_are_raised(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="batches"):
             await asked(files, StepShard(4, RankShard(0, 1)))
         (tmp_path / "batches").unlink()
-        assert (await asked(files, StepShard(4, RankShard(0, 1)))).exists(), "it is tried again"
+        assert (await asked(files, StepShard(4, RankShard(0, 1)))).exists(), "a later request tries again"
 
     run_with(tmp_path, scenario)
 
@@ -178,7 +182,7 @@ def batches(tmp_path: Path) -> Iterator[Batches]:
 
 
 def held(batches: Batches) -> set[int]:
-    """Steps whose rollouts are in memory."""
+    """Return the steps whose rollouts are in memory."""
     return {
         step for step, groups in batches._groups.items() if not all(isinstance(one, SpooledGroup) for one in groups)
     }
@@ -191,7 +195,7 @@ def test_uncommitted_steps_can_be_repeated_with_two_in_memory(tmp_path: Path, ba
     assert all(first.values())
     for step in (1, 2, 3, 4, 1):
         assert [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] == first[step]
-        assert held(batches) <= {3, 4}, "what was given back stays on disk"
+        assert held(batches) <= {3, 4}, "evicted batches stay on disk"
         packed = {key[0] for key in batches._packed}
         assert len(packed) <= 2 and step in packed and {share.step for share in batches._encoded} <= packed
     batches.committed(3)
@@ -209,7 +213,7 @@ async def test_groups_of_a_batch_on_disk_are_read_one_by_one(tmp_path: Path, mon
     read, whole = list[ReferenceType[RolloutGroup]](), SpooledGroup.whole
 
     def watched(one: SpooledGroup) -> RolloutGroup:
-        assert all(before() is None for before in read), "it is still in memory"
+        assert all(before() is None for before in read), "the previous group is still in memory"
         found = whole(one)
         read.append(ref(found))
         return found

@@ -1,4 +1,4 @@
-"""A restart reads heads alone; whatever of a spool file is damaged costs that group, whose example comes again."""
+"""Recovery reads only the heads of groups, and a damaged file costs one group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recovered(run: Path) -> tuple[Dispatcher, list[str], Spool]:
 
 
 def refuse_groups(path: Path) -> bytes:
-    """Read small files, but fail for a group: only its head may be read."""
+    """Fail if more than the head of a group is read."""
     if "rollouts" in path.parts:
         pytest.fail(f"{path} was read whole")
     with path.open("rb") as file:

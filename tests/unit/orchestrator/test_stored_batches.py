@@ -1,4 +1,4 @@
-"""A batch whose groups are on disk alone is given again, and not held: routed experts are read as they are sent."""
+"""Batches whose groups are on disk: routed experts are read only when they are sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS, TOP_K, SHARES = 3, 2, [RankShard(dp, 2, cp, 2) for dp in range(2) for cp
 
 
 class Looking(Grpo):
-    """Assigns credit, and notes which sequences had routed experts."""
+    """Assigns credit, and records which sequences had routed experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def with_experts(sequence: Rollout, seed: int) -> Rollout:
 
 
 def example(number: int) -> RolloutGroup:
-    """One sequence is longer than a row, and of one the engines do not say which experts they chose."""
+    """Return a group with one sequence longer than a row, and one without routed experts."""
     found = group([5 + number, 2 * RECIPE.seq_len, 9], [0.0, 1.0, 0.5])
     (first,), (second,), last = found.rollouts
     rollouts = ((with_experts(first, number),), (with_experts(second, 10 + number),), last)
@@ -88,7 +88,7 @@ def test_every_rank_gets_the_same_as_from_memory(stored: Batches, groups: list[R
     memory = batches_of(groups)
     for shard in SHARES:
         mine, known = parts_of(stored, shard), parts_of(memory, shard)
-        assert any(isinstance(part, FileRange) for part in mine), "they are on disk"
+        assert any(isinstance(part, FileRange) for part in mine), "routed experts stay on disk"
         assert not any(isinstance(part, FileRange) for part in known)
         assert b"".join(loaded(mine[1:])) == b"".join(known[1:]) and mine[0] == known[0]
         assert received(list(loaded(mine))).rows[0].routed_experts is not None
@@ -99,7 +99,7 @@ def test_groups_are_read_once_and_one_at_a_time(stored: Batches, monkeypatch: py
     read, decoded = list[ReferenceType[RolloutGroup]](), SpooledGroup._decoded
 
     def watched(one: SpooledGroup, data: memoryview) -> RolloutGroup:
-        assert all(before() is None for before in read), "another one is still in memory"
+        assert all(before() is None for before in read), "the previous group is still in memory"
         found = decoded(one, data)
         read.append(ref(found))
         return found
@@ -130,7 +130,7 @@ async def test_rank_waits_while_a_batch_is_read(stored: Batches, monkeypatch: py
     may_read.set()
     found = [await stored.answer(share, 60) for share in shares]
     assert found == [stored.encoded(share) for share in shares] and None not in found
-    assert len(begun) == 3, "of three groups each once"
+    assert len(begun) == 3, "each of three groups once"
 
 
 def test_algorithm_sees_the_same_batch_from_disk(tmp_path: Path, groups: list[RolloutGroup]) -> None:
@@ -145,7 +145,7 @@ def test_algorithm_sees_the_same_batch_from_disk(tmp_path: Path, groups: list[Ro
 
 
 class Giving(Server):
-    """Answers with a batch of `batches`, in chunks of a few bytes."""
+    """Serves a batch in chunks of a few bytes."""
 
     batches: Batches
 
@@ -214,7 +214,7 @@ def test_shard_is_written_in_chunks(
     monkeypatch.setattr(FileRange, "read", once)
     with pytest.raises(DamagedError, match="No such file"):
         batch_files.write(path, parts)
-    assert [one.name for one in tmp_path.iterdir()] == ["rollouts"], "nothing is left of it"
+    assert [one.name for one in tmp_path.iterdir()] == ["rollouts"], "the encoded shard is dropped"
 
 
 def test_rows_of_a_stored_array(tmp_path: Path) -> None:
