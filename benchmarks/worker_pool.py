@@ -1,7 +1,7 @@
-"""What many environment workers cost the orchestrator: `python -m benchmarks worker_pool [--write]`.
+"""Cost of many environment workers for the orchestrator: `python -m benchmarks worker_pool [--write]`.
 
-Workers are real sockets of another process, which report every second what they run, as real ones do. Measured in the
-process of the pool: the time to send all rollouts, and the share of a core that statuses then take.
+Workers are real sockets of another process, and report their jobs every second, as real ones do. Measured in the
+process of the pool: the time to send all rollouts, and the CPU share of the reports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ GROUP = 16
 
 
 def main(words: list[str]) -> None:
-    """Measure every size, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks worker_pool", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args(words).write
@@ -46,7 +45,7 @@ def main(words: list[str]) -> None:
 
 
 def measure(nodes: int, workers: int, rollouts: int) -> dict[str, float]:
-    """One size, with workers in a process of their own."""
+    """Measure one size, with the workers in a separate process."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
         port = probe.bind_to_random_port("tcp://127.0.0.1")
     address = f"tcp://127.0.0.1:{port}"
@@ -60,7 +59,7 @@ def measure(nodes: int, workers: int, rollouts: int) -> dict[str, float]:
 
 
 def serve(address: str, nodes: int, workers: int) -> None:
-    """All workers: each says every second what it was sent."""
+    """Run all workers: each reports its jobs every second."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * workers)
     poller, running = zmq.Poller(), dict[zmq.Socket[bytes], list[Job]]()
