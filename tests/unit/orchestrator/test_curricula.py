@@ -161,8 +161,8 @@ class Life:
         progress = restore(self.root, 1)
         self.curricula = Curricula(RECIPE, self.root / OUTCOMES, progress.outcomes, progress.fresh)
         self.curricula.set_tasks({LABEL: 40})
-        known = examples(RECIPE, progress, self.curricula)
-        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=known)
+        stream = examples(RECIPE, progress, self.curricula)
+        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=stream)
         self.dispatch.version = progress.next_step - 1
         self.jobs: list[Job] = []
         for group in self.finished:
@@ -215,10 +215,10 @@ def test_kill_at_any_moment_loses_and_repeats_no_example(
         if moment % 9 == 0:
             trained += life.train()
         if moment in kills:
-            before = {task: known.rate for task, known in life.curricula._pools[LABEL]._examples.items()}
+            before = {task: example.rate for task, example in life.curricula._pools[LABEL]._examples.items()}
             recorded = life.progress.now
             life.start()
-            assert {task: known.rate for task, known in life.curricula._pools[LABEL]._examples.items()} == before
+            assert {task: example.rate for task, example in life.curricula._pools[LABEL]._examples.items()} == before
             again = life.dispatch.counts["examples_returned"]
             assert recorded.drawn.items() <= life.dispatch.drawn.items(), "the unfinished groups keep their tasks"
             assert len(life.dispatch.drawn) == len(recorded.drawn) + again, "stale groups are sampled again"
@@ -244,10 +244,10 @@ def test_draws_are_the_same_after_a_restart(tmp_path: Path) -> None:
     two = Curricula(RECIPE, tmp_path / "b")
     two.set_tasks({LABEL: 40})
     first = learned(two, 0, 150)
-    known, fresh = asyncio.run(two.flush()), two.fresh
+    size, fresh = asyncio.run(two.flush()), two.fresh
     learned(two, 150, 200)
     asyncio.run(two.flush())  # undone below, by a checkpoint that counts fewer bytes
-    again = Curricula(RECIPE, tmp_path / "b", known, fresh)
+    again = Curricula(RECIPE, tmp_path / "b", size, fresh)
     again.set_tasks({LABEL: 40})
     assert first + learned(again, 150, 300) == whole
     asyncio.run(again.flush())

@@ -22,8 +22,8 @@ def limits(off_policy: int = 1, **changes: object) -> DispatchLimits:
     return DispatchLimits(max_off_policy_steps=off_policy, **{"group_sizes": sizes, **fields})  # type: ignore[arg-type]
 
 
-def dispatcher(limit: DispatchLimits, **known: object) -> Dispatcher:
-    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+def dispatcher(limit: DispatchLimits, **state: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **state)  # type: ignore[arg-type]
     made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "i", examples=examples)
     made.version = 0
     return made
@@ -49,18 +49,18 @@ def test_complete_group_is_unfinished_until_it_is_on_disk() -> None:
     """A kill before the write loses the group, so its example is sampled again. Until then it counts as waiting."""
     made = dispatcher(limits(off_policy=0))
     jobs = {job.id: job for job in run_all(made)}
-    found: list[RolloutGroup] = []
+    complete: list[RolloutGroup] = []
     for _ in range(2):
         opened = next(iter(made.open))
         done = [made.finished(job.id, rollout(job)) for job in jobs.values() if job.group == opened]
-        found += [group for group in done if group is not None]
+        complete += [group for group in done if group is not None]
         assert not run_all(made), "one batch is open or waits, and another would be too old"
-    assert made.unfinished == [(group.environment, group.example) for group in found]
-    made.rejected(found[0], "dull")
-    assert made.unfinished == [(found[1].environment, found[1].example)]
+    assert made.unfinished == [(group.environment, group.example) for group in complete]
+    made.rejected(complete[0], "dull")
+    assert made.unfinished == [(complete[1].environment, complete[1].example)]
     assert {job.environment for job in run_all(made)}, "a rejected group is replaced"
-    assert made.add_ready(found[1])
-    assert (found[1].environment, found[1].example) not in made.unfinished
+    assert made.add_ready(complete[1])
+    assert (complete[1].environment, complete[1].example) not in made.unfinished
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))
@@ -185,8 +185,8 @@ def test_rejected_group_is_replaced() -> None:
 
 
 def test_restart_opens_unfinished_groups_first() -> None:
-    known = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
-    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **known)
+    state = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
+    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **state)
     groups = []
     for _ in range(2):
         jobs = run_all(made)

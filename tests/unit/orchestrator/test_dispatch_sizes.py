@@ -34,8 +34,8 @@ def test_choice_is_the_smallest_sum_of_the_first_groups(sizes: list[int], total:
         for chosen in itertools.combinations(range(len(sizes)), count)
         if sum(sizes[index] for index in chosen) >= total
     ]
-    found = choose(sizes, total)
-    assert found == (list(min(enough)[1]) if enough else []), "the smallest sum, and the smallest indices"
+    choice = choose(sizes, total)
+    assert choice == (list(min(enough)[1]) if enough else []), "the smallest sum, and the smallest indices"
 
 
 def test_group_opens_for_a_batch_that_lacks_less_than_a_group() -> None:
@@ -144,7 +144,7 @@ def test_batches_form_under_any_order_of_events(
     names = [group.id for group in used]
     assert len(names) == len(set(names))
     waiting = {group.id for group in made.ready} | {group_id(*position) for position in made.unfinished}
-    begun, ruled_out = ({first(name) for name in found} for found in (opened, left_out))
+    begun, ruled_out = ({first(name) for name in ids} for ids in (opened, left_out))
     assert begun - ruled_out <= {first(name) for name in names} | waiting
     assert not set(names) & waiting, "no example is lost or trained twice"
     rollouts = [sequence.info.id for group in used for sequence in group.sequences]

@@ -51,14 +51,14 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeRun]:
 def words(run: FakeRun) -> list[str]:
     """Return the prompts of all trained rows, one entry per step and prompt."""
     tokenizer = run.engine._tokenizer
-    found = []
+    all_prompts = []
     for rows in run.trained.values():
         prompts = set()
         for row in rows:
             text = tokenizer.decode(row, skip_special_tokens=False).replace(" ", "")
             prompts |= {part.split("<eos>")[0] for part in text.split("Reverse:")[1:]}
-        found += sorted(prompts)
-    return found
+        all_prompts += sorted(prompts)
+    return all_prompts
 
 
 def check_whole_run(run: FakeRun) -> None:
@@ -248,8 +248,8 @@ def test_run_with_a_custom_algorithm(tmp_path: Path) -> None:
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
         finally:
             run.stop()
-    kept = list(reverse_text.words(40, 0))[::2]
-    assert set(words(run)) <= set(kept) and len(words(run)) == 4
+    trained_words = list(reverse_text.words(40, 0))[::2]
+    assert set(words(run)) <= set(trained_words) and len(words(run)) == 4
     counts = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["counts"]
     assert counts["groups_rejected_odd"] > 0
     assert sum(row.get("groups/rejected_odd", 0) for row in run.metrics()) > 0

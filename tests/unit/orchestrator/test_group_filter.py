@@ -108,25 +108,25 @@ def test_actions_mask_or_drop_a_rollout() -> None:
     """drop: the mean is of the other rollouts. mask: the mean is of all. monitor: no effect."""
     rewards, long = [0.0, 1.0, 1.0], rollout(4.0, finish="length")
     made = group(*(rollout(reward) for reward in rewards), long)
-    found = {}
+    results = {}
     for action in ("drop", "mask", "monitor"):
         options = Orchestrator.model_validate({"filters": [{"type": "truncated", "action": action}]})
-        kept, counts = sift(made, rollout_filters(options.filters, "/none"))
-        assert counts == Counter(truncated=1) and kept is not None
-        docs = documents([kept], 128, 0, Grpo())
-        found[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
-    assert found["drop"] == [(-0.6667, 2), (0.3333, 2), (0.3333, 2)]
-    assert found["mask"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 0)]
-    assert found["monitor"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 2)]
+        rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+        assert counts == Counter(truncated=1) and rest is not None
+        docs = documents([rest], 128, 0, Grpo())
+        results[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
+    assert results["drop"] == [(-0.6667, 2), (0.3333, 2), (0.3333, 2)]
+    assert results["mask"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 0)]
+    assert results["monitor"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 2)]
 
 
 def test_drop_takes_precedence_over_mask() -> None:
     filters = [{"type": "truncated"}, {"type": "length", "max_tokens": 2}]
     options = Orchestrator.model_validate({"filters": filters})
     made = group(rollout(), rollout(finish="length", logprobs=[-1.0] * 9), rollout(finish="length"))
-    kept, counts = sift(made, rollout_filters(options.filters, "/none"))
+    rest, counts = sift(made, rollout_filters(options.filters, "/none"))
     assert counts == Counter(truncated=2, length=1)
-    assert kept is not None and [int(one.mask.sum()) for one in kept.sequences] == [2, 0]
+    assert rest is not None and [int(one.mask.sum()) for one in rest.sequences] == [2, 0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1e6])

@@ -35,8 +35,8 @@ RULES = [
 ]
 
 
-def restarted(limit: DispatchLimits, step: int = 1, **known: object) -> Dispatcher:
-    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+def restarted(limit: DispatchLimits, step: int = 1, **state: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **state)  # type: ignore[arg-type]
     made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", step, examples=examples)
     made.version = 0
     return made
@@ -80,9 +80,9 @@ def test_unneeded_job_is_not_adopted(why: str) -> None:
     if why == "anew":
         again.version = 1
         assert job.group in {new.group for new in run_all(again)}
-    found = Job(**{name: getattr(job, name) for name in job.__struct_fields__} | changes.get(why, {}))
+    changed = Job(**{name: getattr(job, name) for name in job.__struct_fields__} | changes.get(why, {}))
     before = again.inflight
-    assert not again.adopt_job(found, runs=True) and again.inflight == before
+    assert not again.adopt_job(changed, runs=True) and again.inflight == before
 
 
 def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
@@ -91,11 +91,11 @@ def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
     jobs = [job for job in run_all(made) if job.group == "a-00000000"]
     for job in jobs[:2]:
         made.finished(job.id, rollout(job))
-    known, group = {"cursors": made.cursors, "unfinished": made.unfinished}, made.open["a-00000000"].complete()
+    positions, group = {"cursors": made.cursors, "unfinished": made.unfinished}, made.open["a-00000000"].complete()
     incarnations = iter(["a", "b"])
 
     def again(taken: set[str]) -> Dispatcher:
-        examples = Examples(made.limits.ratios, taken=taken, **known)
+        examples = Examples(made.limits.ratios, taken=taken, **positions)
         return Dispatcher(made.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, examples=examples)
 
     trained = again({"a-00000000"})
@@ -121,7 +121,7 @@ def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
     )
     assert list(lost.open) == [group.id]
     dropped = limits(group_sizes={"a": 4}, ratios={"a": 1.0})
-    examples = Examples(dropped.ratios, taken={group.id}, **known)
+    examples = Examples(dropped.ratios, taken={group.id}, **positions)
     examples.mark_opened(("a", 0))
     plain = Dispatcher(dropped, ["http://r0", "http://r1"], "run.1", "c", 2, examples=examples)
     assert not plain.adopt_job(jobs[2], runs=True), "this rule carries no rollout"
@@ -151,7 +151,7 @@ class Campaign:
     def record(self) -> None:
         """Record the positions, as with a batch."""
         made = self.made
-        self.known = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
+        self.recorded = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
 
     def end(self, job: Job) -> None:
         group = self.made.finished(job.id, rollout(job, max(0, self.made.version)))
@@ -186,7 +186,7 @@ class Campaign:
         version, ready = before.version, before.ready
         incarnation = f"i{self.kills}"
         taken = {name for names in self.uncommitted for name in names}
-        examples = Examples(self.limits.ratios, taken=taken, **self.known)
+        examples = Examples(self.limits.ratios, taken=taken, **self.recorded)
         self.made = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, examples=examples)
         for group in sorted(ready, key=lambda group: group.id):
             self.add(group)
@@ -293,8 +293,8 @@ def test_any_order_of_ends_failures_and_kills(
     for label, cursor in run.made.cursors.items():
         every = {f"{label}-{example:08d}" for example in range(cursor)}
         unfinished = {f"{name}-{example:08d}" for name, example in run.made.unfinished}
-        known = {name.partition(".")[0] for name in (*names, *run.given_up)} | waiting | unfinished
-        assert every <= known, "no example is lost"
+        covered = {name.partition(".")[0] for name in (*names, *run.given_up)} | waiting | unfinished
+        assert every <= covered, "no example is lost"
 
 
 def test_killed_orchestrator_adopts_running_rollouts(tmp_path: Path) -> None:

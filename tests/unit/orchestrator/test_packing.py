@@ -28,7 +28,7 @@ def document(start: int, length: int) -> Document:
     return Document(tokens, mask, -tokens.astype(np.float32), np.full(length, start, np.float32), on_policy=False)
 
 
-def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
+def documents_of(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
     """Return the documents of a row, cut where positions restart. The last one may be padding."""
     starts = [i for i, position in enumerate(row.positions) if position == 0]
     pieces = [slice(a, b) for a, b in zip(starts, [*starts[1:], SEQ_LEN], strict=True)]
@@ -52,7 +52,7 @@ def test_every_token_is_packed_once(lengths: list[int], ranks: int) -> None:
     rows = [row for mine in packed for row in mine]
     assert all(len(getattr(row, name)) == SEQ_LEN for row in rows for name in ("token_ids", "positions", "mask"))
     assert all((row.temperatures == np.float32(0.7)).all() for row in rows)
-    pieces = sorted(piece for row in rows for piece in found(row) if any(piece[0]))
+    pieces = sorted(piece for row in rows for piece in documents_of(row) if any(piece[0]))
     expected = sorted(
         (doc.token_ids.tolist(), doc.mask.tolist(), doc.logprobs.tolist(), set(doc.advantages.tolist())) for doc in docs
     )
@@ -89,8 +89,8 @@ def test_rows_are_no_longer_than_needed(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     fixed, packed = (pack(docs, SEQ_LEN, ranks, 0.7, quantum) for quantum in (None, 4))
     assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more rows"
-    found = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
-    assert found == sorted(int(token) for doc in docs for token in doc.token_ids)
+    tokens = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
+    assert tokens == sorted(int(token) for doc in docs for token in doc.token_ids)
     for row in (row for mine in packed for row in mine):
         used = int(np.flatnonzero(row.token_ids)[-1]) + 1 if row.token_ids.any() else 0
         assert len(row.positions) == max(4, -(-used // 4) * 4) <= SEQ_LEN
@@ -143,9 +143,9 @@ def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
 def advantages(whole: RolloutGroup, algorithm: Algorithm) -> list[float]:
     """Return one advantage per rollout."""
     (credits,) = algorithm.assign([whole])
-    found = [set(credit.advantages.tolist()) for credit in credits]
-    assert all(len(values) == 1 for values in found)
-    return [value for values in found for value in values]
+    per_rollout = [set(credit.advantages.tolist()) for credit in credits]
+    assert all(len(values) == 1 for values in per_rollout)
+    return [value for values in per_rollout for value in values]
 
 
 def test_advantages_follow_the_algorithm() -> None:
@@ -155,8 +155,8 @@ def test_advantages_follow_the_algorithm() -> None:
     assert advantages(rare, MaxRl()) == [-1.0, -1.0, -1.0, 3.0]
     assert advantages(group(lengths, [0.5] * 4), MaxRl()) == [0.0] * 4
     assert advantages(group(lengths, [-1.0, 0.0, 0.0, 1.0]), MaxRl()) == [0.0] * 4
-    found = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
-    assert found == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
+    centred = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
+    assert centred == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
 
 
 def scored(whole: RolloutGroup) -> RolloutGroup:
@@ -267,7 +267,7 @@ def test_tokens_keep_the_temperature_of_their_environment() -> None:
     docs = documents(groups, SEQ_LEN, 0, Grpo(), {"cold": 0.25, "warm": 1.5})
     ((row,),) = pack(docs, SEQ_LEN, 1, 0.7)
     starts = np.flatnonzero(row.positions == 0)
-    found = [float(row.temperatures[start]) for start in starts]
+    temperatures = [float(row.temperatures[start]) for start in starts]
     ends = [*starts[1:], SEQ_LEN]
     assert all((row.temperatures[a:b] == row.temperatures[a]).all() for a, b in zip(starts, ends, strict=True))
-    assert sorted(found) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])
+    assert sorted(temperatures) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])

@@ -81,9 +81,9 @@ def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
         made, gone, spool = recovered(run)
         broken = f"{LABEL}-00000001"
         if len(made.ready) == 3:
-            with pytest.raises(DamagedError) as found:
+            with pytest.raises(DamagedError) as error:
                 next(one for one in made.ready if one.id == broken).whole()
-            spool.note_damaged(broken, found.value)
+            spool.note_damaged(broken, error.value)
             made.give_up_damaged(broken)
             gone = [broken]
         assert gone == [broken] and [one.example for one in made.ready] == [0, 2]

@@ -348,8 +348,8 @@ def test_batch_trains_no_old_token(rule: str) -> None:
 def test_at_least_above_the_group_size_is_refused() -> None:
     fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "at_least": 5}}
     data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
-    (found,) = violations(Recipe.model_validate(data))
-    assert (found.field, found.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
+    (violation,) = violations(Recipe.model_validate(data))
+    assert (violation.field, violation.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
     fields["staleness"] = {"rule": "drop", "at_least": 5}
     assert not violations(Recipe.model_validate(data))
 
