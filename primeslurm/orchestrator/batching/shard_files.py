@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from primeslurm.base import durable, files
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.file_ranges import Part
 from primeslurm.wire.link.trainer_link import Answer
@@ -44,7 +43,6 @@ class ShardFiles:
         self._batches = batches
         self._committed = committed
         self._retry_s = retry_s
-        self._reserve = Reserve(run_dir)
         self._made: dict[StepShard, asyncio.Task[Path | None]] = {}
         self._writers = ThreadPoolExecutor(WRITERS, "share-files")
         self._remover = ThreadPoolExecutor(1, "share-files-removed")
@@ -98,7 +96,7 @@ class ShardFiles:
         if parts is None:
             return None
         waits = False
-        while why := await self._threaded(lambda: self._reserve.give_way(lambda: _put(path, parts))):
+        while why := await self._threaded(lambda: durable.write_bulk(path, lambda: _put(path, parts))):
             if not waits:
                 log.warning("a share of the batch of step %d waits for the file system: %s", share.step, why)
             waits = True

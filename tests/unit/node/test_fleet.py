@@ -182,9 +182,11 @@ def test_a_ready_process_that_gives_no_answer_hangs() -> None:
     s.started(0)
     s.tick(5, prerequisites=True, ready=True)
     assert s.tick(40, prerequisites=True, ready=False) == "nothing"
-    assert s.tick(41, prerequisites=True, ready=False, hangs="hangs: silent for 31 s") == "end_hung"
-    assert s.tick(42, prerequisites=True, ready=False, hangs="hangs: silent for 32 s") == "nothing", "it is being ended"
-    assert s.reason == "hangs: silent for 31 s"
+    assert s.tick(41, prerequisites=True, ready=False, unresponsive="unresponsive: silent for 31 s") == "dump_and_kill"
+    assert s.tick(42, prerequisites=True, ready=False, unresponsive="unresponsive: silent for 32 s") == "nothing", (
+        "it is being ended"
+    )
+    assert s.reason == "unresponsive: silent for 31 s"
 
 
 def test_what_is_ended_to_be_renewed_starts_again_at_once_and_for_free() -> None:

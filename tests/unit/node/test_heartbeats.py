@@ -55,11 +55,11 @@ class Node:
                 self.beaten_at = self.now
                 self.liveness.heartbeat()
             if agent:
-                self.liveness_monitor.look(self.now)
+                self.liveness_monitor.check(self.now)
 
     @property
     def hangs(self) -> bool:
-        return self.liveness_monitor.of("p").hangs
+        return self.liveness_monitor.of("p").unresponsive
 
 
 @given(spans=SPANS)
@@ -99,7 +99,7 @@ def test_a_process_that_stops_beating_hangs_after_its_limit() -> None:
     node.run(LIMIT_S - 1, process=False)
     assert not node.hangs
     node.run(3, process=False)  # it is looked at once a second
-    assert node.hangs and "silent for 31 s, phase loop" in node.liveness_monitor.of("p").report().words
+    assert node.hangs and "silent for 31 s, phase loop" in node.liveness_monitor.of("p").report().text
     node.run(3)
     assert not node.hangs and node.liveness_monitor.of("p").silent_s < 2
 
@@ -111,7 +111,7 @@ def test_a_phase_may_take_as_long_as_it_said() -> None:
     assert not node.hangs
     node.liveness.enter("train", step=3)
     node.run(LIMIT_S + 2, process=False)
-    assert node.hangs and node.liveness_monitor.of("p").report().words == "silent for 31 s, phase train of step 3"
+    assert node.hangs and node.liveness_monitor.of("p").report().text == "silent for 31 s, phase train of step 3"
 
 
 @pytest.mark.parametrize("condition", [Condition(held=True), Condition()])
@@ -166,13 +166,13 @@ def test_a_server_is_silent_by_the_same_rules() -> None:
     health = {"port": "http", "hang_timeout_s": 20}
     options = {"name": "e", "role": "engine", "node": 0, "argv": ("e",), "log": "l", "health": health}
     liveness_monitor.started(Process.model_validate(options), 1, None, probe)
-    liveness_monitor.look(0.0)
-    assert liveness_monitor.of("e").report().words == "silent for 0 s"
-    liveness_monitor.look(3600.0)
-    assert not liveness_monitor.of("e").hangs
+    liveness_monitor.check(0.0)
+    assert liveness_monitor.of("e").report().text == "silent for 0 s"
+    liveness_monitor.check(3600.0)
+    assert not liveness_monitor.of("e").unresponsive
     for second in range(3601, 3620):
-        liveness_monitor.look(float(second))
-    assert liveness_monitor.of("e").hangs
+        liveness_monitor.check(float(second))
+    assert liveness_monitor.of("e").unresponsive
 
 
 def heartbeat(
@@ -184,13 +184,13 @@ def heartbeat(
 def test_the_rank_that_has_begun_fewer_collectives_is_the_one_that_the_others_wait_for() -> None:
     heartbeats = {f"trainer-rank-{i}": heartbeat(30.0 + i, 41 if i == 2 else 42) for i in range(4)}
     found = unresponsive_ranks(heartbeats)
-    assert found is not None and found.behind == ("trainer-rank-2",) and found.waiting == 3 and not found.hangs
+    assert found is not None and found.behind == ("trainer-rank-2",) and found.waiting == 3 and not found.timed_out
     assert found.event().phase == "forward_backward" and found.event().step == 7
     hung = unresponsive_ranks(
         {name: each for name, each in heartbeats.items() if name != "trainer-rank-2"} | {"r": heartbeat(301, 41)}
     )
-    assert hung is not None and hung.hangs
-    assert hung.reason == "hangs: silent for 301 s, phase forward_backward of step 7; 3 ranks wait for it"
+    assert hung is not None and hung.timed_out
+    assert hung.reason == "unresponsive: silent for 301 s, phase forward_backward of step 7; 3 ranks wait for it"
 
 
 def test_nobody_is_named_while_any_rank_goes_on() -> None:
@@ -204,10 +204,10 @@ def test_nobody_is_named_while_any_rank_goes_on() -> None:
 
 def test_ranks_that_are_all_at_the_same_collective_wait_for_the_network_or_a_gpu() -> None:
     found = unresponsive_ranks({"a": heartbeat(500, 42), "b": heartbeat(400, 42)})
-    assert found is not None and found.behind == ("a", "b") and found.waiting == 0 and found.hangs
+    assert found is not None and found.behind == ("a", "b") and found.waiting == 0 and found.timed_out
     assert "none is behind" in found.reason
     starved = unresponsive_ranks({"a": heartbeat(500, 42), "b": heartbeat(40, 42)})
-    assert starved is not None and not starved.hangs, "one of them has not been silent for long"
+    assert starved is not None and not starved.timed_out, "one of them has not been silent for long"
 
 
 def test_a_rank_that_was_stopped_in_the_midst_of_a_collective_has_begun_as_many_as_the_others() -> None:
@@ -236,6 +236,6 @@ def test_who_hangs_has_been_silent_for_longer_than_its_phase_may_take(
         return
     fewest = min(each.collectives for each in heartbeats.values())
     assert {name for name, each in heartbeats.items() if each.collectives == fewest} == set(found.behind)
-    assert not found.hangs or all(
+    assert not found.timed_out or all(
         heartbeats[name].silent_s >= found.heartbeat.silent_s > found.heartbeat.limit_s for name in found.behind
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primeslurm.node.agent.node_agent import AgentTimings
 from primeslurm.node.head.head import HeadTimings
-from primeslurm.node.head.unresponsive_ranks import Patience
+from primeslurm.node.head.unresponsive_ranks import QuietThresholds
 from primeslurm.plan.model import HeartbeatLimits, Process
 from primeslurm.records.events.processes import ProcessContinued, ProcessExited, ProcessUnresponsive, RanksUnresponsive
 from primeslurm.records.fleet import Outcome
@@ -59,7 +59,7 @@ def test_a_busy_loop_is_ended_with_its_stack_in_the_log(start: Callable[..., Run
     [event] = running.events(ProcessUnresponsive)
     assert (event.name, event.phase) == ("environment-e-0", "event loop") and event.seconds >= 3
     [exited] = running.events(ProcessExited)
-    assert exited.code == -9 and str(exited.reason).startswith("hangs: silent for ")
+    assert exited.code == -9 and str(exited.reason).startswith("unresponsive: silent for ")
     log = (running.attempt.path / "logs/environment/environment-e-0.log").read_text()
     assert " in stuck" in log, log
 
@@ -89,7 +89,7 @@ def test_the_rank_that_the_others_wait_for_is_named_and_ends_the_attempt(
     start: Callable[..., Running], tmp_path: Path
 ) -> None:
     agents = AgentTimings(term_grace_s=1.0, stopped_s=2.0)
-    head = HeadTimings(silence=Patience(shown_s=2.0, ranks_share=1 / 4))  # of a limit of 8
+    head = HeadTimings(thresholds=QuietThresholds(shown_s=2.0, ranks_share=1 / 4))  # of a limit of 8
     kind = {"role": "trainer", "restart": "attempt", "unit": "trainer"}
     args = (str(tmp_path / "met"),)
     ranks = [beating(f"trainer-rank-{i}", i % 2, RANK, *args, str(i), "1", hang_s=8, **kind) for i in range(3)]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import Algorithm, Grpo
 from primeslurm.orchestrator.pipeline.finalize import GroupFinalizer
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.records.reserve import Reserve
 from tests.unit.orchestrator.test_group_filter import admission, group, rollout
 
 
@@ -94,15 +94,15 @@ async def test_the_event_loop_goes_on_meanwhile(tmp_path: Path, monkeypatch: pyt
 
 
 async def test_a_full_disk_holds_groups_back(tmp_path: Path) -> None:
-    told, reserve = Told(tmp_path), Reserve(tmp_path)
-    assert reserve.fill() and reserve.give_up()
+    told = Told(tmp_path)
+    assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
     told.finishing.complete(good("a"))
     told.finishing.complete(good("b"))
     running = asyncio.create_task(told.until(2))
     while not told.spool.waiting:
         await asyncio.sleep(0.001)
     assert not told.said
-    assert reserve.fill()
+    assert durable.fill_reserve(tmp_path)
     await running
     assert told.said == [("kept", "a", True), ("kept", "b", True)] and not told.spool.waiting
 

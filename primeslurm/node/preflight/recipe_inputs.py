@@ -1,4 +1,4 @@
-"""What processes on nodes load of a recipe: models, and environments, which are tried."""
+"""Models and environments of a run's recipe, which preflight tries to load."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from primeslurm.recipe.sections.evaluation import Evaluation
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.teacher import Teacher, TeacherEngines
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.records import resolved_recipe as recipe_record
+from primeslurm.records import resolved_recipe
 
 
-class LoadedOnNodes(BaseModel):
-    """`recipe.resolved.json`, whose other sections are passed over."""
+class RecipeInputs(BaseModel):
+    """`recipe.resolved.json`. Its other sections are ignored."""
 
     model: Model
     teacher: Teacher | None = None
@@ -30,26 +30,23 @@ class LoadedOnNodes(BaseModel):
         teachers = [self.teacher.path] if isinstance(self.teacher, TeacherEngines) else []
         return [self.model.path, *teachers]
 
-    def tried(self, task: str, tmp: Path) -> tuple[list[str], list[str]]:
-        """Load the environments with this Python.
+    def load_environments(self, task: str, tmp: Path) -> tuple[list[str], list[str]]:
+        """Load the environments with this Python, and return their labels and the problems.
 
         Args:
-            task: of the plan.
-            tmp: directory for what they leave, which is removed.
-
-        Returns:
-            Their labels, and what is wrong.
+            task: task of the Plan.
+            tmp: directory for files of the environments, which is removed.
         """
         trained = self.environments if task == "rl" else ()
         evaluated = self.evaluation.environments if self.evaluation else ()
-        found = try_all(places(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp)
-        problems = [*map(str, found.violations), *map(str, found.missing)]
-        if found.unprepared:
-            problems = [f"{sys.executable} has no {found.unprepared}"]
+        result = try_all(places(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp)
+        problems = [*map(str, result.violations), *map(str, result.missing)]
+        if result.unprepared:
+            problems = [f"{sys.executable} has no {result.unprepared}"]
         return [each.label for each in (*trained, *evaluated)], problems
 
 
-def read(run_dir: Path) -> LoadedOnNodes | None:
-    """Read what a run's processes load. None if its recipe is not there."""
-    found = read_json(run_dir / recipe_record.FILE)
-    return None if found is None else LoadedOnNodes.model_validate(found)
+def read(run_dir: Path) -> RecipeInputs | None:
+    """Read the recipe of a run; None if it is missing."""
+    value = read_json(run_dir / resolved_recipe.FILE)
+    return None if value is None else RecipeInputs.model_validate(value)
