@@ -1,84 +1,49 @@
-"""How FSDP splits the stacks of a layer's experts over ranks: one rule, which the trainer follows and checks foresee.
-
-Expert parallelism gives each rank some experts. FSDP splits their stacks, [experts, ...], over the ranks that hold the
-same ones: between experts where their number allows, and through every expert where it does not.
-"""
+"""Checks of how FSDP will shard the stacks of a model's experts. `nn.expert_splits` has the rule."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from primeslurm.models.family import Capabilities
 from primeslurm.models.registry import capabilities, family_of
 from primeslurm.models.shape import ModelShape
-
-
-def split_dimension(size: Sequence[int], ranks: int) -> int | None:
-    """Choose the dimension by which a stack of experts is split over `ranks`.
-
-    Args:
-        size: of the part that these ranks hold together, [experts, ...].
-        ranks: that share it.
-
-    Returns:
-        The first dimension that they can share evenly; None if there is none.
-    """
-    return next((dimension for dimension, length in enumerate(size) if length % ranks == 0), None)
-
-
-def whole_blocks(size: Sequence[int], dimension: int, ranks: int, block: int) -> bool:
-    """Whether shards of a stack of matrices [experts, n, k], split over `ranks`, have whole blocks of block x block."""
-    parts = [length // ranks if place == dimension else length for place, length in enumerate(size)]
-    return size[dimension] % ranks == 0 and all(length % block == 0 for length in parts[1:])
+from primeslurm.nn.expert_splits import split_dimension, whole_blocks
 
 
 def shards_have_whole_blocks(shape: ModelShape, ranks: int, ep: int, block: int) -> bool:
-    """Whether shards of all stacks of a model's experts have whole blocks of block x block.
+    """Return whether all shards of a model's expert stacks consist of whole blocks of block x block weights.
 
-    Args:
-        shape: the model's.
-        ranks: that a copy of the model is spread over.
-        ep: how many of them share the experts; a divisor of their number.
-        block: rows, and columns.
+    `ranks` hold one copy of the model, and share the experts by expert parallelism of degree `ep`.
     """
     if shape.experts is None or shape.experts.count % ep:
         return False
-    stacks = [(shape.experts.count // ep, *size) for size in _sizes(shape, None) if len(size) == 2]
+    stacks = [(shape.experts.count // ep, *size) for size in _tensor_sizes(shape, None) if len(size) == 2]
     return all(whole_blocks(stack, split_dimension(stack, ranks // ep) or 0, ranks // ep, block) for stack in stacks)
 
 
 def unshardable_stack(
     shape: ModelShape, impl: str, ranks: int, ep: int, adapters: int | None = None
 ) -> tuple[int, ...] | None:
-    """Find a stack of a model's experts that cannot be split.
+    """Return the size [experts, ...] of a stack that ranks / ep ranks cannot share evenly, or None.
 
-    Args:
-        shape: the model's.
-        impl: whose code it is, as `model.impl` says it.
-        ranks: that a copy of the model is spread over.
-        ep: how many of them share the experts; a divisor of their number.
-        adapters: rank of those that experts have, if they have some.
-
-    Returns:
-        What the ranks that hold the same experts have of it, [experts, ...]; None if everything can be split.
+    `impl` is the recipe's `model.impl`, `adapters` the LoRA rank of the experts. `ranks` and `ep` are as in
+    `shards_have_whole_blocks`; `ep` has to divide the number of experts.
     """
-    able = capabilities(shape.model_type, impl)
-    if shape.experts is None or able is None or _fills_up(shape, able, ep):
+    supported = capabilities(shape.model_type, impl)
+    if shape.experts is None or supported is None or _may_pad(shape, supported, ep):
         return None
-    parts = ((shape.experts.count // ep, *size) for size in _sizes(shape, adapters))
-    return next((part for part in parts if split_dimension(part, ranks // ep) is None), None)
+    stacks = ((shape.experts.count // ep, *size) for size in _tensor_sizes(shape, adapters))
+    return next((stack for stack in stacks if split_dimension(stack, ranks // ep) is None), None)
 
 
-def _fills_up(shape: ModelShape, able: Capabilities, ep: int) -> bool:
-    """Whether some ranks may have fewer experts than others: without EP, where stacks stay whole in checkpoints."""
+def _may_pad(shape: ModelShape, supported: Capabilities, ep: int) -> bool:
+    # FSDP pads an uneven first dimension. Only adapters that keep whole stacks can read such shards.
     family = family_of(shape.model_type)
-    return ep == 1 and (not able.ep or (family is not None and family.traits.expert_stacks))
+    return ep == 1 and (not supported.ep or (family is not None and family.traits.expert_stacks))
 
 
-def _sizes(shape: ModelShape, adapters: int | None) -> list[tuple[int, ...]]:
-    """What there is of an expert: matrices to its width and back, and their biases or adapters."""
+def _tensor_sizes(shape: ModelShape, adapters: int | None) -> list[tuple[int, ...]]:
+    """Return the sizes of one expert's matrices, biases and adapters."""
     assert shape.experts is not None
-    inside, width = shape.experts.latent or shape.hidden, shape.experts.width
-    if not shape.expert_bias:
-        return [(width, inside), (inside, width), *([(inside, adapters), (width, adapters)] if adapters else [])]
-    return [(2 * width, inside), (2 * width,), (inside, width), (inside,)]  # gate and up are one matrix
+    inner, width = shape.experts.latent or shape.hidden, shape.experts.width
+    if shape.expert_bias:
+        return [(2 * width, inner), (2 * width,), (inner, width), (inner,)]  # gate and up are one matrix
+    return [(width, inner), (inner, width), *([(inner, adapters), (width, adapters)] if adapters else [])]

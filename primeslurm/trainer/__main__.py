@@ -1,6 +1,6 @@
-"""`python -m primeslurm.trainer`: one rank of the trainer.
+"""Run one rank of the trainer: `python -m primeslurm.trainer`.
 
-Exit codes: 0 trained to the end; 75 interrupted and checkpointed; 1 failed, with the reason in the log.
+Exit codes: 0 = training finished, 75 = interrupted after a checkpoint, 1 = failed (the log has the reason).
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from primeslurm.wire.transport import secret
 
 
 def main() -> int:
-    """Parse the arguments, choose the device before torch is imported, and train."""
     parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer", description=__doc__)
-    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe (JSON)")
     parser.add_argument("--run-dir", type=Path, required=True)
     parser.add_argument("--attempt", type=int, required=True)
-    parser.add_argument("--orchestrator", help="tcp://host:port; needed for task rl")
+    parser.add_argument("--orchestrator", help="tcp://host:port; required for task rl")
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     arguments = parser.parse_args()
-    interrupt = Interrupt()  # before the imports below start threads
+    interrupt = Interrupt()  # blocks the signal before the imports below start threads
     secret.take()
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -41,12 +40,10 @@ def main() -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """End this process after Python's threads and exit handlers, without the destructors of native libraries.
-
-    One of those ended a rank by signal 6 ("terminate called without an active exception") after its last commit, and
-    the completed attempt counted as failed.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does before the handlers
+    """Exit after Python's threads and exit handlers, without running the destructors of native libraries."""
+    # A native destructor once aborted a rank ("terminate called without an active exception") after the last commit,
+    # and the completed attempt counted as failed.
+    threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as the interpreter does before exit handlers
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""One trainer rank from its arguments to its exit code."""
+"""Set up one trainer rank from its arguments, run its task, and turn errors into exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ log = logging.getLogger("primeslurm.trainer")
 def run(
     recipe_path: Path, run_dir: Path, attempt: int, orchestrator: str | None, device: str, interrupt: Interrupt
 ) -> int:
-    """Train as rank RANK of WORLD_SIZE. Returns the exit code; errors that have a name are logged, not raised."""
+    """Train as rank RANK of WORLD_SIZE. Return the exit code. Expected errors are logged, not raised."""
     rank = os.environ["RANK"]
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
@@ -62,7 +62,7 @@ def run(
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         journal.write(TrainerStopped(reason=str(error)))
-        # Another attempt would load the weights that have no finite gradient, or reach them again.
+        # A restart would resume at the same weights, which have no finite gradient, or reach them again.
         return exit_codes.UNRECOVERABLE if isinstance(error, FloatingPointError) else exit_codes.FAILED
     world.close()
     return code

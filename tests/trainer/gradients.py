@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from torch.distributed.tensor import DTensor
 
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.data.image_positions import Images, vision_input
-from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.wire.batches.rollouts import Row

@@ -1,1 +1,1 @@
-"""Qwen3 5."""
+"""Qwen3.5 and later."""

@@ -1,1 +1,1 @@
-"""Checkpoints, and models made of them."""
+"""Trainer checkpoints: saving, committing and restoring them, and exporting one as a Hugging Face model."""

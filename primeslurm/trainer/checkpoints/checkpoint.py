@@ -1,4 +1,4 @@
-"""Checkpoints: DCP directories that any number of ranks can load, committed together with the orchestrator."""
+"""Checkpoints in DCP format, loadable by any number of ranks and committed together with the orchestrator."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointSetAside
-from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
 from primeslurm.trainer.checkpoints.shards import (
+    ByteCounter,
     DamagedShardError,
-    Moved,
     ShardReader,
     ShardWriter,
     threads_of_a_rank,
     wait_with_heartbeats,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
-from primeslurm.trainer.checkpoints.state_planner import StatePlanner
 from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, is_away, waiting_for_space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
@@ -49,31 +47,31 @@ from primeslurm.wire.stored import checkpoints
 
 log = logging.getLogger(__name__)
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
-"""How names of optimizer moments end."""
+"""Name suffixes of optimizer moments."""
 _BACKSTOP = timedelta(days=1)
-"""Of collectives that wait for terabytes. Long before, who hangs is found by its silence, and who dies at once."""
+"""Timeout of the checkpoint collectives. Heartbeats detect hung ranks much earlier, so this is only a backstop."""
 
 
 @dataclass(frozen=True)
-class _Writing:
-    """A checkpoint on its way to the disk."""
+class _PendingWrite:
+    """A checkpoint that is being written in the background."""
 
     step: int
-    began: float
-    moved: Moved
+    start_time: float
+    counter: ByteCounter
     done: Future[None]
-    """On rank 0 it includes COMMITTED, which waits for every rank's files."""
+    """On rank 0 this includes writing COMMITTED, after every rank's files."""
 
 
 class Checkpoints:
-    """Saves, commits and restores one run's checkpoints. All ranks call each method together.
+    """Saves, commits and restores the checkpoints of one run. All methods are collectives.
 
-    If asynchronous, a checkpoint is copied to host memory, and training goes on while a thread writes the copy. One is
-    written at a time: the next one waits.
+    In asynchronous mode, the state is copied to host memory, and training continues while a thread writes the copy.
+    Only one checkpoint is written at a time; the next one waits.
 
     Args:
-        link: to the orchestrator, which adds its part to each checkpoint; None for a task without one.
-        pause_s: between two tries to save where there is no space.
+        link: Connection to the orchestrator, which adds its own state to each checkpoint. None for SFT.
+        pause_s: Pause between attempts to save while the disk is full [s].
     """
 
     def __init__(
@@ -91,13 +89,14 @@ class Checkpoints:
         self._world = world
         self._link = link
         self._pause_s = pause_s
-        self._saved = 0
-        self._lost = 0
-        """Checkpoints in a row that were lost because the file system was away."""
-        self._writing: _Writing | None = None
+        self._saved_step = 0
+        self._lost_in_a_row = 0
+        """Consecutive checkpoints that were lost because the file system was unreachable."""
+        self._pending: _PendingWrite | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
-        # A group of its own: the thread's collectives must not meet those of the training loop.
-        # Who is done with its bytes waits for the others, who beat as long as they move theirs: no matter how many.
+        # The writer thread needs its own process group: its collectives must not mix with those of the training loop.
+        # A rank that has written its shards waits here for slower ranks. These send heartbeats while they move bytes,
+        # so no shorter timeout is needed.
         self._group = dist.new_group(backend="gloo", timeout=max(_BACKSTOP, timedelta(seconds=world.patience_s)))
         pinned = world.device.type == "cuda"
         self._staging = StagingOptions(pinned, False, False, pinned)
@@ -105,74 +104,74 @@ class Checkpoints:
         self.damaged: list[CheckpointSetAside] = []
         """Checkpoints that `restore` set aside, on rank 0."""
         self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
-        """None until host memory has been looked at."""
+        """None until the first save has compared the state with the free host memory."""
         self._copies: LocalCopies | None = None
         if config.local and (directory := os.environ.get(LOCAL_CHECKPOINTS)):
             self._copies = LocalCopies(Path(directory), world, _BACKSTOP)
 
     def require_owned(self) -> None:
-        """Raise TakenOverError if a newer attempt owns the run: then nothing may be written for this one."""
+        """Raise TakenOverError if a newer attempt owns the run. This attempt must not write anything then."""
         require_newest(self._run_dir, self._attempt)
 
     def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        """Commit what has been written meanwhile, and save `step` if it is one of the interval.
+        """Commit a finished background write, and save `step` if the interval is due.
 
-        A full disk is waited for. What there was no space for in the background is made good by saving `step`.
+        A full disk pauses the call. If a background write failed because the disk was full, `step` is saved instead.
 
         Raises:
-            RankError: the disk or the orchestrator failed; earlier checkpoints are intact.
+            RankError: The disk or the orchestrator failed. Earlier checkpoints are intact.
         """
         due = step % self._config.interval == 0
-        if self._writing is not None and self._world.decide(int(self._writing.done.done())):
-            due = not self._concluded(timer) or due
+        if self._pending is not None and self._world.decide(int(self._pending.done.done())):
+            due = not self._commit_or_discard(timer) or due
         if due:
             self._save(step, learner, timer)
 
     def finish(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        """Save `step` unless that has been done, and return when everything is committed. The last call.
+        """Save `step` unless it is saved, and return when everything is committed. The last call.
 
         Raises:
-            RankError: as from `after`.
+            RankError: As for `after`.
         """
         if self._copies is not None:
-            self._copies.close()  # nobody starts again from the last one
+            self._copies.close()  # the run does not restart from its last checkpoint
             self._copies = None
-        if step > self._saved:
+        if step > self._saved_step:
             self._save(step, learner, timer)
-        while not self._concluded(timer):
+        while not self._commit_or_discard(timer):
             self._save(step, learner, timer)
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
 
     def restore(self, learner: Learner) -> int:
-        """Load the newest sound checkpoint. Returns its step, or 0 if there is none.
+        """Load the newest undamaged checkpoint and return its step, or 0 if there is none.
 
-        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`, so that every process agrees on
-        which is the newest. The newest is announced again: who committed it may have been killed before.
+        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`, so that all processes agree on
+        the newest one. The loaded checkpoint is announced again, because the process that committed it may have been
+        killed before it could.
 
         Raises:
-            RankError: the orchestrator failed, a newer attempt owns the run, or a committed checkpoint is not visible
-                from a rank's node.
+            RankError: The orchestrator failed, a newer attempt owns the run, or a rank's node does not see a committed
+                checkpoint.
         """
         self._on_main(self.require_owned, "restoring a checkpoint")
-        half_loaded = False
-        while step := self._newest_whole():
-            damage = self._damaged_before(step)
-            if not damage:
-                damage = self._load(step, learner)
-                half_loaded = bool(damage)
+        partly_loaded = False
+        while step := self._newest_undamaged():
+            damage = self._load(step, learner)
             if not damage:
                 self._on_main(lambda: self._announce(step), f"resuming at step {step}")
-                break
+                self._saved_step = step
+                return step
+            partly_loaded = True
             self._on_main(partial(self._set_aside, step, damage), f"setting the checkpoint of step {step} aside")
-        if half_loaded:
-            raise RankError("no other checkpoint is there, and of the damaged one a part is loaded: start anew")
-        self._saved = step
-        return step
+        if partly_loaded:
+            # Some weights and moments are already overwritten, so this process cannot start from step 0.
+            raise RankError("the damaged checkpoint was loaded in part, and there is no other one: restart the trainer")
+        return 0
 
-    def _newest_whole(self) -> int:
-        """The newest one that looks whole: shards are only looked at, ranks check them while they read."""
+    def _newest_undamaged(self) -> int:
+        """Set checkpoints aside whose damage is visible without reading shards. Return the newest other step."""
         steps: list[int] = []
 
         def look() -> None:
@@ -181,35 +180,23 @@ class Checkpoints:
         self._on_main(look, "looking for the newest checkpoint")
         return self._world.decide(steps[0] if steps else 0)
 
-    def _set_aside(self, step: int, why: list[str]) -> None:
-        path = checkpoints.set_aside(self._run_dir, step, self._attempt, why)
-        self._note_damage(step, "; ".join(why), path)
+    def _set_aside(self, step: int, reasons: list[str]) -> None:
+        path = checkpoints.set_aside(self._run_dir, step, self._attempt, reasons)
+        self._note_damage(step, "; ".join(reasons), path)
 
-    def _note_damage(self, step: int, why: str, path: Path) -> None:
-        self.damaged.append(CheckpointSetAside(step, why, str(path)))
-
-    def _damaged_before(self, step: int) -> list[str]:
-        """Of a checkpoint of release 0.1.0, what is damaged: each rank reads some files, before any is loaded."""
-        directory = checkpoints.step_dir(self._run_dir, step)
-        shards = checkpoints.unchecked_shards(directory)
-        damage: list[str] = []
-        failure: Exception | None = None
-        try:
-            for record in shards[self._world.rank :: self._world.size]:
-                liveness().heartbeat()
-                damage += checkpoints.proven_differences(directory, [record])
-        except OSError as error:
-            failure = error
-        self._world.agree(failure, f"reading the checkpoint of step {step}")
-        return [text for texts in self._world.collect(damage) for text in texts]
+    def _note_damage(self, step: int, reason: str, path: Path) -> None:
+        self.damaged.append(CheckpointSetAside(step, reason, str(path)))
 
     def _load(self, step: int, learner: Learner) -> list[str]:
-        """Load a checkpoint; what of it is damaged, in words. Raises RankError: it cannot be read."""
-        moved = Moved()
+        """Load a checkpoint. Return descriptions of its damage. Raises RankError if it cannot be read."""
+        counter = ByteCounter()
         directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
-        reader = ShardReader(directory, moved, threads_of_a_rank(), self._copies_of(step))
+        copies: dict[str, Path] = {}
+        if self._copies is not None:
+            copies = self._copies.recover(step, self._world.share(checkpoints.shard_sizes(self._run_dir, step)))
+        reader = ShardReader(directory, counter, threads_of_a_rank(), copies)
         try:
-            dcp.load(_state(learner), storage_reader=reader, planner=StatePlanner(), process_group=self._group)
+            dcp.load(_state(learner), storage_reader=reader, process_group=self._group)
         except CheckpointException as error:
             failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
             damage = [str(each) for each in failures.values() if isinstance(each, DamagedShardError)]
@@ -218,18 +205,12 @@ class Checkpoints:
                 raise RankError(f"reading the checkpoint of step {step} failed: {texts}") from error
             return sorted(set(damage))
         if self._copies is not None:
-            near = reader.bytes_of_copies / max(1, moved.bytes)
-            log.info("step %d: %.1f %% of %.3f GB read from copies on this node", step, 100 * near, moved.bytes / 1e9)
+            percent = 100 * reader.bytes_from_copies / max(1, counter.bytes)
+            log.info("step %d: %.1f %% of %.3f GB read from copies on this node", step, percent, counter.bytes / 1e9)
         return []
 
-    def _copies_of(self, step: int) -> dict[str, Path]:
-        """Where copies of a checkpoint's files are on this node."""
-        if self._copies is None:
-            return {}
-        return self._copies.recover(step, self._world.share(checkpoints.shard_sizes(self._run_dir, step)))
-
     def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        self._concluded(timer)  # if there was no space for an earlier step, this one takes its place
+        self._commit_or_discard(timer)  # an earlier step that the full disk lost is replaced by this one
         directory = checkpoints.step_dir(self._run_dir, step)
 
         def save() -> None:
@@ -239,34 +220,35 @@ class Checkpoints:
 
     def _begin_save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         directory = checkpoints.step_dir(self._run_dir, step)
-        began = time.monotonic()
+        start_time = time.monotonic()
         with timer.phase("snapshot"):
             self._on_main(lambda: self._begin(directory, step, timer.journal), f"checkpoint of step {step}")
-            state = {name: part.state_dict() for name, part in _state(learner).items()}
+            state = {name: stateful.state_dict() for name, stateful in _state(learner).items()}
             if self._asynchronous is None:
                 self._asynchronous = copies_fit(self._world, state)
             if self._asynchronous and self._stager is None:
                 self._stager = DefaultStager(self._staging)
-            moved = Moved()
+            counter = ByteCounter()
             rounded = _MOMENTS if self._config.moments == "bfloat16" else ()
             copies = self._copies.begin(step) if self._copies else None
-            writer = ShardWriter(directory / "trainer", moved, threads_of_a_rank(), rounded, copies)
-            where: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+            writer = ShardWriter(directory / "trainer", counter, threads_of_a_rank(), rounded, copies)
+            options: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
             write: Callable[[], object]
             if self._stager is None:
-                write = partial(dcp.save, state, **where)
+                write = partial(dcp.save, state, **options)
             else:
-                write = cast(Future[Any], dcp.async_save(state, **where, async_stager=self._stager)).result
-        self._writing = _Writing(step, began, moved, self._thread.submit(self._write, write, writer, directory, step))
-        self._saved = step
+                write = cast(Future[Any], dcp.async_save(state, **options, async_stager=self._stager)).result
+        done = self._thread.submit(self._write, write, writer, directory, step)
+        self._pending = _PendingWrite(step, start_time, counter, done)
+        self._saved_step = step
         if self._stager is None:
-            self._conclude(timer)
+            self._commit_pending(timer)
 
     def _begin(self, directory: Path, step: int, journal: Journal) -> None:
-        """The orchestrator's part comes first, while its state is that of `step`. It flushes its records, too."""
         self.require_owned()
         checkpoints.clear(directory)
         journal.sync()
+        # The orchestrator saves first, while its state is still that of `step`. It also flushes its records.
         if self._link is not None:
             self._link.save(step, str(directory))
         else:
@@ -278,37 +260,36 @@ class Checkpoints:
             self.require_owned()
             checkpoints.commit(directory, step, self._attempt, writer.files)
 
-    def _concluded(self, timer: PhaseTimer) -> bool:
-        """`_conclude`, and whether there was space for what was being written; if not, nothing is left of it."""
-        writing = self._writing
+    def _commit_or_discard(self, timer: PhaseTimer) -> bool:
+        """Commit the pending write. If the disk was full or unreachable, delete its files and return False."""
+        pending = self._pending
         try:
-            self._conclude(timer)
+            self._commit_pending(timer)
         except RankError as error:
             full = for_want_of_space(self._world, self._run_dir, error)
-            self._lost += not full
-            if writing is None or not (full or (is_away(self._world, error) and self._lost < MOST_TRIES)):
+            self._lost_in_a_row += not full
+            if pending is None or not (full or (is_away(self._world, error) and self._lost_in_a_row < MOST_TRIES)):
                 raise
-            log.warning("step %d is not saved: %s", writing.step, error)
+            log.warning("step %d is not saved: %s", pending.step, error)
             if self._world.is_main:
-                files.remove_tree(checkpoints.step_dir(self._run_dir, writing.step), ignore_errors=True)
+                files.remove_tree(checkpoints.step_dir(self._run_dir, pending.step), ignore_errors=True)
             return False
-        self._lost = 0
+        self._lost_in_a_row = 0
         return True
 
-    def _conclude(self, timer: PhaseTimer) -> None:
-        """Wait for the checkpoint that is being written, if any, and tell everyone that it is committed."""
-        if self._writing is None:
+    def _commit_pending(self, timer: PhaseTimer) -> None:
+        if self._pending is None:
             return
-        writing, self._writing = self._writing, None
-        doing = f"checkpoint of step {writing.step}"
+        pending, self._pending = self._pending, None
+        doing = f"checkpoint of step {pending.step}"
         with timer.phase("checkpoint"):
-            wait_with_heartbeats([writing.done], writing.moved)
-            self._world.agree(_failure(writing.done), doing)
-            self._on_main(lambda: self._announce(writing.step), doing)
+            wait_with_heartbeats([pending.done], pending.counter)
+            self._world.agree(_failure(pending.done), doing)
+            self._on_main(lambda: self._announce(pending.step), doing)
             if self._copies is not None:
-                self._copies.replicate(writing.step)
-        timer.took("checkpoint", time.monotonic() - writing.began)
-        timer.journal.write(CheckpointCommitted(writing.step))
+                self._copies.replicate(pending.step)
+        timer.took("checkpoint", time.monotonic() - pending.start_time)
+        timer.journal.write(CheckpointCommitted(pending.step))
 
     def _announce(self, step: int) -> None:
         link, keep = self._link, self._config.keep
@@ -316,6 +297,7 @@ class Checkpoints:
         retry_until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
+        """Run an action on rank 0. Raise RankError on every rank if it fails."""
         failure: Exception | None = None
         if self._world.is_main:
             try:
@@ -325,30 +307,31 @@ class Checkpoints:
         self._world.agree(failure, doing)
 
 
-class _Trained:
-    """What of a model a checkpoint holds: not what is frozen, which stays as the model's files have it."""
+class _TrainedState:
+    """The part of a model that a checkpoint stores: buffers and trained parameters. Frozen ones stay as loaded."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
 
     def state_dict(self) -> dict[str, Any]:
-        """Buffers and trained parameters."""
         state = self._model.state_dict(keep_vars=True)
         return {n: t.detach() for n, t in state.items() if t.requires_grad or not isinstance(t, torch.nn.Parameter)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave; DCP has made sure that it is complete."""
-        self._model.load_state_dict(state, strict=False)
+        self._model.load_state_dict(state, strict=False)  # DCP has already checked that no tensor is missing
 
 
 def _state(learner: Learner) -> dict[str, Stateful]:
-    return {"model": _Trained(learner.policy.model), "optimizer": learner.optimizer, "scheduler": learner.scheduler}
+    return {
+        "model": _TrainedState(learner.policy.model),
+        "optimizer": learner.optimizer,
+        "scheduler": learner.scheduler,
+    }
 
 
 def _failure(done: Future[None]) -> OSError | None:
-    """Wait for a write; what went wrong, if anything did."""
     try:
         done.result()
-    except (CheckpointException, OSError) as error:  # the former is no Exception, and comes on every rank
+    except (CheckpointException, OSError) as error:  # CheckpointException derives from BaseException
         return OSError(str(error))
     return None

@@ -1,8 +1,8 @@
-"""A checkpoint as a Hugging Face model: one process without a GPU, one layer in memory at a time.
+"""Export a checkpoint as a Hugging Face model, in one process without a GPU, one layer at a time.
 
     python -m primeslurm.trainer.checkpoints.export --recipe RESOLVED --checkpoint DIR --out DIR
 
-It does not matter how many ranks wrote the checkpoint.
+The checkpoint may have been written by any number of ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from primeslurm.base import files as storage
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.checkpoints.shards import Moved, ShardReader, threads_of_a_rank
+from primeslurm.trainer.checkpoints.shards import ByteCounter, ShardReader, threads_of_a_rank
 from primeslurm.trainer.generic import generic_model
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
@@ -34,28 +34,28 @@ from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _PREFIX = "model."
-"""Of the model's tensors in a checkpoint."""
+"""Prefix of the model's tensors in a checkpoint."""
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
-    """Write a committed checkpoint's weights to `out`, which must not exist.
+    """Write the weights of a committed checkpoint to `out`, which must not exist.
 
-    They are in the compute dtype. A run whose engines started from an FP8 checkpoint gets such a checkpoint.
+    Weights are written in the compute dtype. If the run's engines started from an FP8 checkpoint, the same weights are
+    written in FP8.
 
     Raises:
-        OSError: a file cannot be read or written, or is damaged: what is exported is checked while it is read.
-        ValueError: the checkpoint is not one of the recipe's model, or holds adapters alone.
+        OSError: A file cannot be read or written, or is damaged.
+        ValueError: The checkpoint belongs to another model, or the run trained LoRA adapters only.
     """
     if recipe.trainer.lora is not None:
-        raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
+        raise ValueError("a LoRA run's checkpoints hold adapters only; export a published version in weights/ instead")
     source = locate(recipe.model.path)
     adapter, expected = _adapter(recipe, huggingface.load_config(source))
-    beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
+    unchanged: tuple[str, ...] = getattr(adapter, "unchanged", ())
     files = TensorFiles.read(source)
-    expected |= {name for name in files.places if name.startswith(beside)}
+    expected |= {name for name in files.places if name.startswith(unchanged)}
     stored = files.fp8_names() if recipe.task == "rl" else frozenset()
-    dtype = getattr(torch, recipe.model.dtype)
-    encoding = Encoding(dtype, stored=stored, trained_in_fp8=recipe.trainer.fp8)
+    encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored, trained_in_fp8=recipe.trainer.fp8)
     partial = out.with_name(f".{out.name}.partial")
     storage.remove_tree(partial)
     storage.make_directory(partial)
@@ -71,7 +71,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     for number, layer in enumerate(_layers(checkpoint / "trainer")):
         encoded = (encoding.encode(name, tensor) for name, tensor in adapter.to_hf(layer).items())
         tensors = {name: tensor for parts in encoded for name, tensor in parts.items()}
-        if tensors:  # a layer may have nothing but buffers of our own
+        if tensors:  # some layers consist of buffers that Hugging Face's format does not have
             write(tensors, f"model-{number:05d}.safetensors")
     if unknown := sorted({name.removesuffix(FP8_SCALE) for name in index} - expected):
         raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
@@ -84,7 +84,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
 
 
 def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
-    """What turns our tensors into those of Hugging Face, and all of their names."""
+    """Return the adapter to Hugging Face's format, and all tensor names in that format."""
     if model_builder.is_generic(recipe.model.impl, config):
         with torch.device("meta"):
             model: Any = generic_model.GenericModel(config)
@@ -98,7 +98,7 @@ def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
 
 
 def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Tensors that were not trained, from the model's own files. Raises ValueError if one is not there either."""
+    """Read the tensors that were not trained from the model's own files."""
     if missing := sorted(names - set(files.places)):
         raise ValueError(f"neither the checkpoint nor {files.directory} has {', '.join(missing[:5])}")
     with OpenFiles(files) as opened:
@@ -106,9 +106,9 @@ def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str
 
 
 def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
-    """The model's tensors, what belongs to no layer first, then one layer at a time."""
-    reading = dcp.FileSystemReader(directory).read_metadata
-    stored = storage.retrying(directory / ".metadata", reading).state_dict_metadata
+    """Yield the model's tensors: first those outside of layers, then one layer at a time."""
+    read_metadata = dcp.FileSystemReader(directory).read_metadata
+    stored = storage.retrying(directory / ".metadata", read_metadata).state_dict_metadata
     sizes = {
         name.removeprefix(_PREFIX): entry
         for name, entry in stored.items()
@@ -116,18 +116,18 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     }
     for names in by_layer(sizes):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
-        reader = ShardReader(directory, Moved(), threads_of_a_rank())
+        reader = ShardReader(directory, ByteCounter(), threads_of_a_rank())
         try:
             dcp.load({_PREFIX.rstrip("."): tensors}, storage_reader=reader, no_dist=True)
-        except CheckpointException as error:  # no Exception
+        except CheckpointException as error:  # derives from BaseException
             raise OSError("; ".join(str(wrapped[0]) for wrapped in error.failures.values())) from error
         yield tensors
 
 
 def main() -> int:
-    """The command line. Exit code 1 with one line on stderr if it fails."""
+    """Run the command line. A failure is exit code 1 with one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.checkpoints.export", description=__doc__)
-    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe (JSON)")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()

@@ -1,9 +1,12 @@
-"""The last checkpoint's shards on the nodes that wrote them, each copied once to another node: for a fast restart.
+"""Copies of the newest checkpoint on the nodes' own disks, for a fast restart.
 
-A rank writes its files twice at once: to the shared file system, where they count, and to a directory of its node
-(`checkpoint.local`), where they do not. After the commit it sends them to a rank of the next node. When ranks start
-again, those of a node that has lost its directory get theirs back from there. Every part that is read from a copy must
-have the digest that the shared checkpoint has of it; where it has another, or there is no copy, the shared one is read.
+A restart at scale spends most of its time reading terabytes from the shared file system. With `checkpoint.local`, each
+rank therefore writes its shards a second time to a directory on its node, and after the commit sends them to a rank of
+the next node. On a restart, a node that lost its directory (because it was replaced) gets its shards back from that
+neighbour, and every rank then reads locally.
+
+The shared checkpoint stays the only one that counts. A piece is used from a copy only if its digest is the one that the
+shared checkpoint records, and otherwise read from the shared file.
 """
 
 from __future__ import annotations
@@ -23,19 +26,18 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from primeslurm.trainer.checkpoints.local_files import CopyFile
-from primeslurm.trainer.checkpoints.shards import PIECE, Moved, wait_with_heartbeats
+from primeslurm.trainer.checkpoints.shards import CHUNK_BYTES, ByteCounter, CopyFile, wait_with_heartbeats
 from primeslurm.trainer.distributed.collective_count import UNEQUAL
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.stored import checkpoints
 
-_WRITER = re.compile(r"__(\d+)_\d+" + re.escape(checkpoints.SHARD))
+_SHARD_NAME = re.compile(r"__(\d+)_\d+" + re.escape(checkpoints.SHARD))
 Sizes = Mapping[str, int]
-"""Bytes by name of a file."""
+"""File name to size [bytes]."""
 
 
 class Transfer(NamedTuple):
-    """A file that goes from one rank to another."""
+    """A file to send from one rank to another."""
 
     source: int
     target: int
@@ -44,131 +46,128 @@ class Transfer(NamedTuple):
 
 
 class LocalCopies:
-    """This rank's copies, and those that it keeps for a rank of another node. All ranks call each method together.
+    """Local copies of this rank's shards, and of the shards of a rank on another node. All methods are collectives.
 
     Args:
-        directory: of this node, the same for all of its ranks (`LOCAL_CHECKPOINTS`).
-        world: the ranks.
-        timeout: of a piece of a file that another rank sends.
+        directory: Directory on this node, the same for all of its ranks (`LOCAL_CHECKPOINTS`).
+        world: The trainer's ranks.
+        timeout: Maximum wait for one chunk from another rank.
     """
 
     def __init__(self, directory: Path, world: World, timeout: timedelta) -> None:
         self._world, self._directory = world, directory
-        self._own = directory / f"rank-{world.rank}"
+        self._rank_directory = directory / f"rank-{world.rank}"
         self._nodes = world.collect(f"{socket.gethostname()}:{directory}")
         self._group = dist.new_group(backend="gloo", timeout=timeout, group_desc=UNEQUAL)
         self._thread = ThreadPoolExecutor(1, "checkpoint-copy")
-        self._moved = Moved()
-        self._copying: Future[None] | None = None
+        self._counter = ByteCounter()
+        self._replication: Future[None] | None = None
 
     def begin(self, step: int) -> Path:
-        """Return the directory for this rank's copies of a step. Those of the step before make room for them."""
-        self.settle()
-        shutil.rmtree(self._own, ignore_errors=True)
-        return self._make(step)
+        """Delete the copies of earlier steps, and return the directory for this rank's copies of `step`."""
+        self.wait()
+        shutil.rmtree(self._rank_directory, ignore_errors=True)
+        return self._make_directory(step)
 
     def replicate(self, step: int) -> None:
-        """Have this rank's files copied to another node while training goes on, once their checkpoint is committed."""
-        self._copying = self._thread.submit(self._replicate, step)
+        """Start sending this rank's files of a committed checkpoint to another node, while training continues."""
+        self._replication = self._thread.submit(self._replicate, step)
 
-    def settle(self) -> None:
-        """Wait until nothing is being copied. Raises RankError: a rank could not be reached."""
-        if self._copying is None:
-            return
-        copying, self._copying = self._copying, None
-        wait_with_heartbeats([copying], self._moved)
-        failure = copying.exception()
-        self._world.agree(failure if isinstance(failure, Exception) else None, "copying a checkpoint to another node")
+    def wait(self) -> None:
+        """Wait for a running replication. Raises RankError if a rank could not be reached."""
+        if self._replication is not None:
+            replication, self._replication = self._replication, None
+            self._finish(replication, "copying a checkpoint to another node")
 
     def recover(self, step: int, shards: Sizes) -> dict[str, Path]:
-        """Give ranks whose node has lost their copies of a step those that others keep for them.
+        """Return the local copies of a checkpoint by file name, after fetching lost ones from other nodes.
 
         Args:
-            step: of the checkpoint that is about to be read.
-            shards: all of its files with tensors.
+            step: Step of the checkpoint that is about to be loaded.
+            shards: All shard files of the checkpoint.
 
-        Returns:
-            Where copies are on this node, by the names of files.
+        Raises:
+            RankError: A rank could not be reached.
         """
-        held = self._world.collect(_sizes(self._of(step)))
-        transfers = missing(self._nodes, held, shards)
-        if transfers:
-            working = self._thread.submit(self._move, step, transfers)
-            wait_with_heartbeats([working], self._moved)
-            failure = working.exception()
-            self._world.agree(failure if isinstance(failure, Exception) else None, "getting copies from other nodes")
-        return {path.name: path for path in self._directory.glob(f"rank-*/{self._of(step).name}/*")}
+        held = self._world.collect(_sizes(self._step_directory(step)))
+        if transfers := missing(self._nodes, held, shards):
+            self._finish(self._thread.submit(self._move, step, transfers), "getting copies from other nodes")
+        return {path.name: path for path in self._directory.glob(f"rank-*/{self._step_directory(step).name}/*")}
 
     def close(self) -> None:
-        """Remove this rank's copies. The last call."""
-        self.settle()
+        """Delete this rank's copies. The last call."""
+        self.wait()
         self._thread.shutdown()
-        shutil.rmtree(self._own, ignore_errors=True)
+        shutil.rmtree(self._rank_directory, ignore_errors=True)
 
-    def _of(self, step: int) -> Path:
-        return self._own / f"step_{step:06d}"
+    def _finish(self, work: Future[None], doing: str) -> None:
+        wait_with_heartbeats([work], self._counter)
+        failure = work.exception()
+        self._world.agree(failure if isinstance(failure, Exception) else None, doing)
 
-    def _make(self, step: int) -> Path:
-        """Make the directory of a step, unless that of the node is gone: its agent has ended, and nobody clears up."""
-        made = self._of(step)
+    def _step_directory(self, step: int) -> Path:
+        return self._rank_directory / f"step_{step:06d}"
+
+    def _make_directory(self, step: int) -> Path:
+        # No parents: the node agent deletes the node's directory when it ends. Nobody would delete a recreated one.
         with contextlib.suppress(OSError):
-            for directory in (self._own, made):
+            for directory in (self._rank_directory, self._step_directory(step)):
                 directory.mkdir(exist_ok=True)
-        return made
+        return self._step_directory(step)
 
     def _replicate(self, step: int) -> None:
-        written = {name: size for name, size in _sizes(self._of(step)).items() if _writer(name) == self._world.rank}
+        sizes = _sizes(self._step_directory(step))
+        written = {name: size for name, size in sizes.items() if _writer(name) == self._world.rank}
         by_rank: list[Sizes] = [{}] * self._world.size
         dist.all_gather_object(by_rank, written, group=self._group)
-        keepers = keepers_of(self._nodes)
         transfers = [
-            Transfer(rank, keeper, name, size)
-            for rank, (keeper, files) in enumerate(zip(keepers, by_rank, strict=True))
-            if keeper is not None
+            Transfer(rank, replica_rank, name, size)
+            for rank, (replica_rank, files) in enumerate(zip(replica_ranks(self._nodes), by_rank, strict=True))
+            if replica_rank is not None
             for name, size in sorted(files.items())
         ]
         self._move(step, transfers)
 
     def _move(self, step: int, transfers: Sequence[Transfer]) -> None:
-        """Send and receive this rank's part of what all ranks move.
-
-        Each sends in the order of the list, and receives in it: the first that is not over has both its ends waiting
-        for it, so that they never wait in a circle.
-        """
-        mine = self._world.rank
+        # All ranks send in the order of the list and receive in the order of the list. Both ends of the first
+        # unfinished transfer are then always waiting for it, so ranks cannot deadlock.
+        rank = self._world.rank
         with ThreadPoolExecutor(1, "checkpoint-send") as thread:
-            sending = thread.submit(self._send, step, [each for each in transfers if each.source == mine])
-            for each in transfers:
-                if each.target == mine:
-                    self._receive(step, each)
+            sending = thread.submit(self._send, step, [each for each in transfers if each.source == rank])
+            for transfer in transfers:
+                if transfer.target == rank:
+                    self._receive(step, transfer)
             sending.result()
 
     def _send(self, step: int, transfers: Iterable[Transfer]) -> None:
-        for each in transfers:
+        for transfer in transfers:
             with contextlib.ExitStack() as stack:
                 file = None
-                with contextlib.suppress(OSError):  # it gets something else, which its digest tells
-                    file = stack.enter_context((self._of(step) / each.name).open("rb", buffering=0))
-                for piece in _pieces(each.size):
+                # The receiver waits for the announced size. After a failed read it gets other bytes, whose digest is
+                # wrong, and later reads the shared file instead.
+                with contextlib.suppress(OSError):
+                    path = self._step_directory(step) / transfer.name
+                    file = stack.enter_context(path.open("rb", buffering=0))
+                for chunk in _chunk_buffers(transfer.size):
                     if file is not None:
                         with contextlib.suppress(OSError):
-                            file.readinto(piece.numpy().data)
-                    dist.send(piece, each.target, group=self._group)
-                    self._moved.bytes += len(piece)
+                            file.readinto(chunk.numpy().data)
+                    dist.send(chunk, transfer.target, group=self._group)
+                    self._counter.bytes += len(chunk)
 
     def _receive(self, step: int, transfer: Transfer) -> None:
-        with CopyFile(self._make(step) / transfer.name) as file:
-            for piece in _pieces(transfer.size):
-                dist.recv(piece, transfer.source, group=self._group)
-                file.write(piece.numpy())
-                self._moved.bytes += len(piece)
+        with CopyFile(self._make_directory(step) / transfer.name) as file:
+            for chunk in _chunk_buffers(transfer.size):
+                dist.recv(chunk, transfer.source, group=self._group)
+                file.write(chunk.numpy())
+                self._counter.bytes += len(chunk)
 
 
-def keepers_of(nodes: Sequence[str]) -> list[int | None]:
-    """Name for each rank the rank of the next node that keeps its copies; None for all where there is one node.
+def replica_ranks(nodes: Sequence[str]) -> list[int | None]:
+    """Return, for each rank, the rank of the next node that keeps its copies. None for all ranks if there is one node.
 
     Args:
-        nodes: of each rank.
+        nodes: Node of each rank.
     """
     by_node = defaultdict[str, list[int]](list)
     for rank, node in enumerate(nodes):
@@ -176,35 +175,34 @@ def keepers_of(nodes: Sequence[str]) -> list[int | None]:
     if len(by_node) == 1:
         return [None] * len(nodes)
     order = list(by_node)
-    found: list[int | None] = []
+    replicas: list[int | None] = []
     for rank, node in enumerate(nodes):
-        after = by_node[order[(order.index(node) + 1) % len(order)]]
-        found.append(after[by_node[node].index(rank) % len(after)])
-    return found
+        next_ranks = by_node[order[(order.index(node) + 1) % len(order)]]
+        replicas.append(next_ranks[by_node[node].index(rank) % len(next_ranks)])
+    return replicas
 
 
 def missing(nodes: Sequence[str], held: Sequence[Sizes], shards: Sizes) -> list[Transfer]:
-    """List the files that are not on their writer's node, and that another node has.
+    """List transfers of the files that their writer's node has lost and another node still has.
 
     Args:
-        nodes: of each rank.
-        held: copies that each rank has.
-        shards: files of the checkpoint. What has another size is no copy of it.
+        nodes: Node of each rank.
+        held: Copies that each rank has.
+        shards: Files of the checkpoint. A copy of another size does not count.
     """
-    found = []
+    transfers = []
     for name, size in sorted(shards.items()):
         writer = _writer(name)
         holders = [rank for rank, files in enumerate(held) if files.get(name) == size]
         if writer is None or writer >= len(nodes) or not holders:
             continue
         if all(nodes[holder] != nodes[writer] for holder in holders):
-            found.append(Transfer(holders[0], writer, name, size))
-    return found
+            transfers.append(Transfer(holders[0], writer, name, size))
+    return transfers
 
 
 def _writer(name: str) -> int | None:
-    """Which rank has written a file of this name."""
-    match = _WRITER.fullmatch(name)
+    match = _SHARD_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
@@ -215,8 +213,8 @@ def _sizes(directory: Path) -> dict[str, int]:
         return {}
 
 
-def _pieces(size: int) -> Iterator[torch.Tensor]:
-    """Yield room for each piece of a file of so many bytes: the same memory again and again."""
-    room = torch.zeros(min(size, PIECE), dtype=torch.uint8)
-    for start in range(0, size, PIECE):
-        yield room[: min(PIECE, size - start)]
+def _chunk_buffers(size: int) -> Iterator[torch.Tensor]:
+    """Yield a buffer for each chunk of a file of `size` bytes. All are views of the same memory."""
+    buffer = torch.zeros(min(size, CHUNK_BYTES), dtype=torch.uint8)
+    for start in range(0, size, CHUNK_BYTES):
+        yield buffer[: min(CHUNK_BYTES, size - start)]

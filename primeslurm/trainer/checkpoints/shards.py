@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint on disk: digests are made while they are written, and checked while they are read.
+"""Checkpoint shards on disk, with digests that are computed during the write and checked during the read.
 
-The format is torch's (DCP): `.metadata` says in which file, and where in it, each part of each tensor is. It also
-has the digest of each part (which torch's own reader passes over), so that whoever reads some parts checks these, and
-reads nothing twice. `COMMITTED` has the digest of each file as a whole, and of `.metadata`.
+The format is PyTorch's Distributed Checkpoint (DCP): `.metadata` maps each stored piece of a tensor to a file and an
+offset. We add a digest per piece to `.metadata`, which the stock reader ignores. A rank can then verify exactly the
+pieces that it reads, in the same pass. `COMMITTED` holds a digest of each whole file and of `.metadata`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import IO, Any, BinaryIO, TypeVar, cast
 
 import torch
@@ -31,64 +32,118 @@ from torch.serialization import set_crc32_options
 
 from primeslurm.base import files
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.checkpoints.local_files import CopyFile
 from primeslurm.trainer.distributed.cores import allowed
 from primeslurm.wire.stored import digests, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-PIECE = 64 << 20
-"""Bytes that are written and read at once: after each, there is progress to tell of."""
+CHUNK_BYTES = 64 << 20
+"""Bytes per read or write call. Progress is counted after each chunk."""
 FILE_BYTES = 1 << 30
-"""A rank writes further files, side by side, when it has more than this for each."""
+"""A rank splits its shards over several files, written in parallel, once they exceed this size."""
 
 
 class DamagedShardError(Exception):
-    """A part of a checkpoint is not what was written."""
+    """A stored piece of a tensor differs from what was written."""
 
 
 @dataclass
-class Moved:
-    """How many bytes the threads of this rank have written or read: whoever waits for them sees them go on."""
+class ByteCounter:
+    """Bytes that this rank's threads have read or written so far. It shows whoever waits for them that they progress."""
 
     bytes: int = 0
 
 
-class ShardWriter(dcp.FileSystemWriter):
-    """Writes this rank's tensors into one file or several, each flushed when it is complete.
+class CopyFile:
+    """A best-effort copy of a checkpoint file on a local disk.
+
+    Training never depends on the copy, so any failure only drops it.
 
     Args:
-        directory: of the trainer's part of a checkpoint.
-        moved: counts what is written.
-        threads: files that are written at once, at most.
-        rounded: endings of names whose float32 tensors are stored in bfloat16. Readers make them float32 again.
-        copies: directory on the node for copies of this rank's files.
+        path: Path of the copy, in an existing directory. None writes no copy.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        if path is not None:
+            try:
+                self._file = path.open("wb", buffering=0)
+            except OSError as error:
+                self._give_up(error)
+
+    def __enter__(self) -> CopyFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._give_up(error)
+        elif self._file is not None:
+            self._file.close()
+
+    def write(self, data: Any) -> None:
+        """Append bytes."""
+        left = memoryview(data).cast("B")
+        try:
+            while self._file is not None and left:
+                left = left[self._file.write(left) :]
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException | None) -> None:
+        log.warning("no copy on this node: %s: %s", self._path, error)
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._path is not None:
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as unlink_error:
+                log.warning("cannot delete the incomplete copy %s: %s", self._path, unlink_error)
+
+
+class ShardWriter(dcp.FileSystemWriter):
+    """Writes this rank's tensors to one or more files, and flushes each file when it is complete.
+
+    Args:
+        directory: Directory of the trainer's part of the checkpoint.
+        counter: Counts the bytes written.
+        threads: Maximum number of files written in parallel.
+        rounded: Name suffixes of float32 tensors to store in bfloat16. Loading casts them back to float32.
+        copies: Directory on this node for copies of the files. None writes no copies.
     """
 
     def __init__(
-        self, directory: Path, moved: Moved, threads: int, rounded: tuple[str, ...] = (), copies: Path | None = None
+        self,
+        directory: Path,
+        counter: ByteCounter,
+        threads: int,
+        rounded: tuple[str, ...] = (),
+        copies: Path | None = None,
     ) -> None:
         super().__init__(directory)
         self._rounded, self._copies = rounded, copies
         self.files: list[FileRecord] = []
-        """On rank 0, once all is written: records of all ranks' files, relative to the checkpoint."""
-        self._directory, self._moved, self._threads = directory, moved, threads
+        """On rank 0 after `finish`: records of all ranks' files, relative to the checkpoint."""
+        self._directory, self._counter, self._threads = directory, counter, threads
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        """Write what the plan says; where each part is, its digest, and a record of each file are the result."""
-        total = sum(_bytes_of(item) for item in plan.items)
+        """Write the planned items. The results hold the place and digest of each item, and a record of each file."""
+        total = sum(_item_bytes(item) for item in plan.items)
         count = max(1, min(self._threads, math.ceil(total / FILE_BYTES)))
         names = [f"{plan.storage_data.prefix}{number}.distcp" for number in range(count)]
-        shares = _shares(plan.items, count)
-        set_crc32_options(False)  # XXH3 sees more, at a fifth of the price
+        set_crc32_options(False)  # XXH3 is stronger than torch.save's CRC-32, at a fifth of the cost
         with ThreadPoolExecutor(count, "checkpoint-file") as threads:
-            written = threads.map(lambda name, items: self._write(name, items, planner), names, shares)
-            results = [result for file in written for result in file]
-        return _done(results)
+            by_file = threads.map(
+                lambda name, items: self._write(name, items, planner), names, _balanced(plan.items, count)
+            )
+            return _done([result for results in by_file for result in results])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0: keep the records of files, and write `.metadata`."""
+        """On rank 0, keep the file records and write `.metadata`."""
         everything = [result for rank in results for result in rank]
         self.files = [each.storage_data for each in everything if isinstance(each.storage_data, FileRecord)]
         rest = [[each for each in everything if not isinstance(each.storage_data, FileRecord)]]
@@ -96,103 +151,112 @@ class ShardWriter(dcp.FileSystemWriter):
         files.retrying(self._directory / ".metadata", lambda: write(metadata, rest))
 
     def _write(self, name: str, items: Sequence[Any], planner: Any) -> list[WriteResult]:
-        """Write one file. A failed flush loses what was written: each try writes the file from its beginning."""
+        # After a failed fsync the kernel may have dropped dirty pages, so every retry rewrites the whole file.
         return files.retrying(self._directory / name, lambda: self._write_once(name, items, planner))
 
     def _write_once(self, name: str, items: Sequence[Any], planner: Any) -> list[WriteResult]:
         results: list[WriteResult] = []
         copy = CopyFile(self._copies / name if self._copies else None)
         with copy, (self._directory / name).open("wb", buffering=1 << 20) as file:
-            stream = _Digesting(file, self._moved, copy)
+            stream = _DigestStream(file, self._counter, copy)
             for item in sorted(items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                 offset = stream.bytes
                 data = planner.resolve_data(item)
                 if item.type == WriteItemType.BYTE_IO:
                     stream.write(data.getbuffer())
                 else:
+                    # Round one tensor at a time: rounding all at once would need memory for all copies.
                     if data.dtype == torch.float32 and item.index.fqn.endswith(self._rounded):
-                        data = data.to(torch.bfloat16)  # one at a time: all at once would need space
-                    torch.save(_alone_on_cpu(data), cast(IO[bytes], stream))
-                where = _StorageInfo(name, offset, stream.bytes - offset)
-                where.digest = stream.part_digest()  # type: ignore[attr-defined]
-                results.append(WriteResult(item.index, stream.bytes - offset, where))
+                        data = data.to(torch.bfloat16)
+                    torch.save(_compact_on_cpu(data), cast(IO[bytes], stream))
+                place = _StorageInfo(name, offset, stream.bytes - offset)
+                place.digest = stream.item_digest()  # type: ignore[attr-defined]
+                results.append(WriteResult(item.index, stream.bytes - offset, place))
             file.flush()
             os.fsync(file.fileno())
-        record = FileRecord(f"{self._directory.name}/{name}", stream.bytes, stream.digest())
+        record = FileRecord(f"{self._directory.name}/{name}", stream.bytes, stream.file_digest())
         return [*results, WriteResult(MetadataIndex(name), stream.bytes, record)]
 
 
 class ShardReader(dcp.FileSystemReader):
-    """Reads this rank's tensors, each stored part once, and checks every part that has a digest.
+    """Reads this rank's tensors, each stored piece once, and verifies every piece that has a digest.
 
     Args:
-        directory: of the trainer's part of a checkpoint.
-        moved: counts what is read.
-        threads: that read at once.
-        copies: of files on this node, by their names. A part is taken from them if it has its digest.
+        directory: Directory of the trainer's part of the checkpoint.
+        counter: Counts the bytes read.
+        threads: Number of reader threads.
+        copies: Local copies by file name. A piece is read from a copy if the copy's digest matches.
     """
 
-    def __init__(self, directory: Path, moved: Moved, threads: int, copies: Mapping[str, Path] | None = None) -> None:
+    def __init__(
+        self, directory: Path, counter: ByteCounter, threads: int, copies: Mapping[str, Path] | None = None
+    ) -> None:
         super().__init__(directory)
-        self._directory, self._moved, self._threads = directory, moved, threads
+        self._directory, self._counter, self._threads = directory, counter, threads
         self._copies = copies or {}
-        self.bytes_of_copies = 0
-        """How much did not come from the shared file system."""
+        self.bytes_from_copies = 0
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """Read what is where."""
+        """Read `.metadata`, with retries."""
         read = super().read_metadata
         return files.retrying(self._directory / ".metadata", lambda: read(*args, **options))
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Fill what the plan says. Raises DamagedError, with what is filled so far as it is."""
-        parts: dict[tuple[str, int, int], _StoredShard] = {}
+        """Fill the planned tensors.
+
+        Raises:
+            DamagedShardError: A piece is damaged. Tensors read before it are already overwritten.
+        """
+        pieces: dict[tuple[str, int, int], _StoredPiece] = {}
         for item in plan.items:
-            where = self.storage_data[item.storage_index]
-            key = (where.relative_path, where.offset, where.length)
-            parts.setdefault(key, _StoredShard(*key, getattr(where, "digest", None))).items.append(item)
-        by_thread = _spread(sorted(parts.values(), key=lambda part: (part.file, part.offset)), self._threads)
-        with ThreadPoolExecutor(len(by_thread) or 1, "checkpoint-part") as threads:
-            reads = [threads.submit(self._read, share, planner) for share in by_thread]
-            wait_with_heartbeats(reads, self._moved)
+            place = self.storage_data[item.storage_index]
+            key = (place.relative_path, place.offset, place.length)
+            pieces.setdefault(key, _StoredPiece(*key, getattr(place, "digest", None))).items.append(item)
+        by_thread = _by_thread(sorted(pieces.values(), key=lambda piece: (piece.file, piece.offset)), self._threads)
+        with ThreadPoolExecutor(len(by_thread) or 1, "checkpoint-read") as threads:
+            reads = [threads.submit(self._read, assigned, planner) for assigned in by_thread]
+            wait_with_heartbeats(reads, self._counter)
             for read in reads:
                 for item, value in read.result():
-                    planner.load_bytes(item, value)  # not several at once: it changes the state's structure
+                    planner.load_bytes(item, value)  # not thread-safe: it changes the state's structure
         return _done(None)
 
-    def _read(self, parts: Sequence[_StoredShard], planner: Any) -> list[tuple[Any, io.BytesIO]]:
-        """Fill tensors. Returns what is none, undecoded."""
+    def _read(self, pieces: Sequence[_StoredPiece], planner: Any) -> list[tuple[Any, io.BytesIO]]:
+        """Fill the tensors of some pieces. Return the items that are not tensors, undecoded."""
         objects: list[tuple[Any, io.BytesIO]] = []
-        space = bytearray(max((part.length for part in parts), default=0))  # used again: fresh pages cost more
-        for part in parts:
-            data = memoryview(space)[: part.length]
-            if self._from_copy(part, data):
-                self.bytes_of_copies += part.length
+        # One buffer for all pieces: page faults of fresh memory cost more than the copy.
+        buffer = bytearray(max((piece.length for piece in pieces), default=0))
+        for piece in pieces:
+            data = memoryview(buffer)[: piece.length]
+            if self._read_copy(piece, data):
+                self.bytes_from_copies += piece.length
             else:
-                _fill_for_sure(self._directory / part.file, part, data, self._moved)
-            for item in part.items:
+                _read_shared(self._directory / piece.file, piece, data, self._counter)
+            tensors = []
+            for item in piece.items:
                 if item.type == LoadItemType.BYTE_IO:
                     objects.append((item, io.BytesIO(bytes(data))))
-            tensors = [item for item in part.items if item.type != LoadItemType.BYTE_IO]
+                else:
+                    tensors.append(item)
             if tensors:
-                _copy(_View(data), tensors, planner)
+                _copy_to_targets(_MemoryFile(data), tensors, planner)
         return objects
 
-    def _from_copy(self, part: _StoredShard, data: memoryview) -> bool:
-        copy = self._copies.get(part.file)
-        if copy is None or part.digest is None:
+    def _read_copy(self, piece: _StoredPiece, data: memoryview) -> bool:
+        copy = self._copies.get(piece.file)
+        if copy is None or piece.digest is None:
             return False
         try:
-            _fill(copy, part, data, self._moved)
+            _read_checked(copy, piece, data, self._counter)
         except (OSError, DamagedShardError) as error:
-            log.warning("reads the shared file: %s", error)
+            log.warning("reading the shared file instead of its local copy: %s", error)
             return False
         return True
 
 
 @dataclass
-class _StoredShard:
-    """A stored part of a tensor, and who wants something of it."""
+class _StoredPiece:
+    """A stored piece of a tensor, and the load items that need some of it."""
 
     file: str
     offset: int
@@ -201,43 +265,41 @@ class _StoredShard:
     items: list[Any] = field(default_factory=list)
 
 
-class _Digesting:
-    """A file that is written from its beginning to its end, with its digest and those of its parts, and with a copy."""
+class _DigestStream:
+    """An append-only file that computes digests of the file and of each item, and also writes a copy."""
 
-    def __init__(self, file: BinaryIO, moved: Moved, copy: CopyFile) -> None:
+    def __init__(self, file: BinaryIO, counter: ByteCounter, copy: CopyFile) -> None:
         self.bytes = 0
-        self._file, self._moved, self._copy = file, moved, copy
-        self._whole, self._part = digests.hasher(), digests.hasher()
+        self._file, self._counter, self._copy = file, counter, copy
+        self._file_hash, self._item_hash = digests.hasher(), digests.hasher()
 
     def write(self, data: Any) -> int:
-        """Append bytes."""
         view = memoryview(data).cast("B")
-        for start in range(0, len(view), PIECE):
-            piece = view[start : start + PIECE]
-            self._whole.update(piece)
-            self._part.update(piece)
-            self._file.write(piece)
-            self._copy.write(piece)
-            self._moved.bytes += len(piece)
+        for start in range(0, len(view), CHUNK_BYTES):
+            chunk = view[start : start + CHUNK_BYTES]
+            self._file_hash.update(chunk)
+            self._item_hash.update(chunk)
+            self._file.write(chunk)
+            self._copy.write(chunk)
+            self._counter.bytes += len(chunk)
         self.bytes += len(view)
         return len(view)
 
     def flush(self) -> None:
-        """Do nothing: the file is flushed once, at its end."""
+        """Do nothing. torch.save flushes after every tensor, but one flush at the end of the file is enough."""
 
-    def part_digest(self) -> bytes:
-        """Return the digest of what was written since the last call."""
-        found = self._part.digest()
-        self._part.reset()
-        return found
+    def item_digest(self) -> bytes:
+        """Return the digest of the bytes written since the last call."""
+        digest = self._item_hash.digest()
+        self._item_hash.reset()
+        return digest
 
-    def digest(self) -> str:
-        """Return the digest of the whole, as records have it."""
-        return digests.XXH3 + self._whole.hexdigest()
+    def file_digest(self) -> str:
+        return digests.XXH3 + self._file_hash.hexdigest()
 
 
-class _View(io.RawIOBase):
-    """A file in memory that is not copied, as `io.BytesIO` would."""
+class _MemoryFile(io.RawIOBase):
+    """A readable file over existing memory. Unlike `io.BytesIO`, it does not copy."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._at = data, 0
@@ -258,113 +320,113 @@ class _View(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         target = memoryview(buffer).cast("B")
-        found = self._data[self._at : self._at + len(target)]
-        target[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        source = self._data[self._at : self._at + len(target)]
+        target[: len(source)] = source
+        self._at += len(source)
+        return len(source)
+
+
+def threads_of_a_rank() -> int:
+    """Return the number of files that a rank reads or writes in parallel: its share of the CPUs, at most four."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or max(1, torch.cuda.device_count()))
+    return max(1, min(4, len(allowed()) // ranks))
+
+
+def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:
+    """Wait for threads, and send a heartbeat whenever they have moved bytes."""
+    seen, pending = counter.bytes, set(work)
+    while pending:
+        pending = wait(pending, timeout=1.0).not_done
+        if counter.bytes != seen:
+            seen = counter.bytes
+            liveness().heartbeat()
 
 
 def _done(value: T) -> Future[T]:
-    """What torch waits for, of work that is over."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
-def threads_of_a_rank() -> int:
-    """Return how many files a rank writes or reads at once: its part of the CPUs, but four at most."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or max(1, torch.cuda.device_count()))
-    return max(1, min(4, len(allowed()) // ranks))
-
-
-def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], moved: Moved) -> None:
-    """Wait for threads, in the main one; it beats as long as they move bytes, however many there are."""
-    seen, left = moved.bytes, set(work)
-    while left:
-        left = wait(left, timeout=1.0).not_done
-        if moved.bytes != seen:
-            seen = moved.bytes
-            liveness().heartbeat()
-
-
-def _shares(items: Sequence[Any], count: int) -> list[list[Any]]:
-    """Spread parts over files of about the same size: the largest first, each to the smallest file."""
-    found: list[list[Any]] = [[] for _ in range(count)]
+def _balanced(items: Sequence[Any], count: int) -> list[list[Any]]:
+    """Spread items over files of similar size: largest item first, each to the currently smallest file."""
+    by_file: list[list[Any]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
-    for item in sorted(items, key=_bytes_of, reverse=True):
+    for item in sorted(items, key=_item_bytes, reverse=True):
         size, number = heap[0]
-        found[number].append(item)
-        heapq.heapreplace(heap, (size + _bytes_of(item), number))
-    return found
+        by_file[number].append(item)
+        heapq.heapreplace(heap, (size + _item_bytes(item), number))
+    return by_file
 
 
-def _fill_for_sure(path: Path, part: _StoredShard, data: memoryview, moved: Moved) -> None:
-    """Fill from the shared file system. What differs, or is not there, is looked at again: this node may be behind.
+def _by_thread(pieces: Sequence[_StoredPiece], threads: int) -> list[list[_StoredPiece]]:
+    """Give each thread neighbouring pieces of about the same total size."""
+    bytes_per_thread = sum(piece.length for piece in pieces) / max(1, threads)
+    assigned: dict[int, list[_StoredPiece]] = defaultdict(list)
+    offset = 0
+    for piece in pieces:
+        assigned[int(offset // bytes_per_thread) if bytes_per_thread else 0].append(piece)
+        offset += piece.length
+    return list(assigned.values())
+
+
+def _read_shared(path: Path, piece: _StoredPiece, data: memoryview, counter: ByteCounter) -> None:
+    """Read a piece from the shared file system.
 
     Raises:
-        DamagedShardError: content differs at the second look, too.
-        OSError: the file is not there, or cannot be read.
+        DamagedShardError: The content differs.
+        OSError: The file is missing or cannot be read.
     """
     failure: DamagedShardError | FileNotFoundError | None = None
 
     def look() -> bool | None:
         nonlocal failure
         try:
-            files.retrying(path, lambda: _fill(path, part, data, moved))
+            files.retrying(path, lambda: _read_checked(path, piece, data, counter))
         except (DamagedShardError, FileNotFoundError) as error:
             failure = error
             return None
         return True
 
+    # A network file system may show this node an old state, so missing or different content is read again later.
     if not files.until_seen(look, path.parent, path):
         assert failure is not None
         raise failure
 
 
-def _fill(path: Path, part: _StoredShard, data: memoryview, moved: Moved) -> None:
-    found = digests.hasher()
+def _read_checked(path: Path, piece: _StoredPiece, data: memoryview, counter: ByteCounter) -> None:
+    hasher = digests.hasher()
     with path.open("rb", buffering=0) as file:
-        file.seek(part.offset)
+        file.seek(piece.offset)
         done = 0
         while done < len(data):
-            count = file.readinto(data[done : done + PIECE])
+            count = file.readinto(data[done : done + CHUNK_BYTES])
             if not count:
                 break
-            found.update(data[done : done + count])
+            hasher.update(data[done : done + count])
             done += count
-            moved.bytes += count
-    if done < len(data) or part.digest not in (None, found.digest()):
+            counter.bytes += count
+    if done < len(data) or piece.digest not in (None, hasher.digest()):
         raise DamagedShardError(manifest.differs(path))
 
 
-def _copy(stored: _View, items: Sequence[Any], planner: Any) -> None:
+def _copy_to_targets(stored: _MemoryFile, items: Sequence[Any], planner: Any) -> None:
     tensor = torch.load(stored, map_location="cpu", weights_only=True)  # type: ignore[arg-type]
     for item in items:
-        part = tensor
+        region = tensor
         for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            part = part.narrow(dimension, start, length)
+            region = region.narrow(dimension, start, length)
         target = planner.resolve_tensor(item).detach()
-        target.copy_(part)  # casts, too: what was saved in bfloat16 is float32 again
+        target.copy_(region)  # also casts moments that were stored in bfloat16 back to float32
         planner.commit_tensor(item, target)
 
 
-def _spread(parts: Sequence[_StoredShard], threads: int) -> list[list[_StoredShard]]:
-    """Give each thread neighbouring parts, of about the same number of bytes."""
-    share = sum(part.length for part in parts) / max(1, threads)
-    found: dict[int, list[_StoredShard]] = defaultdict(list)
-    before = 0
-    for part in parts:
-        found[int(before // share) if share else 0].append(part)
-        before += part.length
-    return list(found.values())
-
-
-def _alone_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """In host memory, without what it shares its storage with: torch saves whole storages."""
+def _compact_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in host memory with a storage of its own, because torch.save writes whole storages."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
-def _bytes_of(item: Any) -> int:
+def _item_bytes(item: Any) -> int:
     data = item.tensor_data
     return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize

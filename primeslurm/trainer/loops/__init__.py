@@ -1,1 +1,1 @@
-"""The loops: a step, RL, SFT."""
+"""The RL and SFT training loops."""

@@ -1,4 +1,4 @@
-"""How often layers were compiled in a step, for how long, and why again: after the first steps it should be never."""
+"""Metrics of torch.compile: number of compilations and recompilations per step, and their time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from primeslurm.trainer.distributed.world import World
 
 log = logging.getLogger(__name__)
 
-SETTLED = 3
-"""Steps after which every kind of layer and of micro batch has come up."""
+WARM_UP_STEPS = 3
+"""Number of steps in which recompilations are expected, because new layer kinds and batch shapes appear."""
 
 
 class Compilations:
-    """Counts what the compiler does, step by step.
+    """Counts compilations per step.
 
     Args:
-        compiled: whether layers are compiled at all. If not, there are no metrics.
-        world: the ranks that train together, and wait for whichever of them compiles.
+        compiled: Whether layers are compiled. If not, there are no metrics.
+        world: The ranks that train together. They all wait while one of them compiles.
     """
 
     def __init__(self, compiled: bool, world: World) -> None:
@@ -30,22 +30,21 @@ class Compilations:
         utils.clear_compilation_metrics()
 
     def take(self) -> dict[str, float]:
-        """Return the metrics of the step that has just been made: sums over all ranks. All ranks call it together.
+        """Return the metrics of the last step, summed over all ranks. A collective.
 
-        `compiles` counts layers' code that was compiled, `recompiles` what of it was compiled for other inputs before;
-        `compile_s` is how long that took, forward and backward. Each step after the first ones that recompiles is
-        logged, with its reasons.
+        `compiles` counts compiled forward graphs, `recompiles` those that had been compiled for other inputs before,
+        and `compile_s` is the time of all compilations, forward and backward [s].
         """
         if not self._compiled:
             return {}
-        found = utils.get_compilation_metrics()  # of the last 64 compilations
+        compilations = utils.get_compilation_metrics()  # torch keeps the last 64
         utils.clear_compilation_metrics()
         self._steps += 1
-        forward = [one for one in found if one.is_forward]
-        reasons = [one.recompile_reason for one in forward if one.recompile_reason]
-        seconds = sum(one.duration_us or 0 for one in found) / 1e6
-        if reasons and self._steps > SETTLED:
-            log.warning("layers were compiled again, for %.1f s: %s", seconds, "; ".join(sorted(set(reasons))))
+        forward = [each for each in compilations if each.is_forward]
+        reasons = [each.recompile_reason for each in forward if each.recompile_reason]
+        seconds = sum(each.duration_us or 0 for each in compilations) / 1e6
+        if reasons and self._steps > WARM_UP_STEPS:
+            log.warning("layers were recompiled in %.1f s: %s", seconds, "; ".join(sorted(set(reasons))))
         counts = torch.tensor([len(forward), len(reasons), seconds], dtype=torch.float32)
         sums = self._world.sum(counts.to(self._world.device)).tolist()
         return dict(zip(("compiles", "recompiles", "compile_s"), sums, strict=True))

@@ -1,4 +1,4 @@
-"""SIGUSR1: finish the current step, checkpoint, and leave with exit code 75 so that the job is requeued."""
+"""The interrupt signal: SIGUSR1 makes the trainer finish its step, save a checkpoint and exit with code 75 (requeue)."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ _KEY = "interrupt"
 
 
 class Interrupt:
-    """Notes the signal on a thread of its own, and shares it with rank 0.
+    """Receives the interrupt signal on a thread of its own, and shares it with the other ranks.
 
-    A Python signal handler would wait for the main thread to return from a collective, which may never happen on a rank
-    that waits for rank 0. So the signal is blocked everywhere, and one thread takes it.
-    Create it before any other thread exists: they inherit the blocked signal.
+    Create it before any other thread exists, because new threads inherit the blocked signal.
     """
 
     def __init__(self) -> None:
         self._event = threading.Event()
         self._store: Any = None
+        # A Python signal handler runs only after the main thread returns from a collective. A rank that waits for
+        # rank 0 may never return. So all threads block the signal, and one thread waits for it with sigwait.
         signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
         threading.Thread(target=self._wait, name="interrupt", daemon=True).start()
 
     def share(self, store: Any) -> None:
-        """Tell and ask the other ranks through `store`, a client of the job's TCPStore that nothing else uses."""
+        """Share interrupts with the other ranks through a TCPStore client that nothing else uses."""
         self._store = store
         if self._event.is_set():
             store.set(_KEY, "1")
 
     def requested(self) -> bool:
-        """Whether this rank, or another that shares the store, was signalled."""
+        """Return whether this rank or a rank that shares the store was interrupted."""
         return self._event.is_set() or (self._store is not None and self._store.check([_KEY]))
 
     def _wait(self) -> None:

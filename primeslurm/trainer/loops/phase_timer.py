@@ -1,4 +1,4 @@
-"""Where the trainer is and how long each phase took: the state that a stall watchdog reads."""
+"""The trainer's current phase and the time spent in each, for heartbeats, the journal and metrics."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from primeslurm.records.state import TrainerState
 
 
 class PhaseTimer:
-    """Times phases, beats at each change, and records it in the journal's state if `record`."""
+    """Times phases and sends a heartbeat at each change. With `record`, it also writes the phase to the journal."""
 
     def __init__(self, journal: Journal, record: bool, limits: PhaseLimits | None = None) -> None:
         self.step = 0
         self.journal = journal
         self.steps_done = 0
-        """Since the process began."""
+        """Steps since this process started."""
         self._record = record
         self._limits = limits
         self._seconds: dict[str, float] = defaultdict(float)
@@ -28,7 +28,7 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Spend the body's time on `name`."""
+        """Count the time of the body as phase `name`."""
         if self._record:
             self.journal.state(TrainerState(self.step, name, dict(self._seconds), self._last))
         limits = self._limits
@@ -43,7 +43,7 @@ class PhaseTimer:
             self._seconds[name] += self._last[name]
 
     def took(self, name: str, seconds: float) -> None:
-        """Record how long the last `name` took as a whole, if it went on beside other phases."""
+        """Set the duration of the last `name`, if it ran in the background of other phases."""
         self._last[name] = seconds
 
     def seconds(self, name: str) -> float:
@@ -51,7 +51,7 @@ class PhaseTimer:
         return self._seconds[name]
 
     def take(self) -> dict[str, float]:
-        """Return seconds by phase as metrics, counted from the last call: a step is done."""
+        """End a step: return the seconds per phase since the last call as metrics, and reset them."""
         self.steps_done += 1
         metrics = {f"seconds/{name}": spent for name, spent in self._seconds.items()}
         self._seconds.clear()

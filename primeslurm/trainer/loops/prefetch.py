@@ -1,4 +1,4 @@
-"""Fetches the next batch while the step before it runs, on a thread and a connection of its own."""
+"""Fetch the next batch during the current step, on a thread and connection of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWa
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
+_HEARTBEAT_S = 1.0
 
 
 class _Fetch:
-    """One batch on its way."""
+    """A batch that is being fetched."""
 
     def __init__(self, link: TrainerLink, step: int, shard: RankShard, timeout_s: float) -> None:
         self.step = step
@@ -29,14 +29,13 @@ class _Fetch:
         self._thread.start()
 
     def end(self) -> None:
-        """Fetch no more, but what is coming already: until it is there."""
-        self._cancelled.set()
+        """Cancel the request. If its answer is already arriving, wait for all of it."""
+        self.cancel()
         while self._link.receiving and self._thread.is_alive():
             liveness().heartbeat()
-            self._thread.join(LOOK_S)
+            self._thread.join(_HEARTBEAT_S)
 
     def cancel(self) -> None:
-        """Fetch no more."""
         self._cancelled.set()
 
     def _run(self) -> None:
@@ -46,19 +45,19 @@ class _Fetch:
             )
         except TransferWanted:
             self.transfer_wanted = True
-        except LinkError as error:  # who waits for the batch asks again
-            log.warning("the batch of step %d could not be fetched ahead: %s", self.step, error)
+        except LinkError as error:  # the training loop asks again
+            log.warning("cannot prefetch the batch of step %d: %s", self.step, error)
         finally:
             self._link.close()
 
 
 class Prefetch:
-    """At most one batch ahead.
+    """Prefetches at most one batch.
 
     Args:
-        link: to the orchestrator; another one is opened beside it.
-        shard: of each batch, that this rank trains.
-        timeout_s: a batch may take so long to be formed.
+        link: Connection to the orchestrator. The prefetch opens another one like it.
+        shard: The part of each batch that this rank trains on.
+        timeout_s: Maximum wait for a batch [s].
     """
 
     def __init__(self, link: TrainerLink, shard: RankShard, timeout_s: float) -> None:
@@ -68,15 +67,15 @@ class Prefetch:
         self._fetch: _Fetch | None = None
 
     def begin(self, step: int) -> None:
-        """Start to fetch the batch of `step`, in place of any other."""
+        """Start to fetch the batch of `step`, and cancel any other fetch."""
         self.cancel()
         self._fetch = _Fetch(self._link.beside(), step, self._shard, self._timeout_s)
 
     def take(self, step: int) -> Batch | None:
-        """Return the batch of `step`, and fetch no more. None: it has to be asked for.
+        """Return the batch of `step`. None: it was not prefetched, and the caller has to request it.
 
         Raises:
-            TransferWanted: engines have to be sent the policy first.
+            TransferWanted: The engines need the current policy before there can be a batch.
         """
         fetch, self._fetch = self._fetch, None
         if fetch is None or fetch.step != step:
@@ -87,7 +86,7 @@ class Prefetch:
         return fetch.batch
 
     def cancel(self) -> None:
-        """Fetch no more."""
+        """Cancel the running fetch, if there is one."""
         if self._fetch is not None:
             self._fetch.cancel()
             self._fetch = None

@@ -30,37 +30,37 @@ log = logging.getLogger(__name__)
 
 
 class Choice(enum.IntEnum):
-    """What rank 0 decides before each step, for all ranks: only so do their collectives stay in step."""
+    """Rank 0's decision before each step. All ranks follow it, so that they run the same collectives."""
 
     TRAIN = 0
     FINISHED = 1
     INTERRUPTED = 2
     FAILED = 3
     TRANSFER = 4
-    """Engines have to be given the current policy before there can be a batch."""
+    """Send the current policy to engines that lack it. They cannot generate a batch before."""
 
 
 class WeightTransfer(Protocol):
-    """A transport of `weights.transport`. All ranks call each method together.
+    """A transport for weight updates, as `weights.transport` selects it. All methods are collectives.
 
-    All methods raise RankError if a disk, the orchestrator or a rank failed.
+    All methods raise RankError if a disk, the orchestrator or a rank fails.
     """
 
     def resume(self, version: int) -> None:
-        """Make engines take `version`, which a checkpoint was loaded from; 0 is the model they have loaded."""
+        """Update the engines to the version of the loaded checkpoint. Version 0 is the model that they start with."""
 
     def transfer(self, version: int) -> float:
-        """Make engines take `version`, which was just trained. Returns the seconds for which it was sent."""
+        """Update the engines to the version that was just trained. Return the seconds spent sending it."""
 
     def repeat(self, version: int) -> None:
-        """Transfer `version` again, to engines that came since and wait for it."""
+        """Send `version` again, to engines that started in the meantime."""
 
     def flush(self, version: int) -> None:
-        """Have on disk what was published of `version`, before a checkpoint of its step counts."""
+        """Flush the files of `version` to disk. Must precede the commit of a checkpoint of that step."""
 
 
 class RlTask:
-    """The loop and what it works with."""
+    """The RL training loop of one rank."""
 
     def __init__(
         self,
@@ -86,10 +86,10 @@ class RlTask:
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the process's exit code.
+        """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code.
 
         Raises:
-            RankError: a disk, the orchestrator or a rank failed; what was committed is intact.
+            RankError: A disk, the orchestrator or a rank failed. Committed checkpoints are intact.
         """
         step = self._resume()
         choice = Choice.FINISHED
@@ -112,7 +112,7 @@ class RlTask:
         return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        """Load the newest checkpoint, and have engines take its policy."""
+        """Load the newest checkpoint and update the engines to its policy."""
         self._timer.step = step = self._saver.restore(self._learner)
         for damaged in self._saver.damaged:
             self._journal.write(damaged)
@@ -122,7 +122,7 @@ class RlTask:
         return step
 
     def _next(self, step: int) -> tuple[Choice, Batch | None]:
-        """Rank 0 gets its batch, or learns that there is none; the others follow."""
+        """Get this rank's rows of the next batch. Rank 0 asks first, and the others follow its decision."""
         choice, batch, failure = Choice.TRAIN, None, None
         if self._world.is_main:
             try:
@@ -148,7 +148,7 @@ class RlTask:
         return (Choice.INTERRUPTED if self._world.interrupt.requested() else Choice.FINISHED), None
 
     def _fetch(self, step: int) -> Batch | None:
-        # Only rank 0 may stop waiting: the others fetch what it has already decided to train on.
+        # Only rank 0 may give up on an interrupt: the others fetch a batch that rank 0 already has.
         def interrupted() -> bool:
             liveness().heartbeat()
             return self._world.is_main and self._world.interrupt.requested()
@@ -172,7 +172,7 @@ class RlTask:
             self._prefetch.begin(step + 1)
         metrics = self._learner.train(batch, self._timer)
         self._transfer_policy(step)
-        # Checkpoint seconds are those since the last report: a step is reported before it is saved.
+        # A step is reported before it is saved, so its checkpoint seconds are those of the previous save.
         metrics |= self._timer.take()
         if self._world.is_main:
             self._link.step_done(step, metrics)

@@ -1,4 +1,4 @@
-"""The SFT loop: the trainer alone, which writes its own metrics and publishes once, at the end."""
+"""The SFT loop. The trainer runs alone, writes its own metrics, and publishes the weights once at the end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class SftTask:
-    """The loop and what it works with."""
+    """The SFT training loop of one rank."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class SftTask:
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps or an interrupt. Returns the process's exit code.
+        """Train until max_steps or an interrupt. Return the exit code.
 
         Raises:
-            RankError: a disk or a rank failed; what was committed is intact.
+            RankError: A disk or a rank failed. Committed checkpoints are intact.
         """
         self._timer.step = step = self._saver.restore(self._learner)
         for damaged in self._saver.damaged:

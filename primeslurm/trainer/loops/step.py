@@ -1,4 +1,4 @@
-"""One optimizer step: micro batches forward and backward, clip, update."""
+"""One training step: forward and backward passes over micro batches, gradient clipping, and the optimizer update."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.nn.layers.vision import VisionInput
@@ -19,24 +20,24 @@ from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
-from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.loops.compilations import Compilations
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.wire.batches.rollouts import Batch, Row, stack
 
-MOST_SKIPPED = 3
-"""Steps in a row without a finite gradient, after which training ends. One may be a bad batch; more are the weights."""
+MAX_SKIPPED = 3
+"""Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
+weights are broken."""
 
 log = logging.getLogger(__name__)
 
 
 class Learner:
-    """The policy with its optimizer and schedule.
+    """The policy with its loss, optimizer and learning rate schedule.
 
     Args:
-        reader: of images; None if it is trained on text alone.
+        reader: Image reader. None for text-only training.
     """
 
     def __init__(
@@ -59,22 +60,22 @@ class Learner:
         self._skipped_in_a_row = 0
 
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
-        """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
+        """Train one step on this rank's rows of a batch. A collective; all ranks must have the same number of rows.
+
+        If the gradient is not finite, all ranks leave the weights unchanged. The step still counts, and the metric
+        `skipped` is 1.
 
         Args:
-            batch: this rank's pieces of rows, or whole ones.
-            timer: of its phases.
-
-        If the gradient is not finite, the weights stay as they are: the step counts, its batch is used up, and the
-        metric `skipped` is 1 instead of 0. All ranks agree on this.
+            batch: This rank's shard of each row, or whole rows.
+            timer: Times the phases of the step.
 
         Returns:
-            Metrics over the whole batch, the same on every rank.
+            Metrics of the whole batch, the same on every rank.
 
         Raises:
-            FloatingPointError: the gradient was not finite MOST_SKIPPED times in a row; the weights are unchanged.
-            RankError: an image cannot be read, on any rank.
-            ValueError: there are images, but nothing that reads them; or rows are cut for other ranks.
+            FloatingPointError: The gradient was not finite in MAX_SKIPPED consecutive steps.
+            RankError: A rank cannot read an image.
+            ValueError: The batch has images but there is no image reader, or its rows are sharded for other ranks.
         """
         batch = batch.piece(self.policy.cp_rank, self.policy.cp_world)
         tokens = max(1, batch.info.loss_tokens)
@@ -85,8 +86,8 @@ class Learner:
             grad_norm, skipped = self._update(batch.info.step)
         seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
-        if share := metrics.get("on_policy_fraction", 0.0):
-            metrics["mismatch_kl"] /= share
+        if on_policy := metrics.get("on_policy_fraction", 0.0):
+            metrics["mismatch_kl"] /= on_policy  # a mean over on-policy tokens, not over all tokens
         else:
             metrics.pop("mismatch_kl", None)
         return metrics | {
@@ -106,10 +107,11 @@ class Learner:
         for number, rows in enumerate(micro_batches, 1):
             liveness().heartbeat()
             if layout.reduce_gradients == "step":
-                last = number == len(micro_batches)
-                reduce_after(self.policy.model, last=last, stays_gathered=not layout.reshard_after_forward)
+                is_last = number == len(micro_batches)
+                reduce_after(self.policy.model, last=is_last, stays_gathered=not layout.reshard_after_forward)
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
-            # Either all ranks run the encoder or none does: its weights are gathered from all of them.
+            # If any row of the batch has images, every rank runs the vision encoder in every micro batch, because the
+            # encoder's weights are gathered from all ranks.
             sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
@@ -119,8 +121,8 @@ class Learner:
 
     def _micro_batches(self, batch: Batch) -> list[Sequence[Row]]:
         length = len(batch.rows[0].positions)
-        fitting = micro_batch_rows(self.policy.micro_batch_tokens, self.policy.cp_world, length)
-        count = batch.info.rows_at_once or fitting
+        default = micro_batch_rows(self.policy.micro_batch_tokens, self.policy.cp_world, length)
+        count = batch.info.rows_at_once or default
         return [batch.rows[start : start + count] for start in range(0, len(batch.rows), count)]
 
     def _images(self, rows: Sequence[Row]) -> VisionInput:
@@ -133,6 +135,7 @@ class Learner:
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
         positions = row.pop("positions")
         length = positions.shape[1] // self.policy.cp_world
+        # Logits at a position predict the next token, so targets are shifted by one.
         following = {name: _next_token(tensor)[:, :length] for name, tensor in row.items() if tensor.ndim == 2}
         documents = Documents.of(positions)
         targets = Targets(
@@ -145,22 +148,23 @@ class Learner:
         mask = following["mask"]
         if targets.echo_weights is not None:
             mask = mask | (targets.echo_weights > 0)
-        # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
+        # A next position of 0 starts another document or lies past the end of the row: nothing predicts that token.
         mask = mask & (self.policy.piece(_next_token(positions)) != 0)
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
-        whole = to_device(positions, self._world.device).long()
+        whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
-        return self._loss(*self.policy.score(tokens, whole, mask, targets, routed, images))
+        return self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
 
     def _update(self, step: int) -> tuple[float, bool]:
-        """Update the weights, unless the gradient is not finite. Return the gradient's norm and whether it was not."""
+        """Update the weights if the gradient is finite. Return the gradient norm, and whether the update was skipped."""
         norm = dist_utils.clip_grad_norm_(
             list(self.policy.model.parameters()),
             self._config.max_norm or math.inf,
             foreach=True,
             ep_enabled=self.policy.dims.ep_enabled,
         ).to(self._world.device)
-        # The norm is that of all ranks, but a rank that decided for itself would leave the others in a collective.
+        # All ranks compute the same norm, but they still vote: a rank that skipped alone would leave the others waiting
+        # in a collective.
         bad_ranks = self._world.sum((~norm.isfinite()).float())
         skipped = bool(bad_ranks.item())
         if skipped:
@@ -174,12 +178,29 @@ class Learner:
 
     def _skip(self, step: int, norm: float) -> None:
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= MOST_SKIPPED:
-            why = f"no gradient of {MOST_SKIPPED} steps in a row was finite"
-            raise FloatingPointError(f"the gradient norm is {norm} in step {step}: {why}")
-        log.warning("step %d leaves the weights as they are: its gradient norm, %s, is not finite", step, norm)
+        if self._skipped_in_a_row >= MAX_SKIPPED:
+            raise FloatingPointError(
+                f"step {step}: the gradient norm is {norm}; no gradient was finite in {MAX_SKIPPED} consecutive steps"
+            )
+        log.warning("step %d does not update the weights: the gradient norm is %s", step, norm)
+
+
+def reduce_after(model: torch.nn.Module, *, last: bool, stays_gathered: bool) -> None:
+    """Set whether FSDP reduces gradients over ranks after the next micro batch. If not, they accumulate in float32.
+
+    Args:
+        model: The sharded model.
+        last: Whether the next micro batch is the last one of the step. Gradients are reduced only then.
+        stays_gathered: Whether weights stay gathered between forward and backward pass. They then stay gathered until
+            the last micro batch.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_requires_gradient_sync(last, recurse=False)
+            if stays_gathered:
+                module.set_reshard_after_backward(last, recurse=False)
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:
-    """What each position says about the token after it; the last position has none, and gets 0 or False."""
+    """Shift values [rows, len] left by one position. The last position becomes 0 or False."""
     return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from primeslurm.trainer.checkpoints.state_planner import StatePlanner
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -15,7 +16,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from primeslurm.recipe.sections.trainer import Optimizer
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.checkpoints.state_planner import StatePlanner
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner

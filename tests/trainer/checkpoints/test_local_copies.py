@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from primeslurm.trainer.checkpoints.local_files import CopyFile
 
 from primeslurm.trainer.checkpoints.local_copies import Transfer, keepers_of, missing
-from primeslurm.trainer.checkpoints.local_files import CopyFile
 
 
 def test_the_next_node_keeps_copies() -> None:

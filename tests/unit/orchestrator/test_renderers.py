@@ -11,7 +11,7 @@ import pytest
 from renderers import base, config_from_name
 
 from primeslurm.models import Family, bundled, model_types
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.models.renderers import RENDERERS, is_import_path, renderers_of
 from primeslurm.orchestrator.rendering import renderer_selection
 from primeslurm.recipe import Recipe
@@ -64,14 +64,14 @@ def test_renderers_has_what_families_name(family: Family) -> None:
         ("qwen3_moe", "Qwen/Qwen3-Coder-480B-A35B-Instruct", "prime-qwen3"),
         ("glm4_moe", "/models/GLM-4.5-Air", "glm-4.5"),
         ("glm4_moe", "zai-org/GLM-4.7-Flash", "glm-5"),
-        ("glm4_moe", "PrimeIntellect/INTELLECT-3", "primeslurm.models.glm4_moe.intellect3_renderer:Intellect3Renderer"),
+        ("glm4_moe", "PrimeIntellect/INTELLECT-3", "primeslurm.models.glm4_moe.renderer:Intellect3Renderer"),
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
         (
             "deepseek_v3",
             "DeepSeek-V3.1-Terminus",
-            "primeslurm.models.deepseek_v3.deepseek_v31_renderer:DeepSeekV31Renderer",
+            "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer",
         ),
         ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.models.kimi_k2.renderer:KimiK2ThinkingRenderer"),
         ("kimi_k2", "Kimi-K2-Instruct", "kimi-k2"),
@@ -172,7 +172,7 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
-    write_tokenizer_of(tmp_path, extending(VISION[model_type], {}))
+    write_tokenizer_of(tmp_path, extending_config(VISION[model_type], {}))
     assert (
         name_of(renderer_selection.select_renderer(write_config(tmp_path, model_type), images=True))
         == VISION[model_type]
