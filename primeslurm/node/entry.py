@@ -49,7 +49,6 @@ class NextAttempt(DelayedSubmission):
     """The state that submitit saves before it requeues the job, flushed to disk so that a power cut cannot lose it."""
 
     def dump(self, filepath: str | Path) -> None:
-        """Write the file. submitit renames it afterwards."""
         plain = DelayedSubmission(self.function)
         plain.set_timeout(self._timeout_min, self._timeout_countdown)
         plain.dump(filepath)
@@ -58,12 +57,10 @@ class NextAttempt(DelayedSubmission):
 
 
 class AgentTask:
-    """Callable with `checkpoint()`, as submitit requires.
+    """The agent of one node, callable and with `checkpoint()`, as submitit requires.
 
-    Args:
-        run_dir: the run directory on the shared file system.
-        first_attempt: number of the submitted attempt; every requeue gets a new one.
-        submission: word of the submission that the job belongs to.
+    `first_attempt` is the number of the submitted attempt; every requeue gets a new one. `submission` is the unique
+    word that the job was submitted with.
     """
 
     def __init__(self, run_dir: str, first_attempt: int, submission: str) -> None:

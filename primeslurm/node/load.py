@@ -20,7 +20,6 @@ from primeslurm.wire import exit_codes
 
 
 def main(folder: str, submission: str) -> int:
-    """Run the pickled agent of a submission, and return the exit code."""
     if why := why_not_to_load(Path(folder)):
         print(f"primeslurm: refuses to load {folder}: {why}", file=sys.stderr, flush=True)
         return exit_codes.FAILED

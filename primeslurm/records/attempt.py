@@ -80,7 +80,6 @@ class Obstacle(msgspec.Struct, frozen=True):
 
     @property
     def how(self) -> str:
-        """Say that the component does not start, and why."""
         return f"{'cannot' if self.never else 'does not'} start: {self.text} ({self.reason})"
 
 

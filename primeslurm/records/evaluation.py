@@ -49,13 +49,11 @@ class LabelResult(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Mean reward, pass@k of the largest k, and the fraction of failed samples, as text."""
         k = max(self.pass_at, default=1)
         parts = [f"{self.label} {self.reward}", *([f"pass@{k} {self.pass_at[k]}"] if k > 1 else [])]
         return ", ".join([*parts, *([f"{self.failed:.0%} failed"] if self.failed else [])])
 
     def row(self) -> Row:
-        """Return all results by name."""
         row = {name: float(getattr(self, name)) for name in ("failed", "truncated", "length", "turns")}
         for name, each in self.estimates.items():
             row[name] = each.value
@@ -76,7 +74,6 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
     results: list[LabelResult] = []
 
     def result(self, label: str) -> LabelResult | None:
-        """Return the result of an environment."""
         return next((result for result in self.results if result.label == label), None)
 
     def metric(self, name: str) -> float | None:
@@ -87,7 +84,6 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
         return estimate.value if estimate else None
 
     def row(self) -> Row:
-        """Return all results as metrics of the step."""
         row: Row = {
             f"{EVALUATION}version_min": float(self.oldest_version),
             f"{EVALUATION}version_max": float(self.newest_version),
@@ -118,7 +114,6 @@ class EvaluationProgress(msgspec.Struct, frozen=True):
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Return the directory of a step's evaluation."""
     return run_dir / DIRECTORY / f"step-{step:06d}"
 
 

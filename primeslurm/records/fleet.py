@@ -53,7 +53,6 @@ class HeartbeatReport(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """Age and phase of the last heartbeat."""
         phase = f", phase {self.phase}" if self.phase else "" if self.number else ", has not begun"
         step = f" of step {self.step}" if self.step is not None else ""
         return f"silent for {self.silent_s:.0f} s{phase}{step}" + (", stopped by a signal" if self.stopped else "")
@@ -142,7 +141,6 @@ class AssignmentRecord(msgspec.Struct, frozen=True):
     moved: dict[str, int] = {}  # processes of lost nodes, and the Plan nodes that run them now
 
     def node_of(self, rank: int) -> int | None:
-        """Return the Plan index of an agent's node; None if it is a spare or was replaced."""
         return next((node for node, agent in self.agents.items() if agent.rank == rank), None)
 
 

@@ -48,18 +48,14 @@ class LivenessReporter:
         self._phase = (b"", -1, 0.0)
 
     def enter(self, phase: str, step: int | None = None, limit_s: float = 0.0) -> None:
-        """Begin a phase, and send a heartbeat.
+        """Begin a phase, whose name has at most 48 bytes, and send a heartbeat.
 
-        Args:
-            phase: at most 48 bytes.
-            step: training step of the phase, if any.
-            limit_s: timeout between two heartbeats of this phase [s]; 0: the default of the process.
+        `limit_s` is the timeout between two heartbeats of this phase [s]; 0: the default of the process.
         """
         self._phase = (phase.encode()[:48], -1 if step is None else step, limit_s)
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Report that the main loop runs."""
         self._number += 1
         phase, step, limit_s = self._phase
         self._page[: _HEARTBEAT.size] = _HEARTBEAT.pack(self._number, step, limit_s, phase, self._number)
@@ -91,7 +87,6 @@ class HeartbeatPage:
         return self._last
 
     def close(self) -> None:
-        """Unmap the page and close its descriptor."""
         self._page.close()
         os.close(self.descriptor)
 

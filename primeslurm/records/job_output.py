@@ -27,7 +27,6 @@ def telling(lines: Iterable[str]) -> list[str]:
 
 
 def srun_error(lines: Iterable[str]) -> str:
-    """Return srun's message about tasks that it could not start; empty without one."""
     errors = [match[1] for line in telling(lines) if (match := _SRUN.match(line))]
     fatal = [line for line in errors if line.startswith("srun: fatal")]
     return (fatal or errors or [""])[0].removesuffix(".")

@@ -40,7 +40,6 @@ class Journal:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the process has written events before."""
         return files.exists(self._events)
 
     def note_storage_faults(self) -> None:
@@ -61,7 +60,6 @@ class Journal:
             self.flush()
 
     def flush(self) -> None:
-        """Append the events that are still in memory."""
         with self._lock, contextlib.suppress(OSError):
             if self._unwritten:
                 self._appender.append("".join(line + "\n" for line in self._unwritten).encode())

@@ -87,7 +87,6 @@ class MetricsLog:
                 self._board.write(step, now, row)
 
     def flush(self) -> None:
-        """Write rows that could not be written before. Raises OSError."""
         with self._lock:
             if self._unwritten:
                 self._appender.append(self._unwritten)
@@ -100,7 +99,6 @@ class MetricsLog:
             durable.sync_if_there(self._path)
 
     def close(self) -> None:
-        """Write the remaining rows, and close all files."""
         with contextlib.suppress(OSError):
             self.flush()
         if self._board is not None:
@@ -139,7 +137,7 @@ def parse_row(line: bytes) -> Row | None:
 
 
 def is_evaluation(row: Row) -> bool:
-    """Whether a row holds evaluation metrics. It holds nothing else then."""
+    """Return whether a row holds evaluation metrics. It holds nothing else then."""
     return any(name.startswith(EVALUATION) for name in row)
 
 

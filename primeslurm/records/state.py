@@ -106,7 +106,6 @@ class OrchestratorState(RolloutProgress, frozen=True):
 
     @property
     def begun(self) -> bool:
-        """Whether engines have served a policy."""
         return self.version is not None
 
     @property
@@ -131,7 +130,6 @@ class TrainerState(Record, frozen=True):
 
     @property
     def begun(self) -> bool:
-        """Whether training has begun: the trainer writes its state from then on."""
         return True
 
     @property

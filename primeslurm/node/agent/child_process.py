@@ -44,13 +44,11 @@ class ProcessGroup(abc.ABC):
         """Return the exit code, or None while the process runs. Its descendants may outlive it."""
 
     def send(self, number: int) -> None:
-        """Send a signal to the process alone."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def resume(self) -> None:
-        """Send SIGCONT to the group."""
         self._signal_group(signal.SIGCONT)
 
     def terminate(self) -> None:
@@ -58,7 +56,6 @@ class ProcessGroup(abc.ABC):
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the group."""
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -86,14 +83,8 @@ def open_log(log: Path, argv: Sequence[str]) -> BinaryIO:
 class Child(ProcessGroup):
     """A process started from a command line. Its output is appended to one log file.
 
-    Args:
-        argv: command line.
-        env: complete environment.
-        log: file for standard output and error.
-        cwd: working directory.
-        pass_fds: open files that the process inherits under the same numbers.
-        ignore_term: the process ignores SIGTERM unless it installs a handler; `terminate` then kills it. Slurm may send
-            SIGTERM to all processes of a step before the job ends, when the trainer still has to write a checkpoint.
+    With `ignore_term` it ignores SIGTERM unless it installs a handler, and `terminate` kills it. Slurm may send SIGTERM
+    to all processes of a step before the job ends, when the trainer still has to write a checkpoint.
 
     Raises:
         OSError: the program or the log file cannot be opened.

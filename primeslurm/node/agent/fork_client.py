@@ -91,12 +91,10 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Process id of the server."""
         return self._process.pid
 
     @property
     def imported(self) -> bool:
-        """Whether the server has imported its modules."""
         if not self._imported:
             with contextlib.suppress(OSError):
                 self._imported = bool(self._connection.recv(_MAX_ANSWER))
@@ -105,21 +103,15 @@ class ForkServer:
 
     @property
     def failed(self) -> bool:
-        """Whether the server has ended, or its imports have timed out."""
         late = not self._imported and time.monotonic() - self._began > IMPORT_S
         return late or self._process.poll() is not None
 
     def fork(
         self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, passed: Mapping[str, int]
     ) -> ForkedChild:
-        """Start a process.
+        """Start a process with a command line of the form `PYTHON -m MODULE ARG ...`.
 
-        Args:
-            argv: command line of the form `PYTHON -m MODULE ARG ...`.
-            env: complete environment.
-            log: file for its output.
-            cwd: working directory.
-            passed: descriptors that the process inherits, by the variable of `env` whose value begins with them.
+        It inherits the descriptors in `passed`. The values of these variables in `env` begin with them.
 
         Raises:
             OSError: the server does not answer, or the log file cannot be opened.
@@ -143,7 +135,6 @@ class ForkServer:
         return ForkedChild(int(pid), status)
 
     def close(self) -> None:
-        """Kill the server, and with it everything that it has forked."""
         self._connection.close()
         self._process.kill()
 
@@ -156,7 +147,7 @@ class ForkServers:
         self._servers: dict[tuple[str, ...], ForkServer | None] = {}
 
     def importing(self, modules: tuple[str, ...], python: str, env: Mapping[str, str]) -> bool:
-        """Whether processes must wait for a server that imports their modules.
+        """Return whether processes must wait for a server that imports their modules.
 
         Starts the server if there is none. If it fails, the answer is False: processes then import by themselves.
         """
@@ -180,11 +171,9 @@ class ForkServers:
             return None  # the processes meet the same error, and report it
 
     def of(self, modules: tuple[str, ...]) -> ForkServer | None:
-        """Return the server for these modules; None if there is none."""
         return self._servers.get(modules)
 
     def close(self) -> None:
-        """Kill all servers, and with them everything that they have forked."""
         for server in self._servers.values():
             if server is not None:
                 server.close()

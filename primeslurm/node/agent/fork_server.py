@@ -95,7 +95,6 @@ def reap(status_pipes: dict[int, int]) -> None:
 
 
 def _renumber(env: dict[str, str], variables: list[str], files: list[int]) -> None:
-    """Replace the descriptor at the beginning of each variable by its number in this process."""
     for variable, file in zip(variables, files, strict=True):
         os.set_inheritable(file, True)
         _, colon, rest = env[variable].partition(":")

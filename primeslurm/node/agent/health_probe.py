@@ -21,7 +21,6 @@ class ProbeTarget:
 
 
 def status_of(host: str, port: int, path: str, timeout_s: float = TIMEOUT_S) -> int | None:
-    """Return the HTTP status of one GET request; None without an answer."""
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path)

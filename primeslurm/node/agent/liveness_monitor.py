@@ -36,11 +36,9 @@ class Liveness:
 
     @property
     def unresponsive(self) -> bool:
-        """Whether the last heartbeat is older than the timeout."""
         return self.limit_s is not None and self.silent_s > self.limit_s
 
     def report(self) -> HeartbeatReport:
-        """Return the part of the agent's heartbeat about this process."""
         last, limit_s, silent_s = self.heartbeat, self.limit_s or 0.0, round(self.silent_s, 1)
         return HeartbeatReport(last.phase, last.step, last.number, last.collectives, silent_s, limit_s, self.stopped)
 
@@ -65,7 +63,6 @@ class LivenessMonitor:
         self._watched: dict[str, _Watched] = {}
 
     def started(self, process: Process, pid: int, page: HeartbeatPage | None, probe: HealthProbe | None) -> None:
-        """Begin to watch a process."""
         self._watched[process.name] = _Watched(process, pid, page, probe)
 
     def ended(self, name: str) -> int:
@@ -78,7 +75,6 @@ class LivenessMonitor:
         return heartbeats
 
     def of(self, name: str) -> Liveness:
-        """Return the liveness of a process at the last check."""
         return self._watched[name].liveness if name in self._watched else Liveness()
 
     def check(self, now: float) -> None:

@@ -60,11 +60,9 @@ class AgentTimings:
 
 
 class HeadKillDetector:
-    """Looks for the death of the head's agent in the job's output: srun reports it before the head's timeout.
+    """Finds the death of the head's agent in the job's output. srun reports it before the head's timeout.
 
-    Args:
-        plan: the Plan of the run.
-        environ: environment of a task of the job. Without a Slurm job nothing is found.
+    Without a Slurm job it finds nothing.
     """
 
     def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
@@ -76,12 +74,7 @@ class HeadKillDetector:
         self._looked_at = -math.inf
 
     def killed(self, silent_s: float, now: float) -> str | None:
-        """Return how the head's agent was killed; None if the output does not say so.
-
-        Args:
-            silent_s: age of the head's last heartbeat [s]. The output is not read while that is recent.
-            now: monotonic clock [s].
-        """
+        """Return how the head's agent was killed, if its last heartbeat is `silent_s` old; None if nothing says so."""
         if self._head is None or silent_s < self._quiet_s or now - self._looked_at < LOOK_PERIOD_S:
             return None
         self._looked_at = now
@@ -92,15 +85,9 @@ class HeadKillDetector:
 
 
 class NodeAgent:
-    """Runs the processes of one node of the Plan, or waits as a spare. `run` returns when the attempt has ended here.
+    """Runs the processes of one node of the Plan, or waits as a spare.
 
-    Args:
-        plan: the whole Plan.
-        rank: rank of this agent among the job's nodes.
-        attempt: the attempt, whose directory connects agents and head.
-        run_id: unique id of the run.
-        python: value of `${python}` in command lines.
-        timings: periods and timeouts.
+    `run` returns when the attempt has ended here.
     """
 
     def __init__(
@@ -170,7 +157,6 @@ class NodeAgent:
 
     @property
     def ending(self) -> Ending | None:
-        """Why the attempt ends; None while it runs."""
         return self._local_ending or self.view.ending
 
     @property
@@ -180,7 +166,6 @@ class NodeAgent:
         return 2.0 * self.plan.node_silent_s if started else self.plan.node_start_s
 
     def run(self) -> None:
-        """Run this node's processes until the attempt ends."""
         self._cleanup = cleanup = ExitCleanup()
         try:
             remove_leftovers(self.tmp)

@@ -24,11 +24,7 @@ _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 class NodeContext:
     """Facts about one node of the Plan that are only known on its machine.
 
-    Args:
-        plan: the whole Plan.
-        node: this node in the Plan.
-        address: address of the machine.
-        values: placeholders with the same value for all processes (`plan.model`).
+    `values` has the placeholders with the same value for all processes (`plan.model`).
     """
 
     def __init__(self, plan: Plan, node: Node, address: str, values: Mapping[str, str]) -> None:
@@ -47,7 +43,6 @@ class NodeContext:
 
     @property
     def scratch(self) -> list[Path]:
-        """Directories made on the local disk."""
         return [directory.path for directory in self._scratch]
 
     def make_scratch(self) -> None:
@@ -64,7 +59,6 @@ class NodeContext:
             made.make()
 
     def remove_scratch(self) -> None:
-        """Remove the scratch directories."""
         for directory in self._scratch:
             directory.remove()
 
@@ -80,12 +74,7 @@ class NodeContext:
 def directory_of(parent: Path, run_id: str, attempt: int, rank: int, key: str) -> Path:
     """Return the path of an agent's local directory, short enough for the paths of sockets in it.
 
-    Args:
-        parent: the directory for temporary files.
-        run_id: unique id of the run.
-        attempt: number of the attempt.
-        rank: rank of the agent.
-        key: a random word, so that nobody else can make the directory first.
+    `key` is a random word, so that nobody else can make the directory first.
     """
     # The longest numbers, so that the name contains the same part of the id in all attempts.
     room = LONGEST_FOR_SOCKETS - len(os.fsencode(parent / f"primeslurm--99-a9999-{key}"))

@@ -53,16 +53,6 @@ Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
 class ProcessManager:
     """Processes of one node of the Plan. `tick` compares them with the head's view, and acts on the difference.
 
-    Args:
-        plan: the whole Plan.
-        node: this node in the Plan.
-        attempt: the attempt, whose directory gets the logs.
-        address: address of this machine.
-        values: placeholders that are not addresses (`plan.model`).
-        journal: gets an event for every start and exit.
-        probe_timeout_s: timeout of a health probe [s].
-        stopped_s: time after which a process that a signal has stopped is continued [s].
-
     Raises:
         NetworkError: no port is free.
         OSError: a scratch directory cannot be made.
@@ -103,7 +93,6 @@ class ProcessManager:
 
     @property
     def scratch(self) -> list[Path]:
-        """Directories on the local disk, which are removed at the end."""
         return self._context.scratch
 
     def take_over(self, processes: Iterable[Process]) -> None:
@@ -116,7 +105,7 @@ class ProcessManager:
                 }
 
     def has_published(self, addresses: Addresses) -> bool:
-        """Whether the published addresses are those of this machine, not of a node that it replaces."""
+        """Return whether the published addresses are those of this machine, not of a node that it replaces."""
         return all(
             addresses.hosts.get(name) == self.address and addresses.ports.get(name) == ports
             for name, ports in self.ports.items()
@@ -147,12 +136,9 @@ class ProcessManager:
         return ended
 
     def tick(self, now: float, view: FleetView, addresses: Addresses) -> None:
-        """Start, restart and end processes as the head's view and the clock require.
+        """Start, restart and end processes as the head's newest view and the monotonic clock require.
 
-        Args:
-            now: monotonic clock [s].
-            view: the head's newest view.
-            addresses: addresses of all processes, which command lines are filled in with.
+        The addresses of all processes are filled into command lines.
         """
         if now - self._memory_scanned_at >= MEMORY_SCAN_S:
             self._memory_scanned_at = now
@@ -219,19 +205,16 @@ class ProcessManager:
                 self._kill(name)
 
     def send(self, role: str, number: signal.Signals) -> None:
-        """Send a signal to every process of a role."""
         for name, child in self.children.items():
             if self.supervised[name].process.role == role:
                 child.send(number)
 
     def terminate(self) -> None:
-        """Send SIGTERM to all processes."""
         self._scan_memory(self.children)
         for child in self.children.values():
             child.terminate()
 
     def kill(self) -> None:
-        """Send SIGKILL to all processes."""
         self._scan_memory(self.children)
         for child in self.children.values():
             child.kill()
@@ -247,7 +230,6 @@ class ProcessManager:
         self._claims.release()
 
     def reports(self) -> dict[str, ProcessReport]:
-        """Return the report of every process, by name."""
         return {name: self._report(supervision) for name, supervision in self.supervised.items()}
 
     @property
@@ -388,7 +370,6 @@ class ProcessManager:
 
 
 def _secrets(plan: Plan) -> dict[str, str]:
-    """Return the values of `${secret}` and `${generate_token}`, if the Plan uses them."""
     if not any("${secret}" in value for value in plan.env.values()):
         return {}
     secret = read(Path(plan.run_dir))

@@ -59,7 +59,6 @@ class Supervision:
 
     @property
     def running(self) -> bool:
-        """Whether an operating-system process exists."""
         return self.state in (ProcessState.LOADING, ProcessState.READY)
 
     def tick(
@@ -79,7 +78,7 @@ class Supervision:
             prerequisites: everything that the process needs is there.
             ready: it answers its health check, or runs and has none.
             unresponsive: why it counts as unresponsive; empty if it responds.
-            silent_s: time since its last heartbeat [s].
+            silent_s: age of its last heartbeat [s].
             order: the head's order for its restart group, if it has one.
         """
         if order is not None and order.generation > self.generation and self.running:
@@ -105,7 +104,6 @@ class Supervision:
         return "kill"
 
     def started(self, now: float, generation: int = 0) -> None:
-        """Note that the process was started, in this generation of its restart group."""
         self.started_at, self.exit_code, self.generation = now, None, generation
         self.renewing, self.unresponsive, self.reason = False, False, ""
         self._become(ProcessState.LOADING, now)
@@ -115,13 +113,9 @@ class Supervision:
         self._become(ProcessState.WAITING, now)
 
     def exited(self, now: float, code: int, *, ending: bool, served: bool = False) -> None:
-        """Note that the process ended.
+        """Note that the process ended with an exit code, or by a signal if the code is negative.
 
-        Args:
-            now: monotonic clock [s].
-            code: exit code; negative: number of the signal that killed it.
-            ending: the attempt ends, so the process is not started again.
-            served: its main loop had sent heartbeats.
+        `ending`: the attempt ends, so the process is not started again. `served`: its main loop had sent heartbeats.
         """
         if served:
             self.idle_deaths = 0

@@ -37,15 +37,7 @@ FRUITLESS_ATTEMPTS = 3
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
-    """Record how the attempt ended. Return whether the job must be requeued.
-
-    Args:
-        plan: the Plan of the attempt.
-        run: the run, whose earlier attempts and checkpoints tell whether another attempt makes sense.
-        attempt: the attempt.
-        ending: how and why it ended.
-        journal: the writer's journal.
-    """
+    """Record how the attempt ended. Return whether the job must be requeued."""
     step = checkpoints.newest(run.path)
     earlier = [end for a in run.attempts() if a.number < attempt.number and (end := a.end()) is not None]
     ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in earlier]
@@ -130,7 +122,7 @@ def should_requeue(
         plan: its Plan.
         fruitless: failed attempts without a new committed step, this one included.
         again: the failed attempt before had the same error, and neither made progress.
-        free: attempts that do not count: Slurm ended them after they had committed a step.
+        free: attempts that do not count, because Slurm ended them after they had committed a step.
     """
     if ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
         return False, ""
@@ -168,7 +160,6 @@ def record_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journa
 
 
 def nodes_to_avoid(plan: Plan, partitions: Partitions) -> list[BadNode]:
-    """Return the nodes of the ledger that the next attempt can do without."""
     return spared(plan, Ledger(Path(plan.run_dir).parent).entries(time.time()), partitions)
 
 
@@ -209,7 +200,7 @@ def ensure_requeued(plan: Plan, job_id: str, restarts: int) -> None:
 
 
 def is_requeued(job_id: str, restarts: int) -> bool:
-    """Whether Slurm has requeued the job since the attempt began. False without an answer."""
+    """Return whether Slurm has requeued the job since the attempt began. False without an answer."""
     with contextlib.suppress(ClusterError):
         job = SlurmClient(timeout_s=REQUEUE_S).job(job_id)
         return job is not None and job.active and job.restarts > restarts

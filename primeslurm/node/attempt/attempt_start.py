@@ -29,17 +29,10 @@ def enter(
 ) -> Attempt:
     """Return the attempt that a start of a job uses, and claim it if nobody else does.
 
-    The first start of a job uses the submitted attempt. Each later start gets a new one. The head claims it at once.
-    Other agents wait for the head, and claim it themselves if the head does not come. On a full or read-only file
-    system the claim is retried for the run's stall timeout.
-
-    Args:
-        run: the run.
-        submission: word of the submission that the job belongs to.
-        start: the start of the job.
-        first: number of the submitted attempt.
-        wait_s: how long to wait for another claim [s].
-        visible_s: how long to wait until a network file system shows the submitted attempt [s].
+    The first start of a job uses the submitted attempt `first`. Each later start gets a new one. The head claims it at
+    once. Other agents wait for that for `wait_s`, and claim it themselves if the head does not come. A network file
+    system may show the submitted attempt as late as `visible_s`. On a full or read-only disk the claim is retried for
+    the run's stall timeout.
 
     Raises:
         NotOwnerError: another job owns the run.

@@ -48,12 +48,7 @@ def ending_of_step(
 ) -> Ending | None:
     """Return how the attempt has ended; None if the head has recorded it, or Slurm is ending or requeueing the job.
 
-    Args:
-        end: the head's record.
-        job_state: Slurm's state of the job.
-        code: srun's exit code.
-        unreached: nodes on which srun could not start a task, and why.
-        output: output of this start of the job.
+    `unreached` has the nodes on which srun could not start a task, and why. `output` is that of this start of the job.
     """
     if end is not None or job_state != "RUNNING":
         return None
@@ -70,12 +65,7 @@ def ending_of_step(
 
 
 class BatchEpilogue:
-    """The remaining work of a job after its step has failed.
-
-    Args:
-        run: the run.
-        submission: word of the submission that the job belongs to.
-        step: srun's command line.
+    """The remaining work of a job after its step, srun's command line, has failed.
 
     Raises:
         ClusterError: Slurm refused or did not answer. Also raised by the methods.
@@ -146,7 +136,6 @@ class BatchEpilogue:
 
 
 def main(run_dir: str, submission: str, code: str, *step: str) -> int:
-    """Return the exit code of the last step."""
     try:
         return BatchEpilogue(RunDirectory(Path(run_dir)), submission, list(step)).complete(int(code))
     except (ClusterError, RunError, OSError) as error:

@@ -51,12 +51,7 @@ def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
 
     A controller that is killed earlier restarts with a job in state RUNNING whose processes have all ended, and notices
     only minutes later. This wait costs nothing: the job cannot start before the credentials of its last start have
-    expired (`cred_expire`, 120 s by default).
-
-    Args:
-        client: client of the cluster.
-        job_id: id of the leading component.
-        restarts: number of requeues at the start of the attempt.
+    expired (`cred_expire`, 120 s by default). `restarts` is the number of requeues at the start of the attempt.
 
     Raises:
         ClusterError: as for `insist`.

@@ -28,13 +28,7 @@ MAX_CHARACTERS = 600
 
 
 def ending_of_setup(code: int, command: str, output: str) -> Ending:
-    """Return the ending of the attempt. Pure.
-
-    Args:
-        code: exit code of the command.
-        command: the command that failed.
-        output: output of the job since its start, which ends with that of the command.
-    """
+    """Return the ending of the attempt. The job's output ends with the output of the failed command. Pure."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("primeslurm: ")]
     tail = "; ".join(lines[-MAX_LINES:])[-MAX_CHARACTERS:]
     reason = f"a command of the site's set-up failed: {command} (exit code {code})" + (f": {tail}" if tail else "")
@@ -62,7 +56,6 @@ def record(run: RunDirectory, submission: str, code: int, command: str) -> None:
 
 
 def main(run_dir: str, submission: str, code: str, command: str) -> int:
-    """Return 0, or 1 if the end could not be recorded."""
     try:
         record(RunDirectory(Path(run_dir)), submission, int(code), command)
     except (ClusterError, RunError, OSError) as error:

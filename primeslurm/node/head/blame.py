@@ -23,17 +23,13 @@ class Fault(StrEnum):
 
 
 def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[int], used: Collection[int]) -> Fault:
-    """Judge a failed preflight.
+    """Judge the failed preflight of a rank.
 
     A node is to blame unless every other node of its kind fails one of the same checks. The only node of its kind is
     compared with all nodes, by the checks that all nodes have in common. One shared check is enough, because the other
     nodes may not have got to the others yet.
 
-    Args:
-        rank: rank of the agent whose preflight failed.
-        agents: newest reports, by rank.
-        kind: ranks of the used nodes of the same kind, this one included.
-        used: ranks of all used nodes.
+    `kind` and `used` are the ranks of the used nodes of the same kind, and of all kinds.
     """
     failed = set(agents[rank].failed)
     if agents[rank].file_system:
@@ -48,7 +44,7 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
 
 
 def fails_again(report: AgentReport) -> bool:
-    """Whether the next attempt would fail in the same way, if all nodes failed alike in this one."""
+    """Return whether the next attempt would fail in the same way, if all nodes failed alike in this one."""
     return not LASTING.isdisjoint(report.failed)
 
 

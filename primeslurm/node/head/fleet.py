@@ -107,7 +107,6 @@ class Fleet:
         self.agents[report.rank] = report
 
     def observe_progress(self, marker: Any, now: float) -> None:
-        """Take in a value that changes whenever the run makes progress."""
         if marker != self.progress or not self.progress_at:
             self.progress, self.progress_at = marker, now
 
@@ -136,7 +135,6 @@ class Fleet:
 
     @property
     def unheard(self) -> list[int]:
-        """Ranks without a heartbeat so far."""
         return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
 
     def agent_of(self, node: int) -> AgentReport | None:
@@ -145,7 +143,6 @@ class Fleet:
         return report if report is not None and report.node == node else None
 
     def report(self, name: str) -> ProcessReport | None:
-        """Return the newest report of a process."""
         agent = self.agent_of(self.assignment.home(self._processes[name]))
         return agent.processes.get(name) if agent else None
 
@@ -156,7 +153,7 @@ class Fleet:
 
     @property
     def assembled(self) -> bool:
-        """Whether agents have taken over all assigned nodes."""
+        """True if agents have taken over all assigned nodes."""
         return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
 
     @property
@@ -174,7 +171,6 @@ class Fleet:
 
     @property
     def orders(self) -> dict[str, RestartOrder]:
-        """Orders to the agents, by restart group."""
         return {name: group.order for name, group in self.restart_groups.items() if group.generation}
 
     @property
@@ -284,14 +280,12 @@ class Fleet:
                 return None
 
     def _late(self, now: float) -> bool:
-        """Whether every agent has had its time to start and to complete its preflight."""
         return now - self._file_system_fault_at > self.plan.node_start_s
 
     def _same_kind(self, rank: int) -> set[int]:
         return set(self.plan.ranks(self.plan.group_of_rank(rank).index))
 
     def _environments_load(self, rank: int) -> bool:
-        """Whether the environments load on another node of the agent's kind."""
         kind = self._same_kind(rank) & set(self.agents)
         return any(self.agents[peer].fitness is PreflightState.FIT for peer in kind)
 
@@ -319,7 +313,6 @@ class Fleet:
         return (kind if len(kind) > 1 else set(range(1, self.plan.allocated))) - {rank}
 
     def _works(self, peers: set[int]) -> bool:
-        """Whether an agent has started on one of these nodes, or there are none to tell."""
         return not peers or not peers.isdisjoint(self.agents)
 
     def _lose_silent_nodes(self, now: float) -> Ending | None:
@@ -478,7 +471,7 @@ class Fleet:
         return None
 
     def _may_miss_a_node(self, group: RestartGroup, now: float) -> bool:
-        """Whether a process may have died because a node of its group failed, which a spare can replace."""
+        """Return whether a process may have died because a node of its group failed, which a spare can replace."""
         died_at = self._died_at.setdefault(group.name, now)
         return any(
             self.seen_at[self.assignment.rank_of[process.node]] <= died_at + VERDICT_S

@@ -118,7 +118,6 @@ class Head(threading.Thread):
         self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
 
     def end(self, ending: Ending) -> None:
-        """Request the end of the attempt, from any thread or signal handler."""
         self._requested = self._requested or ending
 
     def terminate(self) -> None:
@@ -132,7 +131,6 @@ class Head(threading.Thread):
 
     @property
     def requeued_by_slurm(self) -> bool:
-        """Whether Slurm starts the job again without a request."""
         return self._requeued_by_slurm
 
     def run(self) -> None:
@@ -339,7 +337,7 @@ class Head(threading.Thread):
         return fault
 
     def _release(self, now: float) -> bool:
-        """Whether engines and orchestrator may stop, because no trainer needs them for a last checkpoint."""
+        """Return whether engines and orchestrator may stop, because no trainer needs them for a last checkpoint."""
         if self.ending is None:
             return False
         if self.ending.outcome is Outcome.COMPLETED:
@@ -355,14 +353,14 @@ class Head(threading.Thread):
         return False
 
     def _all_saved(self) -> bool:
-        """Whether a checkpoint contains the last trained step. A trainer that still loads has trained nothing."""
+        """Return whether a checkpoint contains the last trained step, or nothing was trained."""
         trainer = self.attempt.state("trainer-rank-0", TrainerState)
         if trainer is None or trainer.step is None:
             return True
         return trainer.step == (checkpoints.newest(self.run_directory.path) or 0)
 
     def _all_run(self, role: str, *, none: bool = False) -> bool:
-        """Whether all processes of a role run. `none`: the answer if the Plan has none."""
+        """Return whether all processes of a role run. `none`: the answer if the Plan has none."""
         reports = [self.fleet.report(p.name) for p in self.plan.processes() if p.role == role]
         running = (ProcessState.LOADING, ProcessState.READY)
         return all(r is not None and r.state in running for r in reports) if reports else none

@@ -43,7 +43,6 @@ class Termination:
 
     @property
     def checkpoint_s(self) -> float:
-        """Time that trainers have for a last checkpoint [s]."""
         return max(self.left_s - WIND_DOWN_S, self.left_s / 2)
 
 
@@ -98,13 +97,10 @@ def boot_clock() -> float:
 
 
 def seconds_left(plan: Plan, environ: Mapping[str, str], wall_time: float) -> float:
-    """Return the time until Slurm ends the job [s].
+    """Return the time until Slurm ends the job [s], or the time limit of the Plan if Slurm does not tell.
 
-    Args:
-        plan: the Plan, whose time limit is used where Slurm does not tell the end.
-        environ: environment of a process of the job.
-        wall_time: the current time by this node's clock, in Unix seconds. Slurm's times come from the clock of its
-            controller. If the result is impossible, the two clocks differ.
+    `wall_time` comes from this node's clock, and Slurm's times from the clock of its controller. An impossible
+    difference means that the two clocks differ, and is not used.
     """
     limit_s = 60.0 * minutes(plan.job.time)
     end = environ.get("SLURM_JOB_END_TIME")  # since Slurm 23.02
@@ -127,12 +123,8 @@ def seconds_to_stop(trainer: TrainerState | None) -> float:
 
 
 def must_stop_before_warning(now: float, end: float, signal_s: float, stop_s: float) -> bool:
-    """Whether the trainer must stop now, because Slurm's warning will come too late.
+    """Return whether the trainer must stop now, because Slurm's warning will come too late.
 
-    Args:
-        now: boot clock [s].
-        end: end of the job by the same clock [s].
-        signal_s: time between Slurm's warning and the end [s].
-        stop_s: time that stopping with a checkpoint takes [s].
+    `now` and `end` are boot clock [s]. Slurm warns `signal_s` before the end, and stopping takes `stop_s`.
     """
     return stop_s > signal_s and now >= end - stop_s

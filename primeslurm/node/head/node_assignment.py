@@ -28,7 +28,6 @@ class NodeAssignment:
         return self.moved.get(process.name, process.node)
 
     def node_of(self, rank: int) -> int | None:
-        """Return the Plan node of an agent; None for a spare."""
         return next((node for node, assigned in self.rank_of.items() if assigned == rank), None)
 
     def fill(self, fit: Collection[int]) -> bool:
@@ -59,7 +58,6 @@ class NodeAssignment:
         return spare
 
     def vacate(self, node: int) -> None:
-        """Assign a node to no agent."""
         del self.rank_of[node]
         self.generation += 1
 
@@ -79,7 +77,7 @@ class NodeAssignment:
         return sorted(receivers)
 
     def short(self, unfit: Iterable[int]) -> bool:
-        """Whether so many agents are unfit that a group cannot be filled any more."""
+        """Return whether so many agents are unfit that a group cannot be filled any more."""
         excluded = set(unfit)
         return 0 in excluded or any(
             sum(node.group == group.index for node in self.plan.nodes)

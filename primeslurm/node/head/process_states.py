@@ -29,12 +29,8 @@ def fleet_state(
 ) -> FleetState:
     """Return the state to display.
 
-    Args:
-        process: the process.
-        report: the newest report of its agent, if any.
-        suspect: its node has sent no heartbeat for a while.
-        silent: the process has sent no heartbeat for a while.
-        lost: it was given up.
+    `suspect` and `silent`: there was no heartbeat from its node, or from the process, for a while. `lost`: it was given
+    up.
     """
     if lost:
         return FleetState.LOST

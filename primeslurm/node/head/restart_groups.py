@@ -33,12 +33,10 @@ class RestartGroup:
 
     @property
     def order(self) -> RestartOrder:
-        """The order to the agents."""
         return RestartOrder(self.generation, self.hold)
 
     @property
     def exhausted(self) -> bool:
-        """Whether the group has used up its restarts."""
         return self.restarts >= min(process.max_restarts for process in self.members)
 
     def dead_member(self, reports: Mapping[str, ProcessReport | None]) -> Process | None:
@@ -67,7 +65,6 @@ class RestartGroup:
 
 
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:
-    """Return the restart groups of a Plan, by name."""
     members: dict[str, list[Process]] = {}
     for process in plan.processes():
         if process.unit is not None:

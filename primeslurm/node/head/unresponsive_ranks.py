@@ -25,7 +25,7 @@ class QuietThresholds:
     start_share: float = 1 / 2  # before the first heartbeat, while the process imports and loads
 
     def exceeded(self, heartbeat: HeartbeatReport, *, rank: bool = False) -> bool:
-        """Whether a process is quiet. `rank`: it is a trainer rank."""
+        """Return whether a process is quiet. `rank`: it is a trainer rank."""
         share = (self.ranks_share if rank else self.share) if heartbeat.number else self.start_share
         return bool(heartbeat.limit_s) and heartbeat.silent_s > max(self.shown_s, heartbeat.limit_s * share)
 
@@ -43,12 +43,10 @@ class UnresponsiveRanks:
 
     @property
     def timed_out(self) -> bool:
-        """Whether the ranks behind must be ended."""
         return bool(self.heartbeat.limit_s) and self.heartbeat.silent_s > self.heartbeat.limit_s
 
     @property
     def reason(self) -> str:
-        """Why the ranks behind are ended."""
         text = f"unresponsive: {self.heartbeat.text}"
         if self.waiting:
             return f"{text}; {self.waiting} ranks wait for it"

@@ -35,7 +35,6 @@ class ExitCleanup:
 
     @property
     def pid(self) -> int:
-        """Process id of the shell."""
         return self._shell.pid
 
     def add(self, directory: Path) -> None:

@@ -85,7 +85,6 @@ def interface_of(address: str, interfaces: Mapping[str, str]) -> str:
 
 
 def own_interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses of this machine, by interface."""
     interfaces: dict[str, str] = {}
     for _, name in socket.if_nameindex():
         with contextlib.suppress(NetworkError):  # no IPv4 address

@@ -33,16 +33,12 @@ def node_name() -> str:
 
 
 def own_address(name: str, interface: str | None, addresses: Mapping[str, str], alone: bool = False) -> str:
-    """Return the address at which other nodes reach this one.
+    """Return the address at which other nodes reach this one: from the site's table, the interface, or the node's name.
 
-    Args:
-        name: name of the node, which is resolved if there is neither an address nor an interface.
-        interface: the interface whose address is used if `addresses` has none.
-        addresses: the site's addresses by node name, which are used unchecked.
-        alone: the job has no other node, so that a loopback address will do.
+    If the job has no other node (`alone`), a loopback address will do.
 
     Raises:
-        NetworkError: no address can be reached by other nodes.
+        NetworkError: other nodes cannot reach any of these addresses.
     """
     if name in addresses:
         return addresses[name]
@@ -111,11 +107,9 @@ class Ports:
         raise NetworkError(f"no free port on {self._address} from {preferred} to {last}, nor elsewhere")
 
     def is_lost(self, port: int) -> bool:
-        """Whether another user listens on a claimed port."""
         return not self._is_free(port) and any(uid != os.geteuid() for uid in _listeners(self._address, port))
 
     def release(self) -> None:
-        """Release all claims."""
         for claim in self._claims.values():
             if claim is not None:
                 claim.close()
@@ -151,7 +145,6 @@ def _listeners(address: str, port: int) -> set[int]:
 
 
 def can_bind(address: str, port: int) -> bool:
-    """Whether a server could listen on a port now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -71,13 +71,13 @@ class PrivateDirectory:
 
 
 def swappable(directory: Path) -> bool:
-    """Whether other users may rename or remove entries of a directory. Raises OSError."""
+    """Return whether other users may rename or remove entries of a directory. Raises OSError."""
     mode = directory.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether this is a directory of this user that no running process has locked. Links do not count."""
+    """Return whether this is a directory of this user that no running process has locked. Links do not count."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -22,11 +22,9 @@ T = TypeVar("T")
 
 
 class RecordWriter:
-    """State of the file system, as one agent or the head sees it.
+    """State of the run's file system, as one agent or the head sees it.
 
-    Args:
-        run_dir: the run directory.
-        excuse_s: how long a fault may excuse other processes [s].
+    A fault excuses missing heartbeats of other processes for `excuse_s`.
     """
 
     def __init__(self, run_dir: Path, excuse_s: float) -> None:
@@ -65,14 +63,13 @@ class RecordWriter:
 
     @property
     def trouble(self) -> str:
-        """The fault of the file system; empty without one."""
         if self.fault or self.unread or reserve_released(self._run_dir):
             return self.fault or self.unread or RESERVE_RELEASED
         free = free_bytes(self._run_dir)
         return RESERVE_RELEASED if free is not None and free < NO_SPACE else ""
 
     def excuses(self, now: float) -> bool:
-        """Whether a fault excuses other processes now. It does so for `excuse_s`."""
+        """Return whether a fault excuses other processes now. It does so for `excuse_s`."""
         if not self.trouble:
             self._since = None
             return False

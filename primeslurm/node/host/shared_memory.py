@@ -56,7 +56,6 @@ class SharedMemory:
 
 
 def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
-    """Return the files of /dev/shm that processes have mapped, by process group."""
     mapped: dict[int, set[Inode]] = {}
     for pid in psutil.pids() if groups else ():
         with contextlib.suppress(ProcessLookupError):

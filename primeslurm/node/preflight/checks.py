@@ -123,7 +123,6 @@ def hca_names(env: Mapping[str, str]) -> list[str]:
 
 
 def hca_checks(names: Iterable[str], root: Path = Path("/sys/class/infiniband")) -> list[PreflightCheck]:
-    """Check that the adapters exist and their ports are active."""
     findings = []
     for name in names:
         device, _, port = name.partition(":")
@@ -180,7 +179,6 @@ def writable_check(directory: Path, rank: int) -> PreflightCheck:
 
 
 def space_checks(run_dir: Path, tmp: Path) -> list[PreflightCheck]:
-    """Check the free space for the run and for temporary files."""
     findings = []
     for name, path in (("run directory", run_dir), ("temporary directory", tmp)):
         free = shutil.disk_usage(path).free
@@ -237,13 +235,7 @@ def model_check(directory: Path) -> PreflightCheck:
 def version_checks(
     here: Mapping[str, str | None], head: Mapping[str, str | None], lock: Mapping[str, str | None]
 ) -> list[PreflightCheck]:
-    """Compare package versions.
-
-    Args:
-        here: versions on this node by package; None if it is not installed.
-        head: versions on the head's node.
-        lock: versions of lock.json, from the machine that submitted the run.
-    """
+    """Compare package versions on this node with the head's, and with those of lock.json, written at submission."""
     findings = []
     for name, version in head.items():
         mine = here.get(name)

@@ -100,7 +100,6 @@ def _first_library(name: str) -> str | None:
 
 
 def _output(*argv: str) -> str:
-    """Return the output of a program; empty if it is missing or fails."""
     if shutil.which(argv[0]) is None:
         return ""
     try:

@@ -43,17 +43,7 @@ class PreflightTimings:
 
 
 class Preflight:
-    """The checks of one node. `start` them, then poll `verdict`.
-
-    Args:
-        plan: the whole Plan.
-        rank: rank of the agent.
-        name: the node's Slurm name.
-        attempt: the attempt, whose directory must be readable and writable.
-        tmp: the agent's directory on the local disk.
-        journal: gets the result.
-        timings: timeouts.
-    """
+    """The checks of one node. `start` them, then poll `verdict`."""
 
     def __init__(
         self,
@@ -91,11 +81,9 @@ class Preflight:
 
     @property
     def failed(self) -> list[str]:
-        """Names of the failed checks."""
         return sorted({check.name for check in self._findings if check.level == "failed"})
 
     def start(self) -> None:
-        """Start the checks in the background."""
         self._started_at = time.monotonic()
         self._deadline = self._started_at + self._timings.limit_s
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
@@ -121,12 +109,11 @@ class Preflight:
 
     @property
     def _gpus(self) -> int:
-        """Largest number of GPUs that a candidate node uses."""
         return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._candidates), default=0)
 
     @property
     def _shares_gpus(self) -> bool:
-        """Whether two processes of a candidate node use the same GPU."""
+        """True if two processes of a candidate node use the same GPU."""
         used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._candidates]
         return any(len(gpus) > len(set(gpus)) for gpus in used)
 

@@ -26,17 +26,11 @@ class RecipeInputs(BaseModel):
 
     @property
     def models(self) -> list[str]:
-        """Paths of the models that trainers and engines load."""
         teachers = [self.teacher.path] if isinstance(self.teacher, TeacherEngines) else []
         return [self.model.path, *teachers]
 
     def load_environments(self, task: str, tmp: Path) -> tuple[list[str], list[str]]:
-        """Load the environments with this Python, and return their labels and the problems.
-
-        Args:
-            task: task of the Plan.
-            tmp: directory for files of the environments, which is removed.
-        """
+        """Load the environments with this Python, and return their labels and the problems."""
         trained = self.environments if task == "rl" else ()
         evaluated = self.evaluation.environments if self.evaluation else ()
         result = try_all(places(trained, evaluated), self.model, Interpreter(sys.executable, {}), tmp)
@@ -47,6 +41,5 @@ class RecipeInputs(BaseModel):
 
 
 def read(run_dir: Path) -> RecipeInputs | None:
-    """Read the recipe of a run; None if it is missing."""
     value = read_json(run_dir / resolved_recipe.FILE)
     return None if value is None else RecipeInputs.model_validate(value)
