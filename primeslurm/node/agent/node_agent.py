@@ -91,13 +91,7 @@ class NodeAgent:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        attempt: Attempt,
-        run_id: str,
-        python: str,
-        timings: AgentTimings = AgentTimings(),
+        self, plan: Plan, rank: int, attempt: Attempt, run_id: str, python: str, timings: AgentTimings = AgentTimings()
     ) -> None:
         self.plan, self.rank, self.attempt = plan, rank, attempt
         self.timings = timings

@@ -50,15 +50,7 @@ from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.slurm.client import KILL_WAIT_S
-from primeslurm.slurm.launch_failures import (
-    START,
-    JobOutput,
-    early_exits,
-    kills,
-    launch_failures,
-    node_names,
-    restarts,
-)
+from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kills, launch_failures, node_names, restarts
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 

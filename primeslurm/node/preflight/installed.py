@@ -32,11 +32,7 @@ PACKAGES = {
     "verifiers": ("verifiers",),
     "vllm-router": ("vllm-router",),
     "nixl": ("nixl",),
-    "mooncake": (
-        "mooncake-transfer-engine-cuda13",
-        "mooncake-transfer-engine-non-cuda",
-        "mooncake-transfer-engine",
-    ),
+    "mooncake": ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
     "deep_ep": ("deep_ep", "deep-ep"),
     "deep_gemm": ("deep_gemm", "deep-gemm"),
     "ai-dynamo": ("ai-dynamo",),

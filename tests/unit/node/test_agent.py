@@ -106,10 +106,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     started: list[Running] = []
 
     def run(
-        *nodes: tuple[Process, ...],
-        agents: AgentTimings = QUICK,
-        head: HeadTimings = PATIENT,
-        **options: Any,
+        *nodes: tuple[Process, ...], agents: AgentTimings = QUICK, head: HeadTimings = PATIENT, **options: Any
     ) -> Running:
         started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch, agents, head))
         return started[-1]

@@ -58,19 +58,10 @@ class Agents:
     """Agents that report to a fleet, by hand."""
 
     def __init__(
-        self,
-        *nodes: tuple[Process, ...],
-        spares: int = 0,
-        replicas: tuple[Replica, ...] = (),
-        node_start_s: int = 300,
+        self, *nodes: tuple[Process, ...], spares: int = 0, replicas: tuple[Replica, ...] = (), node_start_s: int = 300
     ) -> None:
         plan = plan_of(
-            Path("/runs/x"),
-            *nodes,
-            spares=spares,
-            stall_timeout_s=100,
-            replicas=replicas,
-            node_start_s=node_start_s,
+            Path("/runs/x"), *nodes, spares=spares, stall_timeout_s=100, replicas=replicas, node_start_s=node_start_s
         )
         self.fleet = Fleet(plan, started_at=0.0)
         self.now = 0.0
