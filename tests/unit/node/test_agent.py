@@ -411,7 +411,7 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
     running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
     pid = running.wait_state("other", "ready").pid
     monkeypatch.setattr(NodeAgent, "head_timeout_s", 1.0)
-    monkeypatch.setattr(Head, "_publish", lambda *_: None)
+    monkeypatch.setattr(Head, "_publish_view", lambda *_: None)
     running.wait(lambda: not alive(pid))
     assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
 

@@ -17,9 +17,9 @@ from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of, python
+from tests.unit.node.fleet_of_agents import Agents, process
 from tests.unit.node.test_agent import Running, start
 from tests.unit.node.test_agent import process as of_plan
-from tests.unit.node.test_fleet import Agents, process
 
 __all__ = ["start"]  # a fixture
 ERROR = "ValueError: max_model_len (131072) is larger than 40960"

@@ -58,7 +58,7 @@ def test_ports_of_other_addresses_are_not_in_the_way() -> None:
 
 
 def test_a_port_where_somebody_listens_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_SEARCH", 1)
+    monkeypatch.setattr(network, "_TRIES", 1)
     monkeypatch.setattr(network, "_ELSEWHERE", range(FIRST, FIRST + 1))
     with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"no free port on {ADDRESS} from"):
         Ports(ADDRESS).claim(FIRST)
