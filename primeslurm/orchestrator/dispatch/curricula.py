@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.base import durable, files
-from primeslurm.orchestrator.dispatch.task_order import ENDLESS_WINDOW, WINDOW, first_epoch
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.records.metrics import Row
