@@ -104,7 +104,7 @@ async def test_whatever_a_rollout_raises_makes_it_a_failed_one(error: Any, words
     worker._send = say  # type: ignore[method-assign]
     worker.handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=60)
-    assert not worker._running and not worker._jobs
+    assert not worker._running and not worker._running
     assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
 
 
@@ -124,7 +124,7 @@ async def test_a_job_that_is_cancelled_has_no_result(address: str) -> None:
     await asyncio.sleep(0)
     worker.handle(Cancel(["j"]))
     await asyncio.wait([task], timeout=60)
-    assert task.cancelled() and not said and not worker._jobs
+    assert task.cancelled() and not said and not worker._running
 
 
 async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
@@ -146,19 +146,19 @@ async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch:
     for name in ("a", "b", "c", "bad"):
         worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
         await asyncio.wait(list(worker._running.values()), timeout=60)
-    assert list(worker._unsent) == list(worker._jobs) == ["a", "b", "c"], "a failure is not kept"
+    assert list(worker._unsent) == list(worker._running) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
         await worker._send_result(name)
     assert not worker._unsent
-    assert list(worker._held) == list(worker._jobs) == ["b", "c"], "the oldest is given up"
+    assert list(worker._held) == list(worker._running) == ["b", "c"], "the oldest is given up"
     worker.handle(Cancel(["b"]))
-    assert list(worker._held) == list(worker._jobs) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
+    assert list(worker._held) == list(worker._running) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
     worker.handle(Cancel(["c"]))
     assert not worker._held and worker._held_bytes == 0
     worker.handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=20)
     worker.handle(Cancel(["unasked"]))
-    assert not worker._unsent and not worker._jobs and worker._held_bytes == 0
+    assert not worker._unsent and not worker._running and worker._held_bytes == 0
 
 
 async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
