@@ -14,6 +14,7 @@ PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
 MOST = 15
 LARGER = {
+    ".": "all packages",
     "api": "one module for each thing that a command does",
     "models": "one folder for each family",
     "recipe/sections": "one module for each section",
