@@ -1,4 +1,4 @@
-"""What a run must not do is found in runs that did it."""
+"""The invariants detect violations."""
 
 from __future__ import annotations
 
@@ -120,11 +120,11 @@ def test_fates_of_finished_rollouts() -> None:
         group("again", 2, at=21.0, gone_at_step=4),
         group("waits", 2, at=22.0, gone_at_step=None),
         group("old", 2, at=23.0, gone_at_step=12),
-        group("gone", 2, at=24.0, gone_at_step=4),  # that the trainer began again within attempt 2 is no excuse
+        group("gone", 2, at=24.0, gone_at_step=4),  # a trainer that restarts within attempt 2 is no excuse
     ]
     found = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
     assert (found.trained, found.spooled, found.stale, found.undone, found.lost) == (8, 4, 4, 4, 4)
-    late = SeenGroup("late", opened=3, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)  # seen before step 11 was
+    late = SeenGroup("late", opened=3, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)  # seen before step 11
     assert invariants.fates([late], {}, starts, max_off_policy_steps=8).stale == 4
     young = SeenGroup("young", opened=4, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)
     assert invariants.fates([young], {}, starts, max_off_policy_steps=8).lost == 4
@@ -140,7 +140,7 @@ def test_fates_of_finished_rollouts() -> None:
 def test_a_group_goes_with_its_commit_even_if_no_record_tells_of_the_step_yet(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An orchestrator that stood still has not said that it trained steps 3 and 4, whose checkpoint is damaged then."""
+    """An unresponsive orchestrator has not reported steps 3 and 4, and their checkpoint is damaged afterwards."""
     monkeypatch.setattr(spool_watch, "_read", lambda path: group(path.stem, 2, at=15.0, gone_at_step=None))
     attempt(run, 1)
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 2})

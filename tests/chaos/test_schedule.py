@@ -1,4 +1,4 @@
-"""Schedules follow from their seed alone."""
+"""Schedules depend only on their seed."""
 
 from __future__ import annotations
 

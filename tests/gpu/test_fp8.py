@@ -1,7 +1,7 @@
-"""DeepGEMM's products against float64 of the same quantised operands, and a layer's gradients on a GPU.
+"""DeepGEMM's products compared with float64 products of the same quantised operands, and a layer's gradients on a GPU.
 
 Accumulation is in float32, so results differ from float64 by the rounding of bfloat16 results (2^-9) or, for weight
-gradients, of float32 sums whose tensor-core part has fewer bits: 1e-3 of the whole is allowed for each.
+gradients, of float32 sums whose tensor-core part has fewer bits. Each may differ by 1e-3 of the whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 1e-3}
 
 
 def assert_alike(there: Quantised, here: Quantised) -> None:
-    """A last bit of a scale may tip a value over to its neighbour."""
+    """The last bit of a scale may move a value to its neighbour."""
     torch.testing.assert_close(there.scales.cpu(), here.scales, rtol=1e-6, atol=0)
     found, expected = there.data.cpu().float(), here.data.float()
     torch.testing.assert_close(found, expected, rtol=2.0**-3, atol=2.0**-9)
@@ -132,7 +132,7 @@ def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
         dense = [matrix(128, 256, device=device, seed=i).requires_grad_() for i in (1, 2)]
         experts = [matrix(5, 128, 256, device=device, seed=i).requires_grad_() for i in (3, 4)]
         ends = offsets.to(device)
-        for factor in (2, 1):  # the last round must not use what the first one quantised
+        for factor in (2, 1):  # the last round must not reuse the first one's quantised tensors
             rows = x * factor
             parts = [fp8.linear_product(rows, w) for w in dense] + [fp8.grouped_product(rows, e, ends) for e in experts]
             gradient = matrix(4, OFFSETS[-1], 128, device=device, seed=5)
@@ -144,7 +144,7 @@ def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
 
 @pytest.mark.parametrize("shape", [(256, 384), (3, 256, 128)])
 def test_parts_of_a_weight_are_quantised_by_known_scales_as_the_whole_is(shape: tuple[int, ...]) -> None:
-    """As ranks do that hold a part of it each; also in float32, as masters are."""
+    """As ranks do that have a shard each; also in float32, like master weights."""
     values = matrix(*shape).float()
     values[..., :128, :128] = 0
     there, whole = values.cuda(), quantise(values.cuda().bfloat16(), BLOCKS)

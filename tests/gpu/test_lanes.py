@@ -1,4 +1,4 @@
-"""Tests of GPUs run beside one another, each with room of its own; some need a machine for themselves."""
+"""GPU tests run in parallel, each with its own memory. Some need a whole machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ finally:
 
 
 class FakeItem:
-    """A collected test, of which its id and its marks are known."""
+    """A collected test with an id and markers."""
 
     def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
         self.nodeid, self._marks = nodeid, marks
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        """The first mark is the closest."""
+        """Return the first marker, which is the closest."""
         return next((mark.mark for mark in self._marks if mark.name == name), None)
 
 
@@ -73,7 +73,7 @@ def test_there_is_room_for_all_that_runs() -> None:
 
 
 def test_all_lanes_of_this_directory_end_on_four_gpus(request: pytest.FixtureRequest) -> None:
-    """Beside one another, if each takes as long as it says: in what two calls of ten minutes allow."""
+    """In parallel, if each takes as long as declared, within two calls of ten minutes."""
     waiting = lanes_of(item for item in request.session.items if Path(item.fspath).parent == HERE)
     tests = [test for lane in waiting for test in lane.tests]
     assert len(tests) == len(set(tests))

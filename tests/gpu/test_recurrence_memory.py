@@ -1,4 +1,4 @@
-"""Recurrent layers take as much of a GPU as `primeslurm plan` says."""
+"""Recurrent layers need as much GPU memory as `primeslurm plan` predicts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_layer_that_is_computed_anew_takes_what_is_estimated(
     row = torch.randn(1, LENGTH, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     positions = torch.arange(LENGTH, device="cuda")[None]
     with torch.no_grad():
-        layer(row, positions)  # cuBLAS takes its workspace
+        layer(row, positions)  # allocates cuBLAS's workspace
     before = torch.cuda.memory_allocated()
     out = layer(row, positions)
     kept = torch.cuda.memory_allocated() - before

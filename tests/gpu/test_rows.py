@@ -1,4 +1,4 @@
-"""Rows that are spread and gathered on a GPU, against the CPU: each kernel, dtypes, sizes that are no powers of two."""
+"""Scattered and gathered rows on a GPU compared with the CPU: each kernel, dtype, and sizes that are not powers of two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on two GPUs, of which one stands still while the other waits in NCCL's collectives: the head names it."""
+"""Of ranks on two GPUs one hangs while the other waits in NCCL's collectives, and the head names the first one."""
 
 from __future__ import annotations
 

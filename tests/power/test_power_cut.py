@@ -1,4 +1,4 @@
-"""After a power cut everything is there that was acknowledged, and the run goes on."""
+"""After a power cut all acknowledged data exists, and the run resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.power.cutter import PARTS, points
 from tests.power.disk import OPTIONS, Disk, unavailable
 
 MOMENTS = {"submit": 75, "publish": 100, "commit": 180, "requeue": 18}
-"""At which a run writes at least, by part."""
+"""Lower bounds of the number of writes in each part of a run."""
 pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-"),
     pytest.mark.usefixtures("unmeasured"),
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(params=OPTIONS)
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
-    """A disk whose power can be cut."""
+    """Yield a disk whose power can be cut."""
     made = Disk(tmp_path, request.param)
     try:
         made.make()
@@ -105,7 +105,7 @@ def test_what_was_written_is_there_after_a_power_cut(disk: Disk, what: str) -> N
     run_dir = disk.path / "runs" / "r"
     run_dir.parent.mkdir()
     if what in ("the secret", "metrics", "events"):
-        run_dir.mkdir()  # of the submission
+        run_dir.mkdir()  # made by the submission
     disk.flush()
     make(run_dir)
     disk.cut()
@@ -114,7 +114,7 @@ def test_what_was_written_is_there_after_a_power_cut(disk: Disk, what: str) -> N
 
 
 def test_the_disk_forgets_what_nobody_flushed(disk: Disk) -> None:
-    """Without which the tests here would say nothing."""
+    """Otherwise the tests here would prove nothing."""
     kept, lost = disk.path / "kept", disk.path / "lost"
     kept.write_text("kept")
     disk.flush()

@@ -1,4 +1,4 @@
-"""What is called lost after a power cut, and what is not."""
+"""What counts as lost after a power cut."""
 
 from __future__ import annotations
 

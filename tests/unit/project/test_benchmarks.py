@@ -1,4 +1,4 @@
-"""Benchmarks: one command for all of them, which documents name rightly."""
+"""All benchmarks have one command, which documents name correctly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m benchmarks WORDS`."""
+    """Run `python -m benchmarks WORDS`."""
     argv = [sys.executable, "-m", "benchmarks", *words]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
 

@@ -1,4 +1,4 @@
-"""Images for GPU nodes: both descriptions have the same content, which is that of set-up."""
+"""Images for GPU nodes: both definitions have the same content, which is that of the set-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFINITION = (ROOT / "containers" / "primeslurm.def").read_text()
 
 
 def packages(text: str) -> list[str]:
-    """What is installed by apt."""
+    """Return the packages that apt installs."""
     found = re.search(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text)
     assert found
     return [word for word in found[1].partition("&&")[0].split() if re.fullmatch(r"[a-z0-9-]+", word)]

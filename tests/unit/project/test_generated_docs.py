@@ -1,4 +1,4 @@
-"""Pages written from the code are current."""
+"""Generated pages are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the demos on GPUs, as far as it goes without any: its runs are planned and contradict nothing."""
+"""The benchmark of demo runs on GPUs, as far as possible without GPUs: its runs have valid plans."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_run_is_cancelled_when_the_benchmark_is_ended(tmp_path: Path, monkeypa
 
     def python(*words: str, **_: object) -> int:
         called.append(words[2])
-        return sys.exit(143) if words[2] == "submit" else 0  # as `timeout` has it
+        return sys.exit(143) if words[2] == "submit" else 0  # as `timeout` does
 
     monkeypatch.setattr(gpu_run, "python", python)
     monkeypatch.setattr(gpu_run, "start", lambda *_: {})
@@ -77,4 +77,4 @@ def test_what_is_ended_ends_what_it_started() -> None:
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()
     assert process.wait(60) == 143
-    assert process.stdout.read() == ""  # its end: nobody holds the pipe any more
+    assert process.stdout.read() == ""  # the end of the output, so nobody holds the pipe

@@ -1,4 +1,4 @@
-"""The benchmark of KV cache in host memory, as far as it goes without an engine."""
+"""The benchmark of KV offload, as far as possible without an engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from primeslurm.plan.commands.engine import ALONE, Engines
 
 
 def test_conversations_outgrow_the_gpu_and_fit_into_host_memory() -> None:
-    gpu, host = 87_381, 349_525  # 8 and 32 GiB of Qwen3-30B-A3B's
+    gpu, host = 87_381, 349_525  # 8 and 32 GiB of Qwen3-30B-A3B's KV cache
     load = load_for(8192, 3, gpu, host)
     assert load.longest == 8192 + 2 * 512 + 3 * 128
     assert 2 * gpu < load.conversations * load.longest < host
-    # Others that were served since a conversation's last turn have taken all of the GPU's room.
+    # other conversations have filled the GPU's cache since a conversation's last turn
     assert (load.conversations - 2 * load.at_once) * load.prompt > gpu > load.at_once * load.longest
     with pytest.raises(ValueError, match="raise --kv-gib"):
         load_for(8192, 3, 8192, host)

@@ -23,7 +23,7 @@ LARGER = {
 
 
 def entries(package: Path) -> list[str]:
-    """Names of the modules and packages in a package."""
+    """Return the names of the modules and packages in a package."""
     return [
         path.name
         for path in package.iterdir()
@@ -33,7 +33,7 @@ def entries(package: Path) -> list[str]:
 
 
 def table(header: str) -> list[list[str]]:
-    """Cells of the table of the page that has this header."""
+    """Return the cells of the page's table with this header."""
     rows = PAGE[PAGE.index(header) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 

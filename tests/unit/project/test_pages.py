@@ -1,4 +1,4 @@
-"""Every code block of the pages that a reader follows does what the page says (`tests.support.pages`)."""
+"""Every code block of the pages for readers does what the page says (`tests.support.pages`)."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<bos>assistant:{% endif %}"
 )
 FEW = 0.12
-"""Largest share of blocks that may be skipped."""
+"""Largest share of skipped blocks."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with a chat template, which stands for all models that pages download."""
+    """Yield a small model with a chat template, for all models that pages download."""
     directory = make_model(tmp_path_factory.mktemp("pages") / "model")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory

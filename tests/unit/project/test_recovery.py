@@ -1,4 +1,4 @@
-"""The benchmark of recoveries, as far as it goes without a run: its recipe is planned, and events become seconds."""
+"""The recovery benchmark, as far as possible without a run: its recipe has a valid plan, and events become seconds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_trainer_is_back_when_it_trains_what_it_had_not() -> None:
         CheckpointLoaded(4, time=110.0),
         CheckpointLoaded(4, time=111.0),
         EngineUpdated("engine-r0-0", 4, time=112.0),
-        StepTrained(5, time=116.0),  # of rollouts that the last attempt had finished
+        StepTrained(5, time=116.0),  # with rollouts that the previous attempt had finished
         EngineUpdated("engine-r0-0", 5, time=117.0),
     ]
     late, step = EngineUpdated("engine-r1-0", 5, time=118.0), StepTrained(6, time=119.0)

@@ -1,4 +1,4 @@
-"""The benchmark of whole loops on GPUs, as far as it goes without any: its runs are planned and contradict nothing."""
+"""The benchmark of the RL loop on GPUs, as far as possible without GPUs: its runs have valid plans."""
 
 from __future__ import annotations
 

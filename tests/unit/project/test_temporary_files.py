@@ -1,4 +1,4 @@
-"""What tests and benchmarks leave in their temporary directory when they are killed is removed."""
+"""Temporary files of killed tests and benchmarks are removed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tests_keep_nothing_in_the_directory_of_all() -> None:
 
 
 def made_elsewhere(path: Path) -> Iterator[str]:
-    """Where a file has `tempfile` make something in a directory that it names."""
+    """Return the calls by which a file makes temporary files in a directory that it names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tempfile."):
             named = [word.value for word in node.keywords if word.arg == "dir"]

@@ -1,4 +1,4 @@
-"""Build scripts: pinned, verified, repeatable. What they fetch is not to be had here; how they do it is."""
+"""Build scripts are pinned, verified and repeatable. Their downloads are replaced here."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_shellcheck_passes() -> None:
 
 
 def small_release(directory: Path) -> tuple[Path, str]:
-    """A tarball that is built as UCX is, in no time, and its checksum."""
+    """Return a tarball that builds like UCX, but quickly, and its checksum."""
     source = directory / "ucx-9"
     (source / "contrib").mkdir(parents=True)
     configure = (
@@ -143,7 +143,7 @@ def test_a_build_lets_uv_install_a_missing_pip(programs: tuple[str, ...], code: 
 
 
 class Sources:
-    """A repository with a submodule, both cloned by nobody yet, and a folder that builds DeepEP from them."""
+    """A repository with a submodule, not cloned yet, and a directory that builds DeepEP from them."""
 
     def __init__(self, directory: Path) -> None:
         shutil.copytree(ROOT, directory / "third_party", ignore=shutil.ignore_patterns(".built", "wheels", "nvshmem"))
@@ -161,12 +161,12 @@ class Sources:
 
     @staticmethod
     def git(directory: Path, *args: str) -> str:
-        """Run git as nobody in particular."""
+        """Run git with an anonymous author."""
         who = ["-c", "user.name=n", "-c", "user.email=e"]
         return subprocess.run(["git", "-C", directory, *who, *args], check=True, capture_output=True, text=True).stdout
 
     def commit(self, directory: Path, name: str, submodule: str = "") -> str:
-        """Commit one more file, and maybe a submodule."""
+        """Commit one more file, and optionally a submodule."""
         directory.mkdir(exist_ok=True)
         self.git(directory, "init", "--quiet")
         (directory / name).touch()
@@ -177,18 +177,18 @@ class Sources:
         return self.git(directory, "rev-parse", "HEAD").strip()
 
     def pin(self, commit: str) -> None:
-        """Have the manifest name a commit."""
+        """Set the commit in the manifest."""
         manifest = self.build / "manifest.toml"
         manifest.write_text(re.sub(r'(?m)^commit = ".*"', f'commit = "{commit}"', manifest.read_text()))
 
     def run(self, *sources: Path) -> subprocess.CompletedProcess[str]:
-        """Run DeepEP's build script with its sources there."""
+        """Run DeepEP's build script with sources."""
         words = [word for source in sources for word in ("--source", str(source))]
         argv = ["env", f"PATH={self.tools}:/usr/bin:/bin", "bash", str(self.build / "build.sh"), *words]
         return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
 
     def built(self) -> str:
-        """What the wheel was built from."""
+        """Return the files from which the wheel was built."""
         return (self.build / "wheels" / "deep_ep.whl").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Coverage traces what it measures, and nothing else, also where one imports the other."""
+"""Coverage traces only measured modules, even where one imports an unmeasured one."""
 
 from __future__ import annotations
 
