@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.filters import has_advantage, rollout_filters, sift
+from primeslurm.orchestrator.batching.group_filter import has_advantage, rollout_filters, sift
 from primeslurm.orchestrator.dispatch import group_id
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.dispatch.limits import choose

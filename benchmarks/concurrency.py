@@ -124,7 +124,7 @@ class World:
                 name for number, router in enumerate(self.routers) for name in self.engines[router].samples(number)
             ]
             self.controller = Concurrency(self.routers, names, BOUND, clock=lambda: self.now)
-            self.dispatch.replicas.shares = self.controller.shares
+            self.dispatch.replicas.limits = self.controller.slots
         self._jobs: dict[str, tuple[Job, list[tuple[int, int, float]], int]] = {}
         self._tools: list[tuple[float, str, int]] = []
         self._gone: set[str] = set()
@@ -177,8 +177,8 @@ class World:
             samples: dict[str, dict[str, float]] = {}
             for router, engine in alive.items():
                 samples |= engine.samples(int(router.removeprefix("router-")))
-            self.controller.look(samples, self.dispatch.replicas.load, self.dispatch.replicas.ended)
-            self.dispatch.replicas.shares = self.controller.shares
+            self.controller.observe(samples, self.dispatch.replicas.load, self.dispatch.replicas.ended)
+            self.dispatch.replicas.limits = self.controller.slots
 
     def _events(self) -> None:
         lost = self.routers[-1]

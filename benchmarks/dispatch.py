@@ -137,7 +137,7 @@ class World:
     def _cut(self) -> bool:
         for group in self.dispatch.apply_age_limit(self.dispatch.step).early:
             self.dispatch.add_ready(group)
-        groups = self.dispatch.cut()
+        groups = self.dispatch.take_batch()
         if groups is None:
             return False
         self.steps.append(self.now)
@@ -168,7 +168,7 @@ class GroupsHoldPlaces(Dispatcher):
         expected = held + GROUP * (len(self.open) + 1)
         lands_in = self.step + (expected - 1) // self.limits.batch_size
         fits = expected <= max(2 * self.limits.batch_size, self.limits.max_inflight)
-        return ["e"] if fits and self.version >= self.limits.oldest_version(lands_in) else []
+        return ["e"] if fits and self.version >= self.age_limit.oldest_version(lands_in) else []
 
 
 class WheneverThereIsRoom(Dispatcher):

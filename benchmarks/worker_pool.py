@@ -20,6 +20,7 @@ import zmq
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import STATUS_INTERVAL_S, Job, Status, ToWorker
+from primeslurm.orchestrator.rollouts.worker_events import WorkerEvent
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.transport import secret
 
@@ -81,18 +82,17 @@ def serve(address: str, nodes: int, workers: int) -> None:
                     running[socket].append(message)
 
 
-class _Counting(WorkerPool):
-    heard = 0
-
-    async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
-        self.heard += 1
-        await super()._receive(identity, head, frames)
-
-
 async def _pool(address: str, nodes: int, workers: int, rollouts: int) -> dict[str, float]:
-    lost: list[str] = []
-    pool = _Counting(address, lambda *_: None, lost.append, lambda *_: None)
-    serving = asyncio.create_task(pool.serve())
+    lost: list[WorkerEvent] = []
+    pool, heard = WorkerPool(address), 0
+
+    async def receive() -> None:
+        nonlocal heard
+        while True:
+            lost.extend(await pool.receive())
+            heard += 1
+
+    serving = asyncio.create_task(receive())
     while len(pool._live) < workers:
         await asyncio.sleep(0.1)
     limits = DispatchLimits({"e": GROUP}, rollouts // 2 // GROUP * GROUP, rollouts, 8, 500, {"e": 1.0})
@@ -103,19 +103,20 @@ async def _pool(address: str, nodes: int, workers: int, rollouts: int) -> dict[s
         await pool.send(job)
     sending = time.process_time() - began
     await asyncio.sleep(2 * STATUS_INTERVAL_S)
-    before, began = pool.heard, time.process_time()
+    before, began = heard, time.process_time()
     for _ in range(int(5 * SECONDS)):
-        pool.expire()
+        lost += pool.expire()
         await asyncio.sleep(0.2)
-    seconds, heard = time.process_time() - began, pool.heard - before
+    seconds, messages = time.process_time() - began, heard - before
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+    pool.close()
     assert not lost, f"{len(lost)} jobs were lost"
     return {
         "nodes": nodes,
         "workers": workers,
         "rollouts": dispatch.inflight,
         "ms_a_job": round(1e3 * sending / dispatch.inflight, 3),
-        "ms_a_status": round(1e3 * seconds / heard, 3),
-        "share_of_a_core": round(seconds / heard * workers / STATUS_INTERVAL_S, 3),
+        "ms_a_status": round(1e3 * seconds / messages, 3),
+        "share_of_a_core": round(seconds / messages * workers / STATUS_INTERVAL_S, 3),
     }

@@ -25,7 +25,7 @@ from benchmarks.support.loop_lag import waited_s
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.orchestrator.pipeline.orchestrator import HOLD_S
+from primeslurm.orchestrator.pipeline.serve import HOLD_S
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.file_ranges import Part

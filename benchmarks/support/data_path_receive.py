@@ -158,22 +158,23 @@ async def _receive(directory: Path, rollouts: int, host: str) -> dict[str, Any]:
 async def _through(
     orchestrator: OrchestratorPipeline, rollouts: int, expected: list[RoutedExperts], directory: Path
 ) -> dict[str, Any]:
-    dispatch, pool = orchestrator._dispatch, orchestrator._workers
+    dispatch, pool = orchestrator.dispatcher, orchestrator.workers
     dispatch.version = 0
     payload = size_of(rollout(JOB, made(0)))
 
     def buffered() -> int:
-        done = sum(len(group.done) for group in (*dispatch.open.values(), *dispatch._finishing.values()))
+        done = sum(len(group.done) for group in (*dispatch.open.values(), *dispatch.unsaved.values()))
         return payload * (done + sum(len(group.rollouts) for group in dispatch.ready))
 
     def has_room() -> bool:
         return buffered() + payload * (dispatch.inflight + 1) <= payload * MOST_BUFFERED
 
     looks = Looks(buffered)
-    running = [asyncio.create_task(part) for part in (pool.serve(), orchestrator._finishing.run())]
+    running = [asyncio.create_task(part) for part in (orchestrator.run_collect(), orchestrator.run_finalize())]
     seen, began, used = 0, 0.0, resource.getrusage(resource.RUSAGE_SELF)
     while seen < rollouts:
-        pool.expire()
+        for event in pool.expire():
+            orchestrator.take_event(event)
         while has_room() and (job := dispatch.next_job(pool.available)):
             await pool.send(job)
         for group in dispatch.ready:
@@ -182,16 +183,16 @@ async def _through(
             if not began:  # processes have started, and caches are warm
                 began, used, first = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), seen
                 running.append(asyncio.create_task(looks.run()))
-            orchestrator._finishing.delete([group.id])
+            deleting = asyncio.create_task(orchestrator.finalizer.delete([group.id]))
             del group
-        dispatch.ready.take(dispatch.ready)
+        dispatch.ready.remove(dispatch.ready)
         await asyncio.sleep(0.01)
         assert not any(part.done() for part in running)
     seconds, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
     for part in running:
         part.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    orchestrator._finishing._thread.shutdown()  # its directory is removed
+    await deleting  # before the directory is removed
     moved = (seen - first) * payload
     return {
         "rollouts": seen - first,

@@ -103,9 +103,9 @@ class Evaluator:
         """Dispatch the next rollout; None if nothing may start now. As `EvaluationRun.next_job`."""
         return self._run.next_job(available, version) if self._run and version >= 0 else None
 
-    def claim(self, job: Job) -> bool:
+    def adopt_job(self, job: Job) -> bool:
         """Go on with a job that another orchestrator has dispatched; False if it is of no evaluation that runs."""
-        return self._run is not None and self._run.claim(job)
+        return self._run is not None and self._run.adopt_job(job)
 
     def runs(self, job: str) -> bool:
         """Tell whether a job is one of evaluation, and in flight."""

@@ -24,13 +24,13 @@ from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, PIECE, cut, joined
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.rollouts import Frame, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import trainer_link
 from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.transport import secret
 from tests.support.doors import ASKED, MESSAGES
+from tests.support.worker_pools import CallbackPool
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout
 
@@ -59,7 +59,7 @@ class Served:
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         served = OrchestratorLink(self.link, self._handle)
-        pool = WorkerPool(
+        pool = CallbackPool(
             self.pool, lambda job, found: self.results.append((job, found)), lambda job: None, self._unusable
         )
         self._pool = pool

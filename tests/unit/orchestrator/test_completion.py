@@ -14,7 +14,7 @@ from primeslurm.wire.stored import checkpoints
 from tests.support.scripted_run import Run, publish_addresses
 
 
-async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(tmp_path: Path) -> None:
+async def test_orchestrator_waits_for_the_report_of_the_last_commit(tmp_path: Path) -> None:
     """However long it takes from the file COMMITTED to the announcement."""
     model = write_tokenizer(tmp_path / "model")
     with FakeEngine(model) as engine:

@@ -6,12 +6,28 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from benchmarks.concurrency import COLD_S, LOOK_S, WINDOW_S, WORKLOADS, World
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
-from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.dispatch.replica_share import FLOOR_PER_ENGINE, GROWTH, START_PER_ENGINE
+from primeslurm.orchestrator.dispatch.concurrency import (
+    CALM_S,
+    COOLING_S,
+    FLOOR_PER_ENGINE,
+    GROWTH,
+    HEADROOM,
+    HEADROOM_STEP,
+    MAX_HEADROOM,
+    MAX_KV,
+    MIN_KV,
+    SETTLED,
+    START_PER_ENGINE,
+    YOUNG,
+    Concurrency,
+    Headroom,
+    KvOccupancy,
+)
 from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, GAUGES, Sample
@@ -34,7 +50,7 @@ class Engines:
 
     def look(self) -> None:
         samples = {name: dict(sample) for name, sample in self.samples.items()}
-        self.made.look(samples, self.inflight, self.ended, self.beside)
+        self.made.observe(samples, self.inflight, self.ended, self.beside)
 
     def run(self, seconds: float, kv_each: float = 0.001, ended: int = 100, **more: float) -> None:
         """Have every share used, by rollouts that each hold so much of an engine's KV.
@@ -47,7 +63,7 @@ class Engines:
         """
         for _ in range(round(seconds / 5)):
             self.now += 5
-            self.inflight = dict(self.made.shares)
+            self.inflight = dict(self.made.slots)
             for name, sample in self.samples.items():
                 router = f"router-{name.split('-')[1][1:]}"
                 mine = [other for other in self.samples if other.split("-")[1] == name.split("-")[1]]
@@ -67,7 +83,7 @@ class Engines:
         """Have every share used, and so many tokens sampled between two looks, by engine. Nothing else changes."""
         for _ in range(round(seconds / 5)):
             self.now += 5
-            self.inflight = dict(self.made.shares)
+            self.inflight = dict(self.made.slots)
             for name, sample in self.samples.items():
                 sample["generated"] += generated(name)
             self.look()
@@ -77,7 +93,7 @@ NAMES = ["engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0"]
 BEGIN = {"router-0": 2 * START_PER_ENGINE, "router-1": START_PER_ENGINE}
 
 
-def test_a_replica_that_nobody_has_seen_has_what_engines_begin_with() -> None:
+def test_unseen_replica_has_the_initial_limit() -> None:
     engines = Engines(*NAMES)
     late = {name: engines.samples.pop(name) for name in NAMES if "r1" in name}
     made = Concurrency(ROUTERS, NAMES, 10_000)
@@ -88,7 +104,7 @@ def test_a_replica_that_nobody_has_seen_has_what_engines_begin_with() -> None:
     assert made.shares == BEGIN | {"router-0": 0}
 
 
-def test_the_first_rollouts_are_spread_over_replicas_that_are_late() -> None:
+def test_first_rollouts_are_spread_over_late_replicas() -> None:
     engines = Engines(*NAMES)
     made = dispatcher(Concurrency(ROUTERS, NAMES, 10_000).shares, max_inflight=512)
 
@@ -104,16 +120,16 @@ def test_the_first_rollouts_are_spread_over_replicas_that_are_late() -> None:
     for _ in range(120):
         for sample in engines.samples.values():
             sample |= {"running": 16, "kv_usage": 0.01, "generated": sample["generated"] + 1000}
-        concurrency.look(engines.samples, made.replicas.load, {})
-        made.replicas.shares = concurrency.shares
+        concurrency.observe(engines.samples, made.replicas.load, {})
+        made.replicas.limits = concurrency.slots
         fill()
     assert made.replicas.load["router-1"] == BEGIN["router-1"], "it has not answered yet"
     assert made.replicas.load["router-0"] > BEGIN["router-0"]
-    concurrency.look(engines.samples | late, made.replicas.load, {})
-    assert concurrency.shares["router-1"] == BEGIN["router-1"]
+    concurrency.observe(engines.samples | late, made.replicas.load, {})
+    assert concurrency.slots["router-1"] == BEGIN["router-1"]
 
 
-def test_nothing_is_bound_where_rollouts_run_and_no_engine_says_what_it_does() -> None:
+def test_replicas_have_no_limit_without_metrics() -> None:
     times = iter(range(0, 10_000, 5))
     made = Concurrency(ROUTERS, NAMES, 10_000, clock=lambda: next(times))
     for _ in range(120):
@@ -128,48 +144,48 @@ def test_nothing_is_bound_where_rollouts_run_and_no_engine_says_what_it_does() -
     assert made.shares == BEGIN
 
 
-def test_a_share_grows_until_the_cache_is_used() -> None:
+def test_limit_grows_until_the_cache_is_full() -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
-    assert engines.made.shares == dict.fromkeys(ROUTERS, START_PER_ENGINE)
+    assert engines.made.slots == dict.fromkeys(ROUTERS, START_PER_ENGINE)
     engines.run(300, kv_each=0.01)
     for share in engines.made.report.values():
         assert 85 <= share.places <= 100 and share.limit == "kv"
 
 
-def test_a_share_grows_slowly_while_all_rollouts_are_young() -> None:
+def test_limit_grows_slowly_while_all_rollouts_are_young() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300, kv_each=0.01, ended=0)
-    assert 24 <= engines.made.shares["router-0"] <= 30, "less than a third of the cache: what runs will grow"
+    assert 24 <= engines.made.slots["router-0"] <= 30, "less than a third of the cache: what runs will grow"
 
 
-def test_preemptions_leave_more_of_the_cache_free() -> None:
+def test_preemptions_enlarge_the_headroom_for_a_while() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300, kv_each=0.01)
-    before = engines.made.shares["router-0"]
+    before = engines.made.slots["router-0"]
     engines.run(300, kv_each=0.01, preemptions=20)
-    assert engines.made.shares["router-0"] < 0.96 * before
+    assert engines.made.slots["router-0"] < 0.96 * before
     assert engines.made.report["0"].limit == "preemption"
     engines.run(1800, kv_each=0.01)
-    assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.02)
+    assert engines.made.slots["router-0"] == pytest.approx(before, rel=0.02)
 
 
-def test_what_waits_at_engines_that_have_room_for_it_is_not_needed() -> None:
+def test_queue_beside_a_free_cache_lowers_the_limit() -> None:
     engines = Engines("engine-r0-0")
     engines.run(60)
-    before = engines.made.shares["router-0"]
+    before = engines.made.slots["router-0"]
     engines.run(10, waiting=before / 2)
-    assert engines.made.shares["router-0"] < 0.7 * before and engines.made.report["0"].limit == "queue"
+    assert engines.made.slots["router-0"] < 0.7 * before and engines.made.report["0"].limit == "queue"
 
 
-def test_what_waits_for_room_in_the_cache_fits_on_average() -> None:
+def test_queue_for_a_full_cache_does_not_lower_the_limit() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300)
-    before = engines.made.shares["router-0"]
+    before = engines.made.slots["router-0"]
     engines.run(60, waiting=before / 4)
-    assert engines.made.shares["router-0"] >= 0.95 * before
+    assert engines.made.slots["router-0"] >= 0.95 * before
 
 
-def test_too_little_prefill_is_told_apart_from_too_many_rollouts() -> None:
+def test_prefill_limit_differs_from_kv_limit() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(60)
     engines.run(10, prefill_waiting=300, deferred=50, waiting=50)
@@ -182,40 +198,40 @@ def test_too_little_prefill_is_told_apart_from_too_many_rollouts() -> None:
     assert engines.made.report["0"].limit == "growing", "waiting for KV from a prefill engine is no queue"
 
 
-def test_as_many_prompts_may_wait_for_prefill_as_requests_sample() -> None:
+def test_one_prompt_per_sampling_request_may_wait_for_prefill() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(60)
-    before = engines.made.shares["router-0"]
+    before = engines.made.slots["router-0"]
     engines.run(10, prefill_waiting=0.9 * before)
-    assert engines.made.report["0"].limit == "growing" and engines.made.shares["router-0"] > before
+    assert engines.made.report["0"].limit == "growing" and engines.made.slots["router-0"] > before
     engines.run(10, prefill_waiting=2.5 * before)
-    assert engines.made.report["0"].limit == "prefill" and engines.made.shares["router-0"] < before
+    assert engines.made.report["0"].limit == "prefill" and engines.made.slots["router-0"] < before
 
 
-def test_a_place_that_was_left_just_now_does_not_keep_a_small_share_from_growing() -> None:
+def test_slot_that_was_just_freed_does_not_stop_growth() -> None:
     engines = Engines("engine-r0-0")
     (sample,) = engines.samples.values()
 
     def use(left: int) -> int:
         for _ in range(6):
             engines.now += 5
-            engines.inflight = {"router-0": engines.made.shares["router-0"] - left}
+            engines.inflight = {"router-0": engines.made.slots["router-0"] - left}
             sample["running"], sample["generated"] = engines.inflight["router-0"], sample["generated"] + 1000
             sample["kv_usage"] = 0.001 * sample["running"]
             engines.look()
-        return engines.made.shares["router-0"]
+        return engines.made.slots["router-0"]
 
     assert use(4) == START_PER_ENGINE and engines.made.report["0"].limit == "demand"
     assert use(2) > START_PER_ENGINE and engines.made.report["0"].limit == "growing"
 
 
-def test_prompts_that_are_computed_anew_cost_places() -> None:
+def test_recomputed_prompts_lower_the_limit() -> None:
     engines = Engines("engine-r0-0")
 
     def turn(seconds: float, computed: float) -> None:
         for _ in range(round(seconds / 5)):  # three of four rollouts are at their tools
             engines.now += 5
-            engines.inflight = dict(engines.made.shares)
+            engines.inflight = dict(engines.made.slots)
             sample = engines.samples["engine-r0-0"]
             sample["running"] = engines.inflight["router-0"] / 4
             sample["kv_usage"] = min(1.0, sample["running"] * 0.01)
@@ -225,17 +241,17 @@ def test_prompts_that_are_computed_anew_cost_places() -> None:
             engines.look()
 
     turn(300, 1000)
-    before = engines.made.shares["router-0"]
+    before = engines.made.slots["router-0"]
     assert 95 <= before <= 110, "also those at their tools need their KV"
     assert engines.made.report["0"].limit == "cache"
     turn(600, 9000)
-    assert engines.made.shares["router-0"] <= 0.8 * before
+    assert engines.made.slots["router-0"] <= 0.8 * before
     turn(1200, 1000)
-    assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.1)
+    assert engines.made.slots["router-0"] == pytest.approx(before, rel=0.1)
 
 
 @pytest.mark.parametrize("draw", [0, 1])
-def test_agents_at_their_tools_are_not_by_turns_too_many_and_too_few(draw: int) -> None:
+def test_limit_does_not_oscillate_with_agents_at_their_tools(draw: int) -> None:
     agents = next(workload for workload in WORKLOADS if workload.turns == 30)
     world = World(agents, None, draw)
     world.run(agents.steady_s + LOOK_S)
@@ -244,7 +260,7 @@ def test_agents_at_their_tools_are_not_by_turns_too_many_and_too_few(draw: int) 
     assert worst >= 0.9 * world.rate(COLD_S, agents.steady_s), "tokens a second, in the worst five minutes"
 
 
-def test_long_tools_do_not_leave_engines_with_few_requests() -> None:
+def test_long_tool_calls_allow_more_rollouts_than_fit_the_cache() -> None:
     """Tools of 40 s: the cache holds so few rollouts that an engine samples for three at a time."""
     world = World(next(workload for workload in WORKLOADS if workload.tool_s == 40), None)
     world.run(1800 + LOOK_S)
@@ -253,14 +269,14 @@ def test_long_tools_do_not_leave_engines_with_few_requests() -> None:
 
 
 @pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])
-def test_an_evaluation_on_the_same_engines_leaves_training_its_share(for_each: float, limit: str) -> None:
+def test_evaluation_on_the_same_engines_does_not_change_the_limit(for_each: float, limit: str) -> None:
     """It comes on top: its requests, KV, preemptions and prompts are in what engines show, and are not training's."""
     engines = Engines("engine-r0-0", "engine-r1-0")
 
     def turn(seconds: float, evaluated: int = 0) -> None:
         for _ in range(round(seconds / 5)):  # of so many rollouts one has a request that runs
             engines.now += 5
-            engines.inflight = dict(engines.made.shares)
+            engines.inflight = dict(engines.made.slots)
             engines.beside = {"router-0": evaluated}
             for router, sample in zip(ROUTERS, engines.samples.values(), strict=True):
                 together = engines.inflight[router] + engines.beside.get(router, 0)
@@ -274,81 +290,81 @@ def test_an_evaluation_on_the_same_engines_leaves_training_its_share(for_each: f
             engines.look()
 
     turn(600)
-    before = dict(engines.made.shares)
+    before = dict(engines.made.slots)
     assert engines.made.report["0"].limit == limit
     for seconds in (60, 540):
         turn(seconds, evaluated=50)
-        assert engines.made.shares["router-0"] == pytest.approx(before["router-0"], rel=0.05)
+        assert engines.made.slots["router-0"] == pytest.approx(before["router-0"], rel=0.05)
     turn(300)
-    assert engines.made.shares == pytest.approx(before, rel=0.05), "nothing was learned from it"
+    assert engines.made.slots == pytest.approx(before, rel=0.05), "nothing was learned from it"
 
 
-def test_prompts_that_are_new_cost_no_places_while_the_cache_is_empty() -> None:
+def test_new_prompts_do_not_lower_the_limit_of_an_empty_cache() -> None:
     engines = Engines("engine-r0-0", bound=40)
     for look in range(120):  # short answers on engines that mostly wait: some looks see no prompt at all, others many
         engines.now += 5
-        engines.inflight = {"router-0": min(40, engines.made.shares["router-0"])}
+        engines.inflight = {"router-0": min(40, engines.made.slots["router-0"])}
         sample = engines.samples["engine-r0-0"]
         sample["running"], sample["kv_usage"] = 4.0, 0.01
         sample["generated"] += 30
         sample["computed"] += 0 if look % 20 < 14 else 900
         engines.ended["router-0"] += 3
         engines.look()
-    assert engines.made.shares["router-0"] >= 40
+    assert engines.made.slots["router-0"] >= 40
 
 
-def test_a_lost_engine_s_share_is_gone_at_once_and_comes_back_with_it() -> None:
+def test_limit_of_a_lost_engine_is_removed_and_restored() -> None:
     engines = Engines("engine-r0-0", "engine-r0-1", "engine-r1-0")
     engines.run(300, kv_each=0.01)
-    before = dict(engines.made.shares)
+    before = dict(engines.made.slots)
     gone = engines.samples.pop("engine-r0-1")
     engines.look()
-    assert engines.made.shares["router-0"] == before["router-0"] // 2
-    assert engines.made.shares["router-1"] == before["router-1"]
+    assert engines.made.slots["router-0"] == before["router-0"] // 2
+    assert engines.made.slots["router-1"] == before["router-1"]
     engines.samples["engine-r0-1"] = gone
     engines.look()
-    assert engines.made.shares["router-0"] == pytest.approx(before["router-0"], abs=1), "it only was late"
+    assert engines.made.slots["router-0"] == pytest.approx(before["router-0"], abs=1), "it only was late"
     lone = engines.samples.pop("engine-r1-0")
     engines.look()
-    assert engines.made.report["1"].limit == "lost" and engines.made.shares["router-1"] == 0
+    assert engines.made.report["1"].limit == "lost" and engines.made.slots["router-1"] == 0
     engines.samples["engine-r1-0"] = dict.fromkeys(lone, 0.0)
     engines.look()
-    assert engines.made.shares["router-1"] == START_PER_ENGINE, "it was restarted, and holds nothing"
+    assert engines.made.slots["router-1"] == START_PER_ENGINE, "it was restarted, and holds nothing"
     engines.run(60, kv_each=0.01)
-    assert engines.made.shares["router-1"] >= 0.9 * before["router-1"], "what fits is known from before"
+    assert engines.made.slots["router-1"] >= 0.9 * before["router-1"], "what fits is known from before"
 
 
-def test_an_engine_that_was_restarted_between_two_looks_begins_anew() -> None:
+def test_engine_restarted_between_two_looks_has_the_initial_limit() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300)
-    assert engines.made.shares["router-0"] > 10 * START_PER_ENGINE
+    assert engines.made.slots["router-0"] > 10 * START_PER_ENGINE
     engines.samples["engine-r0-0"] = dict.fromkeys(engines.samples["engine-r0-0"], 0.0)
     engines.look()
-    assert engines.made.shares["router-0"] == START_PER_ENGINE
+    assert engines.made.slots["router-0"] == START_PER_ENGINE
 
 
-def test_a_slow_replica_loses_its_share_until_it_is_well() -> None:
+def test_slow_replica_is_limited_until_it_recovers() -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
     engines.run(300, kv_each=0.01)
-    before = dict(engines.made.shares)
+    before = dict(engines.made.slots)
 
     def run(seconds: float, slow: float) -> None:
         engines.sample_only(seconds, lambda name: slow if name == "engine-r1-0" else 1000)
 
     run(90, 100)
     assert engines.made.report["1"].limit == "slow"
-    assert engines.made.shares["router-1"] < before["router-1"] / 2
-    assert engines.made.shares["router-0"] >= 0.9 * before["router-0"]
+    assert engines.made.slots["router-1"] < before["router-1"] / 2
+    assert engines.made.slots["router-0"] >= 0.9 * before["router-0"]
     run(120, 1000)
     assert engines.made.report["1"].limit != "slow"
-    assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
+    assert engines.made.slots["router-1"] >= 0.9 * before["router-1"]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_replica_that_gave_nothing_for_minutes_is_tried_again(restarted: bool) -> None:
+def test_replica_without_tokens_for_minutes_is_tried_again(restarted: bool) -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
     engines.run(300, kv_each=0.01)
-    before = dict(engines.made.shares)
+    before = dict(engines.made.slots)
 
     def run(seconds: float, each: float) -> None:
         def generated(name: str) -> float:
@@ -357,31 +373,31 @@ def test_a_replica_that_gave_nothing_for_minutes_is_tried_again(restarted: bool)
         engines.sample_only(seconds, generated)
 
     run(600, 0)
-    assert engines.made.report["1"].limit == "slow" and engines.made.shares["router-1"] == 1
+    assert engines.made.report["1"].limit == "slow" and engines.made.slots["router-1"] == 1
     if restarted:
         engines.samples["engine-r1-0"] = dict.fromkeys(engines.samples["engine-r1-0"], 0.0)
         engines.look()
-        assert engines.made.shares["router-1"] == START_PER_ENGINE, "what the engine before it was says nothing"
+        assert engines.made.slots["router-1"] == START_PER_ENGINE, "what the engine before it was says nothing"
         for _ in range(6):
             run(5, 1)
             assert engines.made.report["1"].limit != "slow", "nor is it slow while little is known of it"
     else:
         run(90, 1)
-        assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
+        assert engines.made.slots["router-1"] >= 0.9 * before["router-1"]
 
 
-def test_the_bound_is_named_when_it_is_what_binds() -> None:
+def test_max_inflight_is_reported_as_the_limit() -> None:
     engines = Engines("engine-r0-0", bound=START_PER_ENGINE)
     engines.run(10)
     engines.inflight = {"router-0": START_PER_ENGINE}
     engines.look()
     assert engines.made.report["0"].limit == "bound"
     engines.made.drop("router-0")
-    assert engines.made.shares == {}
+    assert engines.made.slots == {}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
+def test_limits_stay_in_bounds_for_any_metrics(seed: int) -> None:
     source = random.Random(seed)
     engines = Engines("engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0")
     names, most = list(engines.samples), 0
@@ -400,7 +416,7 @@ def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
                 engines.samples[victim] = dict.fromkeys((*GAUGES, *COUNTERS), 0.0)
             case 2:
                 engines.samples.setdefault(victim, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
-        before = engines.made.shares
+        before = engines.made.slots
         most = max(most, *before.values(), 0)
         engines.inflight = {router: source.randrange(share + 2) for router, share in before.items()}
         engines.ended["router-0"] += source.randrange(5)
@@ -415,11 +431,11 @@ def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
 def dispatcher(shares: dict[str, int], max_inflight: int = 64) -> Dispatcher:
     made = Dispatcher(DispatchLimits({"e": 4}, max_inflight, max_inflight, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i")
     made.version = 0
-    made.replicas.shares = shares
+    made.replicas.limits = shares
     return made
 
 
-def test_rollouts_go_to_the_replica_with_room() -> None:
+def test_rollouts_go_to_the_replica_with_free_slots() -> None:
     made = dispatcher({"router-0": 2, "router-1": 20})
     jobs = []
     while job := made.next_job({"e"}):
@@ -430,13 +446,13 @@ def test_rollouts_go_to_the_replica_with_room() -> None:
     assert made.next_job({"e"}) is not None and made.next_job({"e"}) is None
     assert made.drop_router("router-0")
     assert made.next_job({"e"}) is None, "the other one is full"
-    made.replicas.shares = {"router-1": 22}
+    made.replicas.limits = {"router-1": 22}
     again = [made.next_job({"e"}), made.next_job({"e"})]
     assert all(job is not None and job.router == "router-1" for job in again)
     assert made.counts["dispatched"] == made.inflight + made.counts["lost"]
 
 
-def test_rollouts_of_a_group_share_a_replica_if_it_has_room() -> None:
+def test_rollouts_of_a_group_share_a_replica() -> None:
     made = dispatcher({"router-0": 12, "router-1": 12})
     routers: dict[str, set[str]] = {}
     while job := made.next_job({"e"}):
@@ -444,7 +460,7 @@ def test_rollouts_of_a_group_share_a_replica_if_it_has_room() -> None:
     assert len(routers) == 6 and all(len(found) == 1 for found in routers.values())
 
 
-def test_a_group_waits_for_its_replica_but_not_for_long() -> None:
+def test_group_waits_for_its_replica_only_for_a_while() -> None:
     """Its prompt is in the cache there: elsewhere it would be held twice."""
     made = dispatcher({"router-0": 5, "router-1": 5})
     jobs = {}
@@ -467,27 +483,27 @@ def test_a_group_waits_for_its_replica_but_not_for_long() -> None:
     for router in ("router-1", "router-0", "router-1", "router-0"):
         job = ends(router)
         assert (job.group, job.router) == (begun[router], router)
-    made.replicas.shares = {"router-0": 0, "router-1": 10}
+    made.replicas.limits = {"router-0": 0, "router-1": 10}
     waiting = begun["router-0"]
     groups = [ends("router-1").group for _ in range(24)]
     assert waiting in groups, "a replica without room does not keep its groups"
 
 
-def test_places_count_what_ended() -> None:
+def test_slots_count_ended_rollouts() -> None:
     places = ReplicaSlots(ROUTERS)
     assert places.begin("a", "router-0") == "router-0" and places.least_loaded() == "router-1"
     places.end("a")
     assert places.ended == {"router-0": 1} and places.load == {"router-0": 0, "router-1": 0}
 
 
-def test_a_share_grows_where_rollouts_are_at_their_tools_nearly_all_the_time() -> None:
+def test_limit_grows_while_nearly_all_rollouts_wait_for_tools() -> None:
     """Sixteen rollouts that ask for a second in a minute keep a quarter of a request running: engines have room."""
     engines = Engines("engine-r0-0", "prefill-r1-0", "decode-r1-0")
 
     def asked(seconds: float, generated: float, prefill_waiting: float = 0.0) -> None:
         for _ in range(round(seconds / 5)):
             engines.now += 5
-            engines.inflight = dict(engines.made.shares)
+            engines.inflight = dict(engines.made.slots)
             for name, sample in engines.samples.items():
                 sample["running"] = 0.25 if not name.startswith("prefill") else 0.0
                 sample["waiting"] = prefill_waiting if name.startswith("prefill") else 0.0
@@ -495,7 +511,56 @@ def test_a_share_grows_where_rollouts_are_at_their_tools_nearly_all_the_time() -
             engines.look()
 
     asked(60, generated=0)
-    assert set(engines.made.shares.values()) == {START_PER_ENGINE}, "nothing is sampled: it is not the number"
+    assert set(engines.made.slots.values()) == {START_PER_ENGINE}, "nothing is sampled: it is not the number"
     asked(60, generated=100, prefill_waiting=20)
-    assert engines.made.shares["router-0"] >= START_PER_ENGINE * GROWTH**4
-    assert engines.made.shares["router-1"] == START_PER_ENGINE, "prompts wait: more of them would wait, too"
+    assert engines.made.slots["router-0"] >= START_PER_ENGINE * GROWTH**4
+    assert engines.made.slots["router-1"] == START_PER_ENGINE, "prompts wait: more of them would wait, too"
+
+
+@pytest.mark.parametrize("requests", [32, 64, 256])
+def test_headroom_suffices_for_few_large_and_many_small_requests(requests: int) -> None:
+    each = 1 / requests
+    fitting = int(Headroom().usable(each) / each)
+    held = np.random.default_rng(0).uniform(0, 2 * each, (20_000, fitting)).sum(axis=1)
+    assert 0.005 < (held > 1).mean() < 0.06
+
+
+def test_headroom_grows_with_preemptions_and_decays() -> None:
+    headroom = Headroom()
+    before = headroom.usable(0.01)
+    assert before == pytest.approx(1 - HEADROOM * 0.1) and not headroom.is_raised
+    headroom.learn(1.0, 10.0)
+    assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1) and headroom.is_raised
+    headroom.learn(1.0, COOLING_S / 2)
+    assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1), (
+        "rollouts that started before still run"
+    )
+    for _ in range(20):
+        headroom.learn(1.0, COOLING_S)
+    assert headroom.usable(0.01) == pytest.approx(1 - MAX_HEADROOM * 0.1)
+    headroom.learn(0.0, CALM_S * (MAX_HEADROOM - HEADROOM) / HEADROOM_STEP)
+    assert headroom.usable(0.01) == pytest.approx(before) and not headroom.is_raised
+    assert Headroom().usable(1.0) == MIN_KV and Headroom().usable(1e-6) == MAX_KV
+
+
+def test_young_rollouts_are_expected_to_grow() -> None:
+    estimates: dict[str, KvOccupancy] = {}
+    estimates["0"] = occupancy = KvOccupancy(estimates.values())
+    occupancy.add(0.5, 50, 50, 0, 10.0)
+    assert occupancy.mean == pytest.approx(0.01) and occupancy.expected(50) == pytest.approx(0.01 * YOUNG)
+    for look in range(1, 200):
+        occupancy.add(0.5, 50, 50, look * 10, 10.0)
+    assert occupancy.settled(50) == 1.0 and occupancy.settled(2 * 2000 / SETTLED) < 1.0
+    assert occupancy.expected(50) == pytest.approx(0.01)
+
+
+def test_replicas_share_their_occupancy() -> None:
+    estimates: dict[str, KvOccupancy] = {}
+    for name in "012":
+        estimates[name] = KvOccupancy(estimates.values())
+    estimates["0"].add(0.6, 30, 30, 0, 10.0)
+    assert estimates["2"].mean == pytest.approx(0.02)
+    estimates["1"].add(0.3, 30, 30, 0, 10.0)
+    assert estimates["2"].mean == pytest.approx(0.015)
+    del estimates["1"]
+    assert estimates["2"].mean == pytest.approx(0.02), "a lost replica does not count"

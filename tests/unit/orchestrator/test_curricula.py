@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from primeslurm.base import durable
 from primeslurm.orchestrator.dispatch import Dispatcher, group_id
-from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.dispatch.pools import Pools
+from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula, DifficultyPools
 from primeslurm.orchestrator.dispatch.task_order import first_epoch
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.pipeline.recovery import examples, limits
@@ -35,8 +34,8 @@ LABEL = "reverse-text"
 relaxed = settings(deadline=None)
 
 
-def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> Pools:
-    made = Pools(Curriculum.model_validate(options), "seed", order)
+def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> DifficultyPools:
+    made = DifficultyPools(Curriculum.model_validate(options), "seed", order)
     if tasks is not None:
         made.set_tasks(tasks)
     return made
@@ -48,7 +47,7 @@ def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> Pool
     window=st.integers(1, 64),
     seed=st.integers(0, 3),
 )
-def test_the_first_epoch_has_every_task_once(tasks: int, window: int, seed: int) -> None:
+def test_first_epoch_has_every_task_once(tasks: int, window: int, seed: int) -> None:
     order = [first_epoch(position, seed, window, tasks) for position in range(tasks)]
     assert sorted(order) == list(range(tasks))
     assert all(abs(task - position) < window for position, task in enumerate(order))
@@ -56,7 +55,7 @@ def test_the_first_epoch_has_every_task_once(tasks: int, window: int, seed: int)
     assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], "known end or not"
 
 
-def test_a_rate_follows_the_formula_and_decides_the_pool() -> None:
+def test_solve_rate_decides_the_pool() -> None:
     made = pools(alpha=0.5)
     for solved, rate, pool in ((1.0, 1.0, "easy"), (0.0, 0.5, "normal"), (0.0, 0.25, "hard"), (1.0, 0.625, "normal")):
         made.learn(3, solved)
@@ -64,7 +63,7 @@ def test_a_rate_follows_the_formula_and_decides_the_pool() -> None:
         assert made.sizes == {**dict.fromkeys(("easy", "normal", "hard", "solved", "failed"), 0), "unseen": 9, pool: 1}
 
 
-def test_pools_are_drawn_from_by_their_shares() -> None:
+def test_draws_follow_the_shares() -> None:
     made = pools(400, shares={"unseen": 1, "easy": 1, "normal": 6, "hard": 2})
     for task in range(300):
         made.learn(task, (0.0, 0.5, 1.0)[task % 3])
@@ -74,14 +73,14 @@ def test_pools_are_drawn_from_by_their_shares() -> None:
     assert shares == pytest.approx({"unseen": 0.1, "easy": 0.1, "normal": 0.6, "hard": 0.2}, abs=0.025)
 
 
-def test_an_empty_pools_share_goes_to_the_others_and_0_is_the_last_resort() -> None:
+def test_share_of_an_empty_pool_goes_to_the_others() -> None:
     made = pools(2, shares={"unseen": 1, "easy": 0, "normal": 1, "hard": 1})
     made.learn(0, 1.0)
     made.learn(1, 1.0)
     assert {made.draw(position, ()) for position in range(50)} == {0, 1} and made.drawn == {"easy": 50}
 
 
-def test_retired_examples_come_again_only_if_nothing_else_is_left() -> None:
+def test_retired_examples_are_the_last_resort() -> None:
     made = pools(3, retire_solved=2, retire_failed=2)
     for _ in range(2):
         made.learn(0, 1.0)
@@ -95,7 +94,7 @@ def test_retired_examples_come_again_only_if_nothing_else_is_left() -> None:
     assert {made.draw(position, ()) for position in range(50)} == {0, 1, 2}
 
 
-def test_unseen_examples_come_in_the_first_epochs_order_and_dropped_ones_again() -> None:
+def test_unseen_examples_come_in_order_and_dropped_ones_again() -> None:
     made = pools(8)
     first = [made.draw(position, ()) for position in range(8)]
     assert first == [first_epoch(position, 0, 2**17, 8) for position in range(8)]
@@ -106,7 +105,7 @@ def test_unseen_examples_come_in_the_first_epochs_order_and_dropped_ones_again()
     assert first[3] in drawn and made.drawn["unseen"] > 8
 
 
-def test_without_an_end_there_is_always_something_unseen() -> None:
+def test_endless_taskset_always_has_unseen_examples() -> None:
     made = pools(None, shares={"unseen": 1, "easy": 0, "normal": 0, "hard": 0})
     drawn = []
     for position in range(3000):
@@ -118,7 +117,7 @@ def test_without_an_end_there_is_always_something_unseen() -> None:
 
 @relaxed
 @given(seed=st.integers(0, 2**16), tasks=st.integers(1, 12), retire=st.none() | st.integers(1, 3))
-def test_no_example_runs_twice_at_once_or_is_in_two_pools(seed: int, tasks: int, retire: int | None) -> None:
+def test_example_is_in_one_pool_and_runs_once_at_a_time(seed: int, tasks: int, retire: int | None) -> None:
     source, made = random.Random(seed), pools(tasks, retire_solved=retire, retire_failed=retire)
     running: list[int] = []
     for position in range(150):
@@ -133,8 +132,8 @@ def test_no_example_runs_twice_at_once_or_is_in_two_pools(seed: int, tasks: int,
         members = [task for names in made._members.values() for task in names]
         assert sorted(members) == sorted(made._examples) and sum(made.sizes.values()) == tasks
         for name, names in made._members.items():
-            for place, task in enumerate(names):
-                assert (made._examples[task].pool, made._examples[task].place) == (name, place)
+            for index, task in enumerate(names):
+                assert (made._examples[task].pool, made._examples[task].index) == (name, index)
 
 
 RECIPE = Recipe.model_validate(
@@ -192,7 +191,7 @@ class Life:
     def train(self) -> list[str]:
         step = self.dispatch.step
         self.forget([group.id for group in self.dispatch.apply_age_limit(step).stale])
-        groups = self.dispatch.cut() or []
+        groups = self.dispatch.take_batch() or []
         if groups:
             ids = [group.id for group in groups]
             formed = {"next_step": step + 1, "batches": {**self.progress.now.batches, step: ids}}
@@ -204,7 +203,7 @@ class Life:
 
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**16), kills=st.lists(st.integers(0, 200), max_size=4))
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(
+def test_kill_at_any_moment_loses_and_repeats_no_example(
     seed: int, kills: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     life = Life(tmp_path_factory.mktemp("life"), seed)
@@ -225,7 +224,7 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(
     assert sum(life.curricula._pools[LABEL].sizes.values()) == 40
 
 
-def test_what_is_drawn_after_a_restart_is_what_would_have_been(tmp_path: Path) -> None:
+def test_draws_are_the_same_after_a_restart(tmp_path: Path) -> None:
     def learned(made: Curricula, first: int, last: int) -> list[int | None]:
         drawn = []
         for position in range(first, last):
@@ -258,7 +257,7 @@ def rollout_of(reward: float) -> Rollout:
     return replace(made, info=msgspec.structs.replace(made.info, reward=reward))
 
 
-def test_a_full_disk_costs_no_outcome(tmp_path: Path) -> None:
+def test_full_disk_loses_no_outcome(tmp_path: Path) -> None:
     made = Curricula(RECIPE, tmp_path / "missing" / "outcomes")
     made.set_tasks({LABEL: 40})
     group = RolloutGroup(group_id(LABEL, 0), LABEL, 0, 0, ((rollout_of(1.0),),), 7)
@@ -273,9 +272,7 @@ def test_a_full_disk_costs_no_outcome(tmp_path: Path) -> None:
     assert again.take_metrics()[f"env/{LABEL}/pool/easy"] == 1.0
 
 
-def test_what_a_checkpoint_knows_is_on_disk_before_it_and_the_event_loop_waits_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcomes_are_on_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rollouts", "checkpoint"):
         (tmp_path / name).mkdir()
     may_flush, sync, done = threading.Event(), durable.sync, []
@@ -313,7 +310,7 @@ def test_what_a_checkpoint_knows_is_on_disk_before_it_and_the_event_loop_waits_f
     assert (file.now.next_step, file.now.outcomes) == (2, sum(map(len, lines)))
 
 
-def test_a_step_writes_what_it_learned_however_many_examples_there_are(tmp_path: Path) -> None:
+def test_record_of_a_step_does_not_grow_with_the_examples(tmp_path: Path) -> None:
     made = Curricula(RECIPE, tmp_path / "outcomes")
     made.set_tasks({LABEL: 100_000})
     sizes = [0]

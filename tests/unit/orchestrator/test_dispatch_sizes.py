@@ -27,7 +27,7 @@ relaxed = settings(deadline=None)
 
 @relaxed
 @given(sizes=st.lists(st.integers(1, 6), max_size=9), total=st.integers(1, 24))
-def test_a_choice_holds_so_many_or_hardly_more_and_the_first_ones(sizes: list[int], total: int) -> None:
+def test_choice_is_the_smallest_sum_of_the_first_groups(sizes: list[int], total: int) -> None:
     enough = [
         (sum(sizes[index] for index in chosen), chosen)
         for count in range(len(sizes) + 1)
@@ -38,7 +38,7 @@ def test_a_choice_holds_so_many_or_hardly_more_and_the_first_ones(sizes: list[in
     assert found == (list(min(enough)[1]) if enough else []), "of the fewest rollouts, and the smallest indices"
 
 
-def test_a_group_opens_for_a_batch_that_lacks_less_than_the_smallest_one() -> None:
+def test_group_opens_for_a_batch_that_lacks_less_than_a_group() -> None:
     limits = DispatchLimits({"a": 4, "b": 8}, 16, 99, 0, 1, {"a": 1.0, "b": 1.0})
 
     def may_open(ready: int) -> list[str]:
@@ -73,7 +73,7 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
 )
 @example([2, 6], 3, 0, 1.0, Staleness(rule="carry", at_least=2, extra_rollouts=1), 26)  # two groups of one
 @example([1, 3], 3, 0, 1.5, Staleness(rule="carry", at_least=1, extra_rollouts=1), 21)  # example end at once
-def test_batches_come_whatever_happens(
+def test_batches_form_under_any_order_of_events(
     sizes: list[int], batches: int, off_policy: int, oversampling: float, staleness: Staleness, seed: int
 ) -> None:
     """Of sizes that divide one another: full, fresh, no group twice, no rollout unaccounted for, no dead end."""
@@ -126,7 +126,7 @@ def test_batches_come_whatever_happens(
                 assert staleness.at_least <= group.size < most
                 made.add_ready(group)
             batch, returned = made.next_batch(), made.returned
-            assert (made.cut() or []) == batch
+            assert (made.take_batch() or []) == batch
             oldest = step - 1 - off_policy
             ages = [age(group, staleness, returned) for group in batch]
             assert min(ages, default=oldest) >= oldest
@@ -200,7 +200,7 @@ class Simulation:
             if idle_since is not None:
                 step = made.step
                 self.apply_age_limit(made)
-                if (groups := made.cut()) is not None:
+                if (groups := made.take_batch()) is not None:
                     self.staleness.update(step - 1 - group.opened_version for group in groups)
                     self.batches.append(Counter())
                     for group in groups:
@@ -245,14 +245,14 @@ def test_flagship_batches_are_full_fresh_and_fair() -> None:
     assert max(made.inflight) == 512
 
 
-def test_flagship_on_policy_never_trains_an_old_group() -> None:
+def test_flagship_on_policy_trains_no_old_group() -> None:
     made = Simulation(flagship(off_policy=0))
     end = made.run(30)
     assert set(made.staleness) == {0} and all(sum(batch.values()) == 256 for batch in made.batches)
     assert end.counts["groups_dropped_stale"] == 0, "the gate opened nothing that was too old in the end"
 
 
-def test_oversampling_shortens_the_wait_for_what_is_not_rejected() -> None:
+def test_oversampling_shortens_the_wait_for_batches() -> None:
     plain = Simulation(flagship(off_policy=0), reject=0.5)
     plain.run(30)
     more = Simulation(flagship(off_policy=0, oversampling=2.0), reject=0.5)

@@ -73,7 +73,7 @@ def check_whole_run(run: FakeRun) -> None:
     assert not list((run.run_dir / "rollouts").glob("*.damaged"))
 
 
-def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
+def test_run_from_first_to_last_step(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -119,7 +119,7 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
 
 
 @TRANSPORTS
-def test_a_trainer_that_starts_again_gets_every_batch_since_the_commit(run: FakeRun) -> None:
+def test_restarted_trainer_gets_every_uncommitted_batch(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -141,7 +141,7 @@ def test_a_trainer_that_starts_again_gets_every_batch_since_the_commit(run: Fake
 
 
 @TRANSPORTS
-def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
+def test_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -168,7 +168,7 @@ def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     assert [path for path in run.run_dir.glob("batches/**/*") if path.is_file()] == [], "all steps are committed"
 
 
-def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) -> None:
+def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model")
     with FakeEngine(tokenizer, delay_s=0.05) as engine, FakeEngine(tokenizer) as teacher:
         batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
@@ -226,7 +226,7 @@ def trained_as_wanted(row: Row) -> bool:
     return all(answers)
 
 
-def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
+def test_run_with_a_custom_algorithm(tmp_path: Path) -> None:
     """It trains every second prompt, one sampled token of each answer, and the others by cross-entropy."""
     chosen = {"function": "tests.unit.orchestrator.test_algorithms:FirstTokens", "kwargs": {"tokens": 1}}
     batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
@@ -253,7 +253,7 @@ def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
     assert sum(row.get("groups/rejected_odd", 0) for row in run.metrics()) > 0
 
 
-def test_who_asks_for_a_batch_hears_what_is_wrong_with_an_algorithm(tmp_path: Path) -> None:
+def test_error_of_a_custom_algorithm_reaches_the_trainer(tmp_path: Path) -> None:
     name = "tests.unit.orchestrator.test_algorithms:Silent"
     batches = {"batch_size": 4, "group_size": 4}
     with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
@@ -269,7 +269,7 @@ def test_who_asks_for_a_batch_hears_what_is_wrong_with_an_algorithm(tmp_path: Pa
             run.stop()
 
 
-def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path: Path) -> None:
+def test_missing_custom_algorithm_ends_the_attempt(tmp_path: Path) -> None:
     with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
         run = FakeRun(engine, tmp_path, {"orchestrator": {"algorithm": {"function": "no_such_module:Algorithm"}}})
         for name in ("orchestrator", "worker"):
@@ -283,7 +283,7 @@ def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path:
     assert expected in (tmp_path / "worker.log").read_text()
 
 
-def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> None:
+def test_run_continues_without_a_lost_replica(tmp_path: Path) -> None:
     """One of two engines never answers its rollouts; then the head gives its replica up."""
     tokenizer = write_tokenizer(tmp_path / "model")
     with FakeEngine(tokenizer, delay_s=0.05) as good, FakeEngine(tokenizer, delay_s=3600) as bad:
@@ -311,7 +311,7 @@ def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> No
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
 
 
-def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp_path: Path) -> None:
+def test_two_environments_with_a_curriculum_survive_kills(tmp_path: Path) -> None:
     """Group sizes, temperatures, filters, and pools that neither a kill nor a new attempt changes."""
     small = {"min_length": 2, "max_length": 4, "n": 6}
     changes = {

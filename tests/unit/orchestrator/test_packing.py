@@ -45,7 +45,7 @@ def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]
 
 @settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), max_size=30), ranks=st.integers(1, 4))
-def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
+def test_every_token_is_packed_once(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     packed = pack(docs, SEQ_LEN, ranks, temperature=0.7)
     assert len({len(rows) for rows in packed}) == 1 and len(packed) == ranks
@@ -67,7 +67,7 @@ def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     pieces=st.sampled_from([2, 4]),
     quantum=st.sampled_from([None, 4, 8]),
 )
-def test_pieces_are_the_rows_and_the_token_after_each(lengths: list[int], pieces: int, quantum: int | None) -> None:
+def test_pieces_are_the_rows_and_one_more_token(lengths: list[int], pieces: int, quantum: int | None) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     routed = [np.full((len(doc), 3, 2), i, np.uint8) for i, doc in enumerate(docs)]
     docs = [replace(doc, routed_experts=routed[i] if i % 3 else None) for i, doc in enumerate(docs)]
@@ -85,7 +85,7 @@ def test_pieces_are_the_rows_and_the_token_after_each(lengths: list[int], pieces
 
 @settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=40), ranks=st.integers(1, 5))
-def test_rows_are_as_long_as_they_have_to_be(lengths: list[int], ranks: int) -> None:
+def test_rows_are_no_longer_than_needed(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     fixed, packed = (pack(docs, SEQ_LEN, ranks, 0.7, quantum) for quantum in (None, 4))
     assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more to do than before"
@@ -96,7 +96,7 @@ def test_rows_are_as_long_as_they_have_to_be(lengths: list[int], ranks: int) -> 
         assert len(row.positions) == max(4, -(-used // 4) * 4) <= SEQ_LEN
 
 
-def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
+def test_documents_are_spread_over_all_ranks() -> None:
     docs = [document(1 + 100 * i, 8) for i in range(13)]  # 104 tokens: four rows of 32, for three ranks
     packed = packing.pack(docs, SEQ_LEN, 3, 4)
     assert sorted(row.length for mine in packed for row in mine) == [16, 16, 16, 16, 16, 24]
@@ -119,9 +119,7 @@ def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
         (4096, {}, None),
     ],
 )
-def test_rows_differ_in_length_where_the_trainer_can_take_it(
-    seq_len: int, trainer: dict[str, object], expected: int | None
-) -> None:
+def test_quantum_of_row_lengths(seq_len: int, trainer: dict[str, object], expected: int | None) -> None:
     fields = {"name": "test", "max_steps": 10, "seq_len": seq_len, "model": {"path": "m"}, "trainer": trainer}
     assert packing.quantum(Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})) == expected
 
@@ -171,7 +169,7 @@ def scored(whole: RolloutGroup) -> RolloutGroup:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float) -> None:
+def test_distillation_advantage_is_the_distance_to_the_teacher(share: float) -> None:
     long = 2 * SEQ_LEN
     whole = group([5, long], [1.0, 0.0])
     (first,), (second,) = whole.rollouts
@@ -188,7 +186,7 @@ def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float
         documents([whole], SEQ_LEN, 0, Opd())
 
 
-def test_the_teachers_part_stays_with_its_tokens() -> None:
+def test_teacher_logprobs_stay_with_their_tokens() -> None:
     whole = group([6, 3 * SEQ_LEN], [1.0, 0.0])
     docs = documents([scored(whole)], SEQ_LEN, 0, Grpo())
     assert {tuple(set(doc.advantages.tolist())) for doc in docs} == {(0.5,), (-0.5,)}
@@ -200,7 +198,7 @@ def test_the_teachers_part_stays_with_its_tokens() -> None:
     assert pack(documents([whole], SEQ_LEN, 0, Grpo()), SEQ_LEN, 1, 1.0)[0][0].ref_logprobs is None
 
 
-def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:
+def test_echo_weights_average_over_observed_tokens() -> None:
     whole = group([8, 12], [1.0, 0.0])
     first, second = (branches[0] for branches in whole.rollouts)
     observed = np.arange(8) >= 6
@@ -234,7 +232,7 @@ def test_routed_experts_stay_with_their_tokens() -> None:
     assert all(row.routed_experts is None for rows in pack(docs[2:], SEQ_LEN, 2, 1.0) for row in rows)
 
 
-def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
+def test_mixed_rollouts_are_not_on_policy() -> None:
     whole = group([6, 6], [1.0, 0.0])
     mixed = whole.rollouts[1][0]
     versions = np.array([0, 0, 0, 1, 1, 1], np.int32)
@@ -245,7 +243,7 @@ def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
     assert row.on_policy.tolist() == [True] * 6 + [False] * (SEQ_LEN - 6)
 
 
-def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
+def test_batch_is_the_same_at_every_request() -> None:
     groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
     fields = {"name": "test", "max_steps": 10, "seq_len": SEQ_LEN, "model": {"path": "m"}}
     recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
@@ -264,7 +262,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     assert first.encoded(StepShard(1, RankShard(0, 2))) is None and first.get(StepShard(1, RankShard(0, 2))) is None
 
 
-def test_each_environment_s_tokens_keep_the_temperature_they_were_sampled_at() -> None:
+def test_tokens_keep_the_temperature_of_their_environment() -> None:
     groups = [replace(group([3, 2], [1.0, 0.0]), environment=label) for label in ("cold", "warm", "usual")]
     docs = documents(groups, SEQ_LEN, 0, Grpo(), {"cold": 0.25, "warm": 1.5})
     ((row,),) = pack(docs, SEQ_LEN, 1, 0.7)

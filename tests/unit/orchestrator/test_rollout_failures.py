@@ -14,6 +14,7 @@ from primeslurm.base.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
+from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded, WorkerUnusable
 from primeslurm.orchestrator.telemetry.progress_monitor import UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
@@ -241,13 +242,13 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
         for _ in range(FEW_FAILURES):
             server._check()
             if not starts:
-                server._on_unusable("held-out", 0, "no such table")
+                server._handle(WorkerUnusable("held-out", 0, "no such table"))
                 continue
             job = server._evaluator.next_job({"held-out"}, 0)
             assert job is not None
             server._failures.started(job, now)
             now += 1
-            server._on_result(job.id, JobFailure(ERROR))
+            server._handle(RolloutEnded(job.id, JobFailure(ERROR)))
         now += 60
         server._check()
 

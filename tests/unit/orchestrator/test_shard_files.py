@@ -68,7 +68,7 @@ def run_with(run: Path, scenario: Callable[[ShardFiles, Batches], object]) -> No
     asyncio.run(whole())
 
 
-def test_every_rank_reads_its_own_piece_and_nothing_else(tmp_path: Path) -> None:
+def test_every_rank_reads_its_own_shard(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
         shares = [StepShard(4, RankShard(dp, 2, cp, 2)) for dp in range(2) for cp in range(2)]
         sent = {share: batches.get(share) for share in shares}
@@ -83,7 +83,7 @@ def test_every_rank_reads_its_own_piece_and_nothing_else(tmp_path: Path) -> None
     run_with(tmp_path, scenario)
 
 
-def test_a_share_is_written_once_whoever_asks_however_often(tmp_path: Path) -> None:
+def test_shard_is_written_once(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
         share = StepShard(4, RankShard(0, 2))
         paths = await asyncio.gather(*(asked(files, share) for _ in range(5)))
@@ -99,7 +99,7 @@ def test_a_share_is_written_once_whoever_asks_however_often(tmp_path: Path) -> N
     run_with(tmp_path, scenario)
 
 
-def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
+def test_damaged_file_is_rewritten(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
         share = StepShard(1, RankShard(0, 2))
         path = await asked(files, share)
@@ -128,7 +128,7 @@ def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_full_or_read_only_disk_is_waited_for_and_said(
+def test_write_waits_for_a_full_or_read_only_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     full, write = [True], batch_files.write
@@ -147,7 +147,7 @@ def test_a_full_or_read_only_disk_is_waited_for_and_said(
         while not caplog.records:
             await asyncio.sleep(0.01)
         assert [record.message for record in caplog.records].count(
-            f"a share of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
+            f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
         reserve = Reserve(tmp_path, size=1 << 20)
         assert reserve.fill() and reserve.give_up()
@@ -159,7 +159,7 @@ def test_a_full_or_read_only_disk_is_waited_for_and_said(
     run_with(tmp_path, scenario)
 
 
-def test_another_fault_of_the_disk_is_told(tmp_path: Path) -> None:
+def test_other_disk_faults_are_raised(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
         (tmp_path / "batches").write_text("no directory")
         with pytest.raises(OSError, match="batches"):
@@ -184,7 +184,7 @@ def held(batches: Batches) -> set[int]:
     }
 
 
-def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_path: Path, batches: Batches) -> None:
+def test_uncommitted_steps_can_be_repeated_with_two_in_memory(tmp_path: Path, batches: Batches) -> None:
     batches.get(StepShard(4, RankShard(0, 1)))
     assert held(batches) == {3, 4}
     first = {step: [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] for step in (1, 2, 3, 4)}
@@ -198,9 +198,7 @@ def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_pa
     assert batches.get(StepShard(2, RankShard(0, 1))) is None and batches.get(StepShard(4, RankShard(0, 1))) is not None
 
 
-async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_groups_of_a_batch_on_disk_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool, routed = Spool(tmp_path / "rollouts"), np.zeros((10, 3, 2), np.uint8)
     for number in range(3):
         (first,), *others = group([5, 9], [1.0, 0.0]).rollouts
@@ -231,7 +229,7 @@ async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
     restarted.close()
 
 
-def test_a_file_that_stays_unreadable_ends_the_wait_with_its_name(tmp_path: Path) -> None:
+def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     from primeslurm.wire.link import trainer_link
     from tests.unit.wire.test_wire import Server
 

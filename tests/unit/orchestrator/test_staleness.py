@@ -10,8 +10,7 @@ import pytest
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
-from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast
-from primeslurm.orchestrator.dispatch.durations import Durations
+from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast, Durations
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
@@ -46,7 +45,7 @@ def finish(made: Dispatcher, jobs: list[Job], version: int = 0) -> RolloutGroup 
     return groups[-1]
 
 
-def test_a_dropped_example_comes_again_and_is_counted() -> None:
+def test_dropped_example_is_sampled_again() -> None:
     made = dispatcher()
     jobs = run_all(made)
     finish(made, jobs[:3])
@@ -55,27 +54,27 @@ def test_a_dropped_example_comes_again_and_is_counted() -> None:
     assert made.unfinished == [("a", 0)] and made.counts["examples_returned"] == 1
     made.version = 2
     again = run_all(made)
-    assert {job.group for job in again} == {jobs[0].group} and not made.holds(jobs[0].group)
+    assert {job.group for job in again} == {jobs[0].group} and not made.exists(jobs[0].group)
     group = finish(made, again, 2)
-    assert group is not None and made.holds(group.id), "its file is not deleted any more"
-    assert made.add_ready(group) and made.holds(group.id)
+    assert group is not None and made.exists(group.id), "its file is not deleted any more"
+    assert made.add_ready(group) and made.exists(group.id)
     made.step = 3
-    assert [group.id for group in made.cut() or []] == [jobs[0].group], "an id that was given up is not taken"
+    assert [group.id for group in made.take_batch() or []] == [jobs[0].group], "an id that was given up is not taken"
 
 
-def test_a_batch_waits_for_its_groups_that_are_on_their_way_to_disk() -> None:
+def test_batch_waits_for_groups_that_are_being_written() -> None:
     made, newer = dispatcher(rule="partial"), RolloutGroup("a-00000007", "a", 7, 1, ((),) * 4)
     finish(made, run_all(made)[:3])
     assert made.add_ready(newer)
     made.step = 2
     (early,) = made.apply_age_limit(2).early
-    assert made.cut() is None and not made.may_form_early(), "it may be in no later one"
-    assert made.add_ready(early) and made.cut() == [early, newer]
+    assert made.take_batch() is None and not made.may_form_early(), "it may be in no later one"
+    assert made.add_ready(early) and made.take_batch() == [early, newer]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("done", [1, 3])
-def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
+def test_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     made = dispatcher(batch=2)
     run_all(made)
     assert len(made.apply_age_limit(3).cancelled) == 4 and made.returned == [("a", 0)]
@@ -95,7 +94,7 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
         assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], "and in a part"
 
 
-def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
+def test_returned_example_is_recorded_until_its_commit() -> None:
     made = dispatcher()
     run_all(made)
     made.apply_age_limit(3)
@@ -104,7 +103,7 @@ def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     assert group is not None and made.add_ready(group)
     made.step = 5
     state = {"cursors": made.cursors, "unfinished": made.unfinished}
-    assert made.cut() == [group] and made.returned == [("a", 0)], "it is on no record yet"
+    assert made.take_batch() == [group] and made.returned == [("a", 0)], "it is on no record yet"
     examples = Examples(made.limits.ratios, returned=made.returned, **state)
     resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
@@ -112,14 +111,14 @@ def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
     made.return_batch([group])
-    assert made.cut() == [group]
+    assert made.take_batch() == [group]
     for later in (made, restarted):
         later.committed({group.id})
         assert later.returned == []
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial"])
-def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> None:
+def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> None:
     """Its rollouts take 4 steps, those of the others one, and groups are fresh for two."""
     made = dispatcher(inflight=8, rule=rule)
     jobs: list[Job] = []
@@ -132,20 +131,20 @@ def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> No
                 assert done is None or made.add_ready(done)
         for early in made.apply_age_limit(made.step).early:
             made.add_ready(early)
-        trained += [group.id for group in made.cut() or []]
+        trained += [group.id for group in made.take_batch() or []]
         made.version += 1
     assert trained.count("a-00000000") == 1 and made.counts["examples_returned"] == 1
     assert {f"a-{example:08d}" for example in range(10)} <= set(trained)
 
 
-def test_a_complete_group_that_got_too_old_comes_again() -> None:
+def test_stale_complete_group_is_sampled_again() -> None:
     made = dispatcher()
     group = finish(made, run_all(made))
     assert group is not None and made.add_ready(group)
     assert made.apply_age_limit(3).stale == [group] and made.unfinished == [("a", 0)]
 
 
-def test_a_group_is_trained_with_what_is_done_at_its_last_chance() -> None:
+def test_group_completes_early_at_its_last_chance() -> None:
     made = dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(made)
     finish(made, [*jobs[:3], jobs[4]])
@@ -156,11 +155,11 @@ def test_a_group_is_trained_with_what_is_done_at_its_last_chance() -> None:
     assert (first.size, second.size) == (3, 2) and made.inflight == 0
     assert swept.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
     made.step = 2
-    assert made.add_ready(first) and made.cut() is None, "a group fills the places of those that it has"
-    assert made.add_ready(second) and made.cut() == [first, second], "and a batch is larger by what does not fit"
+    assert made.add_ready(first) and made.take_batch() is None, "a group fills the places of those that it has"
+    assert made.add_ready(second) and made.take_batch() == [first, second], "and a batch is larger by what does not fit"
 
 
-def test_a_batch_had_better_be_larger_than_what_may_be_in_no_later_one_be_lost() -> None:
+def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
     made = dispatcher()
     sizes = {0: 3, 1: 4, 2: 4}
     groups = [
@@ -168,11 +167,11 @@ def test_a_batch_had_better_be_larger_than_what_may_be_in_no_later_one_be_lost()
     ]
     for group in groups:
         assert made.add_ready(group)
-    assert made.cut() == groups[1:2] and made.step == 2
+    assert made.take_batch() == groups[1:2] and made.step == 2
     assert made.next_batch() == groups[::2], "else four of one group would do"
 
 
-def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
+def test_no_group_completes_early_unless_a_batch_forms() -> None:
     made = dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
     jobs = run_all(made)
     finish(made, [*jobs[:2], *jobs[4:5]])
@@ -182,7 +181,7 @@ def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
 
 
 @pytest.mark.parametrize("done", [2, 3])
-def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
+def test_running_rollouts_continue_in_another_group(done: int) -> None:
     made = dispatcher(batch=2, rule="carry", at_least=2)
     jobs = run_all(made)
     finish(made, jobs[:done])
@@ -202,7 +201,7 @@ def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
     assert made.counts["rollouts_carried"] == 4 - done and made.counts["cancelled"] == 0
 
 
-def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
+def test_group_with_too_few_finished_rollouts_is_carried_as_a_whole() -> None:
     made = dispatcher(rule="carry", at_least=2)
     jobs = run_all(made)
     finish(made, jobs[:1])
@@ -212,7 +211,7 @@ def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
     assert [group.version for group in made.open.values()] == [2]
 
 
-def test_tokens_that_are_too_old_are_not_trained() -> None:
+def test_old_tokens_are_masked() -> None:
     made = dispatcher(rule="mask")
     jobs = run_all(made)
     finish(made, jobs[:3], 0)
@@ -220,13 +219,13 @@ def test_tokens_that_are_too_old_are_not_trained() -> None:
     assert made.apply_age_limit(6) == ([], [], [])
     group = finish(made, jobs[3:], 5)
     assert group is not None and made.add_ready(group)
-    fresh = group.without_older(made.limits.oldest_version(6))
+    fresh = group.without_older(made.age_limit.oldest_version(6))
     assert [bool(sequence.mask.any()) for sequence in fresh.sequences] == [False, False, False, True]
     assert made.apply_age_limit(8).stale == [group], "of which nothing would be trained"
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])
-def test_nobody_waits_for_stragglers(surplus: str) -> None:
+def test_group_does_not_wait_for_stragglers(surplus: str) -> None:
     made = dispatcher(inflight=6, extra_rollouts=2, surplus=surplus)
     jobs = run_all(made)
     assert len(jobs) == 6 and len({job.group for job in jobs}) == 1
@@ -241,7 +240,7 @@ def test_nobody_waits_for_stragglers(surplus: str) -> None:
         assert carried.size == 2 and not carried.to_dispatch
 
 
-def test_no_group_has_the_name_of_one_that_was_trained() -> None:
+def test_continuation_ids_are_unique_over_restarts() -> None:
     """A restart forgets the names of committed steps, and opens an example anew whose group was not on disk."""
     made = dispatcher(inflight=6, extra_rollouts=2, surplus="carry")
     jobs = run_all(made)
@@ -256,7 +255,7 @@ def test_no_group_has_the_name_of_one_that_was_trained() -> None:
     assert len(later.open) == 1 and part not in later.open
 
 
-def test_places_are_rollouts_not_groups() -> None:
+def test_slots_are_rollouts_not_groups() -> None:
     """A group that waits for its last rollout holds one place; what is done holds none."""
     clock = Clock()
     made = dispatcher(clock, batch=8, inflight=16, off_policy=8)
@@ -272,7 +271,7 @@ def test_places_are_rollouts_not_groups() -> None:
     assert len(made.open) > 4, "more groups than have places for all their rollouts"
 
 
-def test_running_rollouts_say_that_they_take_longer() -> None:
+def test_running_rollouts_count_in_the_survival_function() -> None:
     """Of log-normal durations, half of the way through: those that ended are the short ones."""
     source = np.random.default_rng(0)
     lengths = source.lognormal(0.0, 1.0, 2000)
@@ -282,7 +281,7 @@ def test_running_rollouts_say_that_they_take_longer() -> None:
         learned.started(str(index), float(begun[index]))
     for index in np.argsort(begun + lengths):
         if begun[index] + lengths[index] <= 3.0:
-            learned.ended(str(index), float(begun[index] + lengths[index]), whole=True)
+            learned.ended(str(index), float(begun[index] + lengths[index]), finished=True)
     likely = learned.ending_within([0.0, 0.0, 1.0], 1.0, 3.0)[[0, 2]]
     half = 0.5
     after_one = (lengths <= 2.0)[lengths > 1.0].mean()
@@ -291,25 +290,25 @@ def test_running_rollouts_say_that_they_take_longer() -> None:
     assert abs(naive - half) > 0.1, "without those that run one would expect too much"
 
 
-def test_of_thousands_in_flight_the_long_ones_are_learned_from_as_well() -> None:
+def test_window_of_durations_covers_long_rollouts() -> None:
     """Every other of 50 that begin in a second takes 50 s, the others 150 s: 5,000 run."""
     learned = Durations()
     events = [(index / 50 + took, index, took) for index in range(30_000) for took in (0, 150 if index % 2 else 50)]
     for now, index, took in sorted(event for event in events if event[0] < 600):
         if took:
-            learned.ended(str(index), now, whole=True)
+            learned.ended(str(index), now, finished=True)
         else:
             learned.started(str(index), now)
     assert learned.ending_within([0.0, 49.0, 100.0, 149.0], 10.0, 600.0) == pytest.approx([0, 0.5, 0, 1], abs=0.05)
 
 
-def test_nothing_is_expected_of_what_nobody_has_seen_end() -> None:
+def test_forecast_is_zero_before_any_rollout_ended() -> None:
     learned = Durations()
     learned.started("a", 0.0)
     assert learned.ending_within([5.0, 0.0], 1e9, 5.0).tolist() == [0.0, 0.0]
 
 
-def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> None:
+def test_cold_start_fills_the_engines() -> None:
     clock = Clock()
     made = dispatcher(clock, batch=4, inflight=16, off_policy=8)
     assert len(run_all(made)) == 16, "hour-long rollouts are not waited for"
@@ -325,7 +324,7 @@ def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> No
 
 
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])
-def test_a_batch_trains_no_token_that_is_too_old(rule: str) -> None:
+def test_batch_trains_no_old_token(rule: str) -> None:
     fields = {"batch_size": 4, "group_size": 4, "max_off_policy_steps": 1, "staleness": {"rule": rule}}
     recipe = Recipe.model_validate(
         {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
@@ -338,7 +337,7 @@ def test_a_batch_trains_no_token_that_is_too_old(rule: str) -> None:
     assert batch is not None and batch.info.loss_tokens == 1, "of two tokens each, of which the first has no loss"
 
 
-def test_more_rollouts_than_a_group_has_are_refused() -> None:
+def test_at_least_above_the_group_size_is_refused() -> None:
     fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "at_least": 5}}
     data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
     (found,) = violations(Recipe.model_validate(data))
@@ -348,7 +347,7 @@ def test_more_rollouts_than_a_group_has_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry", "mask"])
-def test_before_it_is_known_how_long_steps_take_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
+def test_batch_forms_early_without_known_step_time_only_if_nothing_is_lost(rule: str) -> None:
     made = dispatcher(inflight=8, rule=rule)
     jobs = run_all(made)
     assert len(jobs) == 8 and not made.may_form_early(), "nothing is complete"
@@ -364,7 +363,7 @@ def test_before_it_is_known_how_long_steps_take_a_batch_is_cut_ahead_only_if_not
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry"])
-def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_time(rule: str) -> None:
+def test_batch_forms_early_if_its_last_groups_will_not_finish_in_time(rule: str) -> None:
     """Rollouts take 10, 30 or 50 s, a step of the trainer 30 s."""
     made = dispatcher(clock := Clock(), inflight=8, rule=rule)
 
@@ -373,7 +372,7 @@ def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_t
         return finish(made, jobs, version)
 
     def cuts(group: RolloutGroup | None) -> None:
-        assert group is not None and made.add_ready(group) and made.cut() == [group]
+        assert group is not None and made.add_ready(group) and made.take_batch() == [group]
 
     jobs = run_all(made)
     cuts(ends(jobs[:4], 10))
@@ -394,21 +393,21 @@ def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_t
     assert made.may_form_early(), "none of those that run for 35 s ends within 5 s"
 
 
-def test_what_was_cut_ahead_waits_for_the_trainer_and_its_step_begins_with_the_one_before() -> None:
+def test_step_of_an_early_batch_starts_when_the_previous_one_ends() -> None:
     ahead = CompletionForecast(["a"], clock := Clock())
-    ahead.batch_given()
+    ahead.batch_formed()
     clock.now = 5.0
-    ahead.batch_given(ahead=True)
-    assert ahead.given_ahead == 1
+    ahead.batch_formed(early=True)
+    assert ahead.early_batches == 1
     clock.now = 10.0
     ahead.step_done()
-    assert ahead.given_ahead == 0 and ahead.horizon_s == 10.0
+    assert ahead.early_batches == 0 and ahead.horizon_s == 10.0
     clock.now = 14.0
     ahead.step_done()
     ahead.step_done()
     assert ahead.horizon_s == 7.0, "of 10 s and 4 s; nothing is known of a step whose batch another process gave"
-    ahead.batch_given(ahead=True)
-    assert ahead.given_ahead == 0, "the trainer has no other"
-    ahead.batch_taken_back()
+    ahead.batch_formed(early=True)
+    assert ahead.early_batches == 0, "the trainer has no other"
+    ahead.batch_returned()
     ahead.step_done()
     assert ahead.horizon_s == 7.0

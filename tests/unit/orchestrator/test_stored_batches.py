@@ -95,7 +95,7 @@ def test_every_rank_gets_the_same_as_from_memory(stored: Batches, groups: list[R
     memory.close()
 
 
-def test_groups_are_read_one_after_another_and_once(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_read_once_and_one_at_a_time(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     read, decoded = list[ReferenceType[RolloutGroup]](), SpooledGroup._decoded
 
     def watched(one: SpooledGroup, data: memoryview) -> RolloutGroup:
@@ -114,9 +114,7 @@ def test_groups_are_read_one_after_another_and_once(stored: Batches, monkeypatch
     assert len(experts) == 6 and all(isinstance(each, StoredArray) for each in experts)
 
 
-async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
-    stored: Batches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rank_waits_while_a_batch_is_read(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, read = Event(), SpooledGroup._read
     begun = list[SpooledGroup]()
 
@@ -135,9 +133,7 @@ async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
     assert len(begun) == 3, "of three groups each once"
 
 
-def test_an_algorithm_sees_the_same_whether_a_batch_is_in_memory_or_not(
-    tmp_path: Path, groups: list[RolloutGroup]
-) -> None:
+def test_algorithm_sees_the_same_batch_from_disk(tmp_path: Path, groups: list[RolloutGroup]) -> None:
     spool, looking = Spool(tmp_path / "rollouts"), Looking()
     for one in groups:
         spool.put(one)
@@ -168,9 +164,7 @@ def giving(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giving]
     made.stop()
 
 
-def test_a_chunk_is_read_when_it_is_asked_for(
-    giving: Giving, groups: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_is_read_on_request(giving: Giving, groups: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     longest, read = [0], FileRange.read
 
     def watched(part: FileRange) -> memoryview:
@@ -189,7 +183,7 @@ def test_a_chunk_is_read_when_it_is_asked_for(
     memory.close()
 
 
-def test_a_file_that_was_cut_short_meanwhile_is_said_to_be(giving: Giving, tmp_path: Path) -> None:
+def test_truncated_file_is_reported(giving: Giving, tmp_path: Path) -> None:
     for shard in SHARES:
         parts_of(giving.batches, shard)
     for path in (tmp_path / "rollouts").glob("*.group"):
@@ -200,7 +194,7 @@ def test_a_file_that_was_cut_short_meanwhile_is_said_to_be(giving: Giving, tmp_p
     client.close()
 
 
-def test_a_share_becomes_a_file_piece_by_piece(
+def test_shard_is_written_in_chunks(
     stored: Batches, groups: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, path = batches_of(groups), tmp_path / "share"
@@ -223,7 +217,7 @@ def test_a_share_becomes_a_file_piece_by_piece(
     assert [one.name for one in tmp_path.iterdir()] == ["rollouts"], "nothing is left of it"
 
 
-def test_a_range_of_rows_of_an_array_in_a_file(tmp_path: Path) -> None:
+def test_rows_of_a_stored_array(tmp_path: Path) -> None:
     array, path = np.arange(24, dtype=np.uint16).reshape(6, 2, 2), tmp_path / "array"
     path.write_bytes(b"head" + array.tobytes() + b"tail")
     whole = StoredArray(FileRange(path, 4, 4 + array.nbytes), array.dtype, array.shape)
