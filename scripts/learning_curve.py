@@ -1,4 +1,4 @@
-"""Draws the learning curve of SmolLM2 from recorded results. With --check, only reports whether the figure is current."""
+"""Draws the learning curve of SmolLM2 from recorded results. With --check, only checks whether it is current."""
 
 from __future__ import annotations
 

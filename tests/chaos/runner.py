@@ -256,7 +256,7 @@ def to_stderr(text: str) -> None:
 
 @contextlib.contextmanager
 def _repaired_in_time(injuries: list[tuple[str, Injury]]) -> Iterator[None]:
-    """Repair in a thread while the status is read, because without a controller Slurm's commands take half a minute each."""
+    """Repair in a thread while the status is read, which without a controller takes half a minute."""
     over = threading.Event()
 
     def repair() -> None:

@@ -76,7 +76,7 @@ class SpoolWatch(threading.Thread):
                 self.seen.append(group)
 
     def _step(self) -> int:
-        """Return the newest step that is committed or recorded by any attempt, because groups are removed with their step."""
+        """Return the newest committed or recorded step of any attempt: groups are removed with their step."""
         states = (self._run.path / "attempts").glob("*/state/orchestrator.json")
         recorded = max(((read_json(path) or {}).get("step") or 0 for path in states), default=0)
         return max(recorded, checkpoints.newest(self._run.path) or 0)

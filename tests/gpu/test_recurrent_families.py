@@ -110,7 +110,7 @@ def _scanned(made: scan.HeadScan, inputs: list[torch.Tensor], tokens: int, at: t
 def test_kernels_against_the_plain_recurrence(
     kind: str, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In chunks of 2,048 tokens, so that states are passed on. Both may differ from float32 as much as bfloat16 does."""
+    """In chunks of 2,048 tokens, so that states are passed on. Both may differ as much as bfloat16 does."""
     pytest.importorskip("fla")
     made, by_token, by_head = _scan_inputs(kind, rows)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).cuda()

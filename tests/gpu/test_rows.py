@@ -1,4 +1,4 @@
-"""Scattered and gathered rows on a GPU compared with the CPU: each kernel, dtype, and sizes that are not powers of two."""
+"""Scattered and gathered rows on a GPU equal the CPU's: each kernel, dtype, and sizes that are not powers of two."""
 
 from __future__ import annotations
 

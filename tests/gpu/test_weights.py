@@ -1,4 +1,4 @@
-"""Weight updates: an engine computes with the weights that a trainer rank published, or sent over NCCL from another GPU."""
+"""Weight updates: an engine computes with the weights that a trainer rank published or sent over NCCL."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def start_engine(asked: Recipe, log: Path) -> Server:
 
 
 def expected(policy: PolicyModel, model: Path, sampled: list[int], fp8: bool) -> list[float]:
-    """Return the expected log-probabilities: of transformers in float32 on the trainer's GPU, or with FP8 the trainer's.
+    """Return expected log-probabilities: transformers' in float32 on the trainer's GPU, or with FP8 the trainer's.
 
     In FP8 a random model's log-probabilities differ from those in float32 by 0.9 on average.
     """

@@ -15,10 +15,10 @@ PACKAGE = ROOT / "primeslurm"
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WRITERS = (
     ("orchestrator/telemetry/batch_metrics.py", "", None),
-    ("orchestrator/telemetry/watch.py", "", {"step_metrics"}),
+    ("orchestrator/telemetry/progress_monitor.py", "", {"step_metrics"}),
     ("orchestrator/teacher/scoring.py", "", {"take_metrics"}),
     ("orchestrator/dispatch/curricula.py", "", {"take_metrics"}),
-    ("orchestrator/batching/admission.py", "env/*/", {"take_metrics"}),
+    ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
     ("trainer/components/loss.py", "trainer/", {"from_recipe", "cross_entropy", "_mismatch", "_policy_gradient"}),
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
     ("trainer/loops/step.py", "trainer/", {"train"}),
