@@ -19,10 +19,10 @@ from tests.chaos.ports import ports_left
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import Fault, Round
 from tests.chaos.spool_watch import SeenGroup, SpoolWatch
+from tests.support.waiting import StallTimer
 
 PATIENCE_S = 300.0
 """Time after which a run without recovery has failed [s]."""
-START_PATIENCE_S = 180.0
 PERIOD_S = 0.4
 ROOM = 4
 """Steps that must remain for a fault to have an effect."""
@@ -103,7 +103,7 @@ class Chaos:
         return result
 
     def _begin(self) -> None:
-        self._until(lambda status: self._well(status) and (status.step or 0) >= 2, START_PATIENCE_S, "does not start")
+        self._until(lambda status: self._well(status) and (status.step or 0) >= 2, "does not start")
 
     def _has_room(self) -> bool:
         status = self.scene.look()
@@ -111,9 +111,9 @@ class Chaos:
 
     def _finish(self) -> None:
         """Let the run complete."""
-        status = self._until(self.scene.over, PATIENCE_S + 3.0 * self.result.steps, "does not end")
+        status = self._until(self.scene.over, "does not end")
         assert status.phase == "completed", f"the run {status.phase}: {status.reason}"
-        assert self.scene.wait_for_silence(), "processes of the job are left over"
+        assert self.scene.wait_for_no_processes(), "processes of the job are left over"
 
     # a round
 
@@ -210,14 +210,14 @@ class Chaos:
 
     # invariants
 
-    def _until(self, condition: Callable[[RunStatus], bool], patience_s: float, complaint: str) -> RunStatus:
-        deadline = time.monotonic() + patience_s
+    def _until(self, condition: Callable[[RunStatus], bool], complaint: str) -> RunStatus:
+        timer = StallTimer()
         while True:
             status = self.scene.look()
             if status is not None and condition(status):
                 return status
-            late = time.monotonic() > deadline or self.scene.over(status)
-            assert not late, self._complaint(complaint, [], status)
+            stalled = timer.stalled(status and (status.attempt, status.step))
+            assert not stalled and not self.scene.over(status), self._complaint(complaint, [], status)
             time.sleep(PERIOD_S)
 
     def _complaint(self, what: str, injuries: list[tuple[str, Injury]], status: RunStatus | None) -> str:

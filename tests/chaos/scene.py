@@ -73,9 +73,9 @@ class Scene(Deployment):
         """Cancel the run if necessary, and wait until all its processes have ended."""
         if self._current is not None and not self.over(self.look()):
             self.command("cancel", self.run.path)
-        self.wait_for_silence()
+        self.wait_for_no_processes()
 
-    def wait_for_silence(self, timeout_s: float = 60.0) -> bool:
+    def wait_for_no_processes(self, timeout_s: float = 60.0) -> bool:
         """Wait until no process of a job is left, and return whether that happened."""
         deadline = time.monotonic() + timeout_s
         while job_processes(self.conf):

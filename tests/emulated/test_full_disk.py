@@ -16,7 +16,8 @@ from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.records.reserve import LEAST_FREE
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
-from tests.support.emulation import PATIENCE_S, Deployment
+from tests.support.emulation import Deployment
+from tests.support.waiting import STALL_S
 
 SILENT_S = 20
 """Time after which a node counts as lost; twice that for the head."""
@@ -99,7 +100,7 @@ def test_an_attempt_that_begins_on_a_full_disk(deployment: Deployment, fill: Cal
     assert job is not None
     stay_full(fill, 2.0)
     deployment.cluster.client.requeue(job.job_id)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + STALL_S
     while restarts(deployment) < before.attempt:
         assert time.monotonic() < deadline, deployment.status()
         stay_full(fill, 1.0)

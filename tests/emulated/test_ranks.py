@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.support.ports import free_port
 from primeslurm.testbed.emulated import rank_group as emulated
-from tests.support.doors import MESSAGES
+from tests.support.port_messages import MESSAGES
 
 LEADER = """
 import os, signal, sys, time

@@ -92,7 +92,7 @@ def _between_attempts(damage: Callable[[Scene, Random, Injury], str]) -> Callabl
         injury = Injury(f"after {process.name} was killed", goal_s=goal_of("trainer"))
 
         def noticed(status: RunStatus) -> bool:
-            if not injury.repaired and attempt.end() is not None and scene.wait_for_silence(30.0):
+            if not injury.repaired and attempt.end() is not None and scene.wait_for_no_processes(30.0):
                 injury.repaired = True
                 injury.target += f": {damage(scene, dice, injury)}"
             return status.attempt > attempt.number

@@ -18,7 +18,7 @@ from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
 from primeslurm.wire.transport.handshake import PROOF_BYTES as PROOF
 from primeslurm.wire.transport.handshake import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
-from tests.unit.fuzz.test_doors import HOST, exactly, exchange
+from tests.unit.fuzz.test_gates import HOST, exactly, exchange
 
 KEY = rank_group.key_for(rank_group.USE)
 SHOWN = NONCE + PROOF

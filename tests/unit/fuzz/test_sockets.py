@@ -29,7 +29,7 @@ from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import trainer_link
 from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.transport import secret
-from tests.support.doors import ASKED, MESSAGES
+from tests.support.port_messages import ASKED, MESSAGES
 from tests.support.worker_pools import CallbackPool
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout

@@ -11,7 +11,7 @@ import zmq
 
 from primeslurm.inference.gated_sockets import GatedContext
 from primeslurm.wire.transport import secret
-from tests.support.doors import Door, said
+from tests.support.port_messages import Port, send_all
 
 HOST = "127.0.0.1"
 OTHER = """
@@ -47,7 +47,7 @@ def test_processes_of_a_run_speak_and_others_are_not_heard(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, port = serve(context)
-    said([Door("r", HOST, port)], 1.0)
+    send_all([Port("r", HOST, port)], 1.0)
     with zmq.Context() as theirs, theirs.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(f"tcp://{HOST}:{port}")

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from primeslurm.inference.gated_store import GatedStore
-from tests.support.doors import MESSAGES
+from tests.support.port_messages import MESSAGES
 
 HOST = "127.0.0.1"
 SOON = timedelta(seconds=60)
