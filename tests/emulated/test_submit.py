@@ -21,7 +21,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
-from tests.support.attacks import Targets
+from tests.support.attacks import Targets, successful_attacks
 from tests.support.strangers import watching_for
 from tests.support.unmeasured import unmeasured
 from tests.support.waiting import bytes_below, run_until_stalled
