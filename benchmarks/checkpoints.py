@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.support.compressed_disk import DESCRIPTION, allocated, compressed_disk
 
 RESULT = Path(__file__).resolve().parent / "results" / "checkpoints.json"
+# Size of each tensor on a rank, about that of its experts of one layer.
 TENSOR_BYTES = 64 << 20
-"""Size of each tensor on a rank, about that of its experts of one layer."""
 _WIDTH = 4096
 _LONGEST_WAIT = timedelta(hours=6)
 Way = Literal["before", "after"]

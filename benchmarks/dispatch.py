@@ -40,17 +40,17 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"
 MEDIAN_S, TRAINER_S = 600.0, 240.0
 GROUP = 16
+# In policy versions.
 STALENESS = 8
-"""In policy versions."""
 WARM_UP, STEPS = 12, 40
+# Steps after which an example should have been trained even if it was dropped once; at most half of all steps.
 SETTLED = 24
-"""Steps after which an example should have been trained even if it was dropped once; at most half of all steps."""
 SIGMAS = (0.3, 0.6, 1.0, 1.3)
+# Columns of a result row that describe the setting.
 SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "surplus", "steps")
-"""Columns of a result row that describe the setting."""
 LARGE, LARGE_STEPS = 10_000, 12
+# Long tails first.
 LARGE_SIGMAS = (1.0, 1.3, 0.3, 0.6)
-"""Long tails first."""
 TOKENS = np.ones(2, np.int32)
 
 

@@ -49,11 +49,11 @@ UPDATES = 5
 SEQ_LEN = 1024
 PROMPT = [(7 * i) % 1000 + 3 for i in range(64)]
 TIMEOUT_S = 180.0
+# Variables of trainer ranks, which engines must not inherit.
 _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *ALLOC_CONF,
 )
-"""Variables of trainer ranks, which engines must not inherit."""
 
 
 def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:

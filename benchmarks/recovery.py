@@ -36,8 +36,8 @@ from primeslurm.records.record import Event
 from primeslurm.run.records import events
 
 R = TypeVar("R")
+# Steps to train before the first fault, and between the two.
 STEPS = 4
-"""Steps to train before the first fault, and between the two."""
 
 
 def engine_recovery(happened: Sequence[Event], engine: str, killed: float) -> dict[str, Any] | None:

@@ -46,11 +46,11 @@ NEMOTRON = NemotronHConfig(
     chunk_size=128,
     layers_block_type=["linear_attention"],
 )
+# For each kind a model, and the names of the layer and of the norm before it.
 LAYERS = {"gated_delta_net": (QWEN, "delta_net", "attention_norm"), "mamba_2": (NEMOTRON, "mamba", "norm")}
-"""For each kind a model, and the names of the layer and of the norm before it."""
 LENGTH = 16384
+# Row length of the measurements without recomputation.
 SHORT = 4096
-"""Row length of the measurements without recomputation."""
 
 
 class _Layer(nn.Module):

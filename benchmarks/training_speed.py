@@ -30,8 +30,8 @@ from typing import Any
 from benchmarks.support import ranks
 
 WARM_UP = 2
+# Number of different batches, if rows have several documents.
 BATCHES = 8
-"""Number of different batches, if rows have several documents."""
 
 Step = Callable[[], None]
 

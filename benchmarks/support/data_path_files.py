@@ -32,10 +32,10 @@ from primeslurm.wire.batches.rollouts import Frame, RankShard
 from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 
 HOLD_S = 4.0
+# Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited.
 LARGE = 20 << 20
-"""Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited."""
+# Ranks of a process that read at a time, for the same reason.
 AT_ONCE = 4
-"""Ranks of a process that read at a time, for the same reason."""
 TIMES = 11
 
 

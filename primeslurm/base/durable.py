@@ -3,9 +3,6 @@
 A file survives if both its content and the directory that names it are flushed. `files.write_atomic` flushes the
 content only: after a power cut the file has the old or the new content. Use `write` or `sync_tree` if the old content
 would be wrong, for example because another process has been told about the new one, or a manifest names it.
-
-A failed flush of a file is never retried alone: the kernel reports a lost page once, and the next flush succeeds
-without it. Only the owner of the content can write it again.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from typing import Any
 from primeslurm.base import files
 from primeslurm.base.files import Content, write_atomic
 
+# Errors of file systems that cannot flush directories.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""Errors of file systems that cannot flush directories."""
 
 
 def write(path: Path, data: Content) -> None:
@@ -75,6 +72,8 @@ def sync(path: Path) -> None:
         if files.is_dir(path):  # a directory that this user may not list cannot be opened, so not flushed either
             return
         raise
+    # Never retry the flush of a file alone: the kernel reports a lost page once, and the next flush succeeds without
+    # it. Only the owner of the content can write it again.
     if lost is not None:
         raise OSError(lost.errno, f"{lost.strerror} (flush)", str(path)) from lost
 
@@ -110,14 +109,8 @@ def sync_if_there(path: Path) -> None:
 
 
 def sync_tree(directory: Path, flushed: Container[Path] = ()) -> None:
-    """Flush all files and directories below a directory, and the directory's own name.
-
-    Call it in the process that wrote the files: on a shared file system no process can flush what another node wrote.
-
-    Args:
-        directory: root of the tree.
-        flushed: files to skip, because their writers have flushed them.
-    """
+    """Flush all files and directories below a directory, and the directory's own name, except files in `flushed`."""
+    # Each process flushes its own files: on a shared file system no process can flush what another node has written.
     _sync_below(directory, flushed)
     sync(directory.parent)
 
