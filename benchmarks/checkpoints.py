@@ -172,10 +172,7 @@ def measure(way: Way, ranks: int, gigabytes: float, run: Path) -> dict[str, Any]
     """Save and load one checkpoint.
 
     Args:
-        way: `_before` or `_after`.
-        ranks: number of processes.
         gigabytes: size of the checkpoint, rounded to whole tensors for weights and two moments.
-        run: directory of the run.
 
     Returns:
         CPU seconds per GB of rank 0, and the mean of the others; GB that these moved; elapsed seconds.

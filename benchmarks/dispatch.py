@@ -205,12 +205,9 @@ def measure(
     """Simulate one setting.
 
     Args:
-        inflight: number of slots.
-        sigma: deviation of the log durations.
         rule: a staleness rule of recipes, or the name of one of the other rules here.
         shared: share of the variance of log durations that belongs to the example.
         extra_rollouts: rollouts per group beyond those that are trained.
-        surplus: how extra rollouts are handled.
         steps: steps to measure after the warm-up.
     """
     batch = max(2 * GROUP, inflight // 2 // GROUP * GROUP)

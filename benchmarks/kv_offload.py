@@ -82,10 +82,7 @@ def load_for(prompt: int, turns: int, gpu_tokens: float, host_tokens: float) -> 
     """Return a load that fits into host memory and not into the GPU's cache.
 
     Args:
-        prompt: tokens of the first turn.
-        turns: turns per conversation.
         gpu_tokens: capacity of the GPU's KV cache [tokens].
-        host_tokens: capacity of host memory [tokens].
 
     Raises:
         ValueError: host memory holds less than twice as much as the GPU, or the GPU less than one conversation.

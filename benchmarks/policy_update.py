@@ -120,8 +120,6 @@ async def updates(
     """Send the policy several times, as rank 0. The first update also connects.
 
     Args:
-        servers: engines without a policy.
-        asked: their recipe.
         sender: makes this rank's sender from the orchestrator's address.
         meet: called when the other ranks may send.
 

@@ -44,8 +44,6 @@ def engine_recovery(happened: Sequence[Event], engine: str, killed: float) -> di
     """Return how a run recovered from a killed engine.
 
     Args:
-        happened: events in order of time.
-        engine: name of the engine.
         killed: time of the signal [Unix seconds].
 
     Returns:
@@ -79,8 +77,6 @@ def trainer_recovery(happened: Sequence[Event], rank: str, killed: float) -> dic
     """Return how a run recovered from a killed trainer rank, through another attempt.
 
     Args:
-        happened: events in order of time.
-        rank: name of the rank.
         killed: time of the signal [Unix seconds].
 
     Returns:

@@ -69,10 +69,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
     """Return the recurrent layer of a model's first layer, in bfloat16, which takes rows and positions.
 
     Args:
-        config: transformers config of the model.
-        name: name of the recurrent layer.
         norm: name of the norm before it; empty to leave it out.
-        checkpointing: none, selective or full.
     """
     spec, policy = model_builder.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
     with ExitStack() as after:

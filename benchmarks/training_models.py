@@ -187,8 +187,6 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
     https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
-        config: transformers config of the model.
-        length: length of the document [tokens].
         causal: count only the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """
     heads = config.num_attention_heads

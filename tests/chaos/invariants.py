@@ -148,9 +148,7 @@ def fates(
 
     Args:
         seen: all groups that were ever on disk.
-        given: the batches that were trained.
         found: segments of the trainer, whose starts undo policies.
-        max_off_policy_steps: age limit of the recipe.
         damaged: as in `committed_steps_lost`. Groups are removed when their step is committed.
     """
     trained = {name for names in given.values() for name in names}

@@ -32,8 +32,6 @@ def schedule(seed: int, faults: int, kinds: Sequence[str], overlap: float) -> li
     Every kind comes once before any comes twice, so that even a few faults are of many kinds.
 
     Args:
-        seed: seed of the schedule.
-        faults: number of faults.
         kinds: names, in an order that never changes.
         overlap: probability that a fault overlaps with the previous one.
     """

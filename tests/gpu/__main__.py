@@ -73,8 +73,6 @@ class Runner:
     """Runs lanes within a time limit.
 
     Args:
-        out: directory of logs and results.
-        names: GPU names as in CUDA_VISIBLE_DEVICES.
         pool: the GPUs, by index in `names`.
         limit_s: time limit of all lanes together [s].
         outcomes: results by lane name, written to the directory after each lane.

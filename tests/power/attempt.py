@@ -144,8 +144,6 @@ def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -
     """Run one attempt, with the trainer in this thread and the orchestrator in another. Return the trainer's exit code.
 
     Args:
-        place: paths of the run.
-        start: name of the job's start.
         preempt: warn the trainer after PREEMPTED_AFTER steps.
         doing: context that is entered while a policy is published, and while a checkpoint is written and committed.
     """

@@ -25,8 +25,6 @@ class Cutter:
     """Counts the operations of this process and its forked children on a disk, and cuts the power at one of them.
 
     Args:
-        disk: the disk.
-        part: an entry of PARTS.
         at: the operation of that part at which to cut; None for never.
     """
 
@@ -92,7 +90,6 @@ def points(count: int, moments: dict[str, int], rng: random.Random) -> list[tupl
     """Draw the moments to hit: parts in turn, and of each part one moment from each of its equal intervals.
 
     Args:
-        count: number of moments.
         moments: number of moments of each part.
         rng: random generator. The order within a part is random, so that a prefix is a fair sample.
     """

@@ -89,9 +89,6 @@ class EmulatedEngine:
     """The ASGI application behind the version gate.
 
     Args:
-        served: name of the model.
-        max_len: longest sequence [tokens].
-        blocks: number of KV blocks.
         seed: seed of completion lengths and tokens.
         batched_tokens: most tokens in a step of the real engine.
         tick_s: time between two turns of the scheduler [s].

@@ -36,10 +36,7 @@ def script(seed: int, environment: str, example: int, job: str) -> Script:
     """Draw the script of a job. All rollouts of one example have the same prompt.
 
     Args:
-        seed: seed of the run.
-        environment: name of the environment.
         example: index of the task in the environment's data.
-        job: id of the rollout.
     """
     of_task, of_job = random.Random(f"{seed}/{environment}/{example}"), random.Random(f"{seed}/{job}")
     prompt = _text(of_task, PROMPT_TOKENS)
