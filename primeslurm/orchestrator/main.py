@@ -11,7 +11,7 @@ from pathlib import Path
 from primeslurm.base import files
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
+from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.recipe import Recipe
 from primeslurm.wire.transport import secret
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
-    kind = EvaluationServer if recipe.task == "eval" else OrchestratorPipeline
+    kind = EvaluationOrchestrator if recipe.task == "eval" else OrchestratorPipeline
     with files.within(files.RETRY_S):  # reads may block here, because nothing else runs on the event loop yet
         orchestrator = kind(recipe, arguments)
     await orchestrator.run()

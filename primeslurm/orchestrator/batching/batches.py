@@ -97,18 +97,11 @@ class Batches:
         self._committed = max(step, self._committed)
 
     def handed_over(self, shard: StepShard) -> None:
-        """Drop an encoded shard that will not be requested here again."""
+        """Drop an encoded shard that was written to a file."""
         self._encoded.pop(shard, None)
 
     async def answer(self, shard: StepShard, within_s: float) -> list[Part] | Answer | None:
-        """Return an encoded shard, or "wait" after `within_s`: reading a batch from disk may take minutes.
-
-        Returns:
-            None if there is no such batch.
-
-        Raises:
-            UsageError: The user's algorithm raised an error.
-        """
+        """Return an encoded shard, "wait" after `within_s` (a batch on disk may take minutes), or None as in `get`."""
         if (encoded := self.encoded(shard)) is not None:  # a repeat, or the next chunk
             return encoded
         encoding = self._encoding.get(shard)
@@ -123,7 +116,7 @@ class Batches:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, shard)
 
     async def read(self, step: int) -> list[RolloutGroup]:
-        """Return the groups of a step for its metrics, without routed experts. Empty if they are not kept."""
+        """Return the groups of a step for its metrics, without routed experts; none if they are gone."""
         groups = self._groups.get(step, [])
         try:
             return [await asyncio.to_thread(_slim, one) if isinstance(one, SpooledGroup) else one for one in groups]
@@ -138,9 +131,9 @@ class Batches:
         return self._encoded.get(shard)
 
     def get(self, shard: StepShard) -> list[Part] | None:
-        """Pack and encode a shard. None if there is no such batch.
+        """Pack and encode a shard, which takes seconds. None if there is no such batch.
 
-        Takes seconds. It may run in a thread beside `add`, but not beside itself.
+        A thread may call it beside `add`, but not beside itself.
 
         Raises:
             UsageError: The user's algorithm raised an error.

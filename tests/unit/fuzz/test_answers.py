@@ -23,7 +23,7 @@ from verifiers.v1.runtimes import Runtime
 from verifiers.v1.types import ToolCall
 
 from primeslurm.inference.router.workers import WorkerDifference, Workers, compare, listed
-from primeslurm.models.deepseek_v3 import deepseek_v31_renderer
+from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.rendering import dialects
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from primeslurm.base.errors import ClusterError, RunError
 from primeslurm.base.files import FileWatcher, read_json
 from primeslurm.orchestrator.dispatch import curricula
-from primeslurm.orchestrator.evaluation.archive import Archive, Begun
+from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts import worker_deaths
@@ -203,7 +203,7 @@ def test_outcomes_of_curricula(directory: Path, data: bytes) -> None:
     assert all(isinstance(task, int) for _, task, _ in found)
 
 
-BEGUN = msgspec.to_builtins(Begun(10, 10, 1.0))
+BEGUN = msgspec.to_builtins(EvaluationHeader(10, 10, 1.0))
 SAMPLE = msgspec.to_builtins(Sample("e", 1, 2, reward=0.5))
 
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.environments.sandbox.box import Box
-from primeslurm.orchestrator.environments.sandbox.crossing import SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
+from primeslurm.orchestrator.environments.sandbox.port_forwarding import SandboxGoneError
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
 ANSWERS = (
@@ -23,7 +23,7 @@ ANSWERS = (
 )
 
 
-class Reading(Box):
+class Reading(Sandbox):
     """A sandbox around one end of a socket, whose other end sends arbitrary data."""
 
     def __init__(self) -> None:

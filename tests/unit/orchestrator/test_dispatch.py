@@ -1,4 +1,4 @@
-"""The dispatcher under any order of events: never too old, and every job accounted for once."""
+"""The dispatcher: no trained group is too old, and every job is counted once, under any order of events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def limits(off_policy: int = 1, **changes: object) -> DispatchLimits:
     return DispatchLimits(max_off_policy_steps=off_policy, **{"group_sizes": sizes, **fields})  # type: ignore[arg-type]
 
 
-def dispatcher(limit: DispatchLimits, **known: object) -> Dispatcher:
-    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+def dispatcher(limit: DispatchLimits, **state: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **state)  # type: ignore[arg-type]
     made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "i", examples=examples)
     made.version = 0
     return made
@@ -46,21 +46,21 @@ def run_all(made: Dispatcher) -> list[Job]:
 
 
 def test_complete_group_is_unfinished_until_it_is_on_disk() -> None:
-    """A kill before it is on disk loses it: its example comes again, and it holds its place among what waits."""
+    """A kill before the write loses the group, so its example is sampled again. Until then it counts as waiting."""
     made = dispatcher(limits(off_policy=0))
     jobs = {job.id: job for job in run_all(made)}
-    found: list[RolloutGroup] = []
+    complete: list[RolloutGroup] = []
     for _ in range(2):
         opened = next(iter(made.open))
         done = [made.finished(job.id, rollout(job)) for job in jobs.values() if job.group == opened]
-        found += [group for group in done if group is not None]
-        assert not run_all(made), "a batch is open or waits, and no more is fresh enough"
-    assert made.unfinished == [(group.environment, group.example) for group in found]
-    made.rejected(found[0], "dull")
-    assert made.unfinished == [(found[1].environment, found[1].example)]
-    assert {job.environment for job in run_all(made)}, "one that is rejected is replaced"
-    assert made.add_ready(found[1])
-    assert (found[1].environment, found[1].example) not in made.unfinished
+        complete += [group for group in done if group is not None]
+        assert not run_all(made), "one batch is open or waits, and another would be too old"
+    assert made.unfinished == [(group.environment, group.example) for group in complete]
+    made.rejected(complete[0], "dull")
+    assert made.unfinished == [(complete[1].environment, complete[1].example)]
+    assert {job.environment for job in run_all(made)}, "a rejected group is replaced"
+    assert made.add_ready(complete[1])
+    assert (complete[1].environment, complete[1].example) not in made.unfinished
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))
@@ -122,7 +122,7 @@ def test_environment_without_worker_waits() -> None:
 
 def test_no_group_opens_that_would_become_too_old() -> None:
     made = dispatcher(limits(off_policy=0, max_inflight=100))
-    assert len(run_all(made)) == 4, "one batch at version 0 may be trained in step 1 only"
+    assert len(run_all(made)) == 4, "only step 1 may train a group of version 0"
     made = dispatcher(limits(off_policy=2, max_inflight=100))
     assert len(run_all(made)) == 12
 
@@ -133,7 +133,7 @@ def test_slow_trainer_gets_no_long_queue() -> None:
         for job in run_all(made):
             if done := made.finished(job.id, rollout(job)):
                 made.add_ready(done)
-    assert len(made.ready) == 4, "two batches, although eight would not be too old"
+    assert len(made.ready) == 4, "two batches, although eight would be fresh"
 
 
 def test_no_group_opens_beyond_the_last_step() -> None:
@@ -181,12 +181,12 @@ def test_rejected_group_is_replaced() -> None:
         made.rejected(done, "dull")
     assert opened == ["a-00000000", "a-00000001", "a-00000002"]
     assert made.counts["groups_rejected_dull"] == 3 and made.counts["finished"] == 6
-    assert not made.ready and not made.open and not made.unfinished, "their prompts are done with"
+    assert not made.ready and not made.open and not made.unfinished, "their prompts are not sampled again"
 
 
 def test_restart_opens_unfinished_groups_first() -> None:
-    known = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
-    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **known)
+    state = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
+    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **state)
     groups = []
     for _ in range(2):
         jobs = run_all(made)

@@ -174,13 +174,13 @@ def test_it_has_ended_before_its_agent_kills_it() -> None:
 
 def test_podman_has_the_labels_and_apptainer_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with restored(monkeypatch):
-        containers.mark(MINE["primeslurm.worker"])
+        containers.patch_runtimes(MINE["primeslurm.worker"])
         labels = make_runtime(PodmanConfig())._label_args
         name = make_runtime(ApptainerConfig())._instance
-        containers.mark("harbor-local-1")
+        containers.patch_runtimes("harbor-local-1")
         other = make_runtime(ApptainerConfig())._instance
     assert labels == [word for label, value in MINE.items() for word in ("--label", f"{label}={value}")]
-    containers.sweep(("subprocess", "podman", "apptainer", "modal"), MINE["primeslurm.worker"])
+    containers.remove_stale(("subprocess", "podman", "apptainer", "modal"), MINE["primeslurm.worker"])
     looked, stopped = asked(stand_in)
     assert looked[:2] == ["podman", "ps"] and stopped[:4] == ["apptainer", "instance", "stop", "--force"]
     start = stopped[-1].removesuffix("*")

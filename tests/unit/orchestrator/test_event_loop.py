@@ -1,4 +1,4 @@
-"""The event loop only decides: what takes time with the size of the data is the work of threads."""
+"""Work that grows with the data runs in threads, not on the event loop."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LABEL = RECIPE.environments[0].label
 
 
 class FileWatcher:
-    """A function, and the threads that called it."""
+    """A function that records the threads that call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -53,12 +53,12 @@ class FileWatcher:
 
 
 def elsewhere(watched: FileWatcher) -> bool:
-    """Whether it was called, and never on the event loop."""
+    """Tell whether a function was called, and only in threads."""
     return bool(watched.threads) and threading.current_thread() not in watched.threads
 
 
 def long_rollout() -> Rollout:
-    """One whose arrays travel in pieces."""
+    """Return a rollout whose arrays travel in chunks."""
     one, size = group([3], [1.0]).rollouts[0][0], 2 * PIECE
     return replace(
         one,
@@ -96,9 +96,9 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
     await worker.send_multipart(cut(encode_result("j", [long_rollout()])))
-    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # it has ended
+    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
     await until(lambda: watched.threads)
-    assert elsewhere(watched) and not heard, "the loop goes on while it is held"
+    assert elsewhere(watched) and not heard, "the event loop is free"
     held.set()
     await until(lambda: heard)
     ((job, outcome),) = heard
@@ -118,7 +118,7 @@ async def test_batches_are_evicted_in_a_thread(tmp_path: Path) -> None:
         batches.add(step, [one])
         assert await batches.serve(StepShard(step, RankShard(0, 1)))
     batches.committed(2)
-    assert await batches.serve(StepShard(3, RankShard(0, 1))), "it is on disk"
+    assert await batches.serve(StepShard(3, RankShard(0, 1))), "the batch is on disk"
     assert await batches.serve(StepShard(2, RankShard(0, 1))) is None
     assert elsewhere(watched)
     batches.close()

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.support.ports import free_port
 from primeslurm.base.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
+from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded, WorkerUnusable
 from primeslurm.orchestrator.telemetry.progress_monitor import UnrecoverableError
@@ -237,7 +237,7 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
 
     async def ends() -> None:
         nonlocal now
-        server = EvaluationServer(Recipe.model_validate(fields), arguments, clock=lambda: now)
+        server = EvaluationOrchestrator(Recipe.model_validate(fields), arguments, clock=lambda: now)
         server._evaluator.follow(0, {})
         for _ in range(FEW_FAILURES):
             server._check()

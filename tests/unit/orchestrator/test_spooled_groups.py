@@ -1,4 +1,4 @@
-"""A restart reads heads alone; whatever of a spool file is damaged costs that group, whose example comes again."""
+"""Recovery reads only the heads of groups, and a damaged file costs one group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def recovered(run: Path) -> tuple[Dispatcher, list[str], Spool]:
 
 
 def refuse_groups(path: Path) -> bytes:
-    """Read small files, but fail for a group: only its head may be read."""
+    """Fail if more than the head of a group is read."""
     if "rollouts" in path.parts:
         pytest.fail(f"{path} was read whole")
     with path.open("rb") as file:
@@ -81,9 +81,9 @@ def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
         made, gone, spool = recovered(run)
         broken = f"{LABEL}-00000001"
         if len(made.ready) == 3:
-            with pytest.raises(DamagedError) as found:
+            with pytest.raises(DamagedError) as error:
                 next(one for one in made.ready if one.id == broken).whole()
-            spool.note_damaged(broken, found.value)
+            spool.note_damaged(broken, error.value)
             made.give_up_damaged(broken)
             gone = [broken]
         assert gone == [broken] and [one.example for one in made.ready] == [0, 2]

@@ -1,4 +1,4 @@
-"""What becomes of groups that get too old, and of stragglers; and what the dispatcher learns of durations."""
+"""The age limit, stragglers, and the forecast of completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.unit.orchestrator.test_dispatch import rollout, run_all
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -56,10 +56,12 @@ def test_dropped_example_is_sampled_again() -> None:
     again = run_all(made)
     assert {job.group for job in again} == {jobs[0].group} and not made.exists(jobs[0].group)
     group = finish(made, again, 2)
-    assert group is not None and made.exists(group.id), "its file is not deleted any more"
+    assert group is not None and made.exists(group.id), "its new file must not be deleted"
     assert made.add_ready(group) and made.exists(group.id)
     made.step = 3
-    assert [group.id for group in made.take_batch() or []] == [jobs[0].group], "an id that was given up is not taken"
+    assert [group.id for group in made.take_batch() or []] == [jobs[0].group], (
+        "the id of a group that was given up is free again"
+    )
 
 
 def test_batch_waits_for_groups_that_are_being_written() -> None:
@@ -68,7 +70,7 @@ def test_batch_waits_for_groups_that_are_being_written() -> None:
     assert made.add_ready(newer)
     made.step = 2
     (early,) = made.apply_age_limit(2).early
-    assert made.take_batch() is None and not made.may_form_early(), "it may be in no later one"
+    assert made.take_batch() is None and not made.may_form_early(), "no later batch may train it"
     assert made.add_ready(early) and made.take_batch() == [early, newer]
 
 
@@ -89,9 +91,11 @@ def test_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     swept = made.apply_age_limit(6)
     assert not swept.cancelled and made.inflight == 4 - done and made.returned == [("a", 0)]
     if done == 1:
-        assert not early and [group.version for group in made.open.values()] == [5], "it goes on"
+        assert not early and [group.version for group in made.open.values()] == [5], "the group continues"
     else:
-        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], "and in a part"
+        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], (
+            "the rest continues in another group"
+        )
 
 
 def test_returned_example_is_recorded_until_its_commit() -> None:
@@ -103,10 +107,10 @@ def test_returned_example_is_recorded_until_its_commit() -> None:
     assert group is not None and made.add_ready(group)
     made.step = 5
     state = {"cursors": made.cursors, "unfinished": made.unfinished}
-    assert made.take_batch() == [group] and made.returned == [("a", 0)], "it is on no record yet"
+    assert made.take_batch() == [group] and made.returned == [("a", 0)], "no record has it yet"
     examples = Examples(made.limits.ratios, returned=made.returned, **state)
     resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
-    assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
+    assert resumed.add_ready(group), "resumed from the step before, its newest token counts"
     examples = Examples(made.limits.ratios, taken={group.id}, returned=made.returned, **state)
     restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
@@ -119,7 +123,7 @@ def test_returned_example_is_recorded_until_its_commit() -> None:
 
 @pytest.mark.parametrize("rule", ["drop", "partial"])
 def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> None:
-    """Its rollouts take 4 steps, those of the others one, and groups are fresh for two."""
+    """Rollouts of one example take 4 steps, all others one. Groups are fresh for two steps."""
     made = dispatcher(inflight=8, rule=rule)
     jobs: list[Job] = []
     trained: list[str] = []
@@ -148,15 +152,17 @@ def test_group_completes_early_at_its_last_chance() -> None:
     made = dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(made)
     finish(made, [*jobs[:3], jobs[4]])
-    assert made.apply_age_limit(2).early == [], "one rollout is not enough, and the other group's are no batch"
+    assert made.apply_age_limit(2).early == [], "one rollout is too few for a group, and the other group is no batch"
     finish(made, jobs[5:6])
-    assert made.apply_age_limit(1).early == [], "they have another chance"
+    assert made.apply_age_limit(1).early == [], "a later batch may train them"
     first, second = (swept := made.apply_age_limit(2)).early
     assert (first.size, second.size) == (3, 2) and made.inflight == 0
     assert swept.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
     made.step = 2
-    assert made.add_ready(first) and made.take_batch() is None, "a group fills the places of those that it has"
-    assert made.add_ready(second) and made.take_batch() == [first, second], "and a batch is larger by what does not fit"
+    assert made.add_ready(first) and made.take_batch() is None, (
+        "it fills only as many slots of the batch as it has rollouts"
+    )
+    assert made.add_ready(second) and made.take_batch() == [first, second], "the batch is oversized instead"
 
 
 def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
@@ -168,7 +174,7 @@ def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
     for group in groups:
         assert made.add_ready(group)
     assert made.take_batch() == groups[1:2] and made.step == 2
-    assert made.next_batch() == groups[::2], "else four of one group would do"
+    assert made.next_batch() == groups[::2], "although one group of four would suffice"
 
 
 def test_no_group_completes_early_unless_a_batch_forms() -> None:
@@ -189,12 +195,14 @@ def test_running_rollouts_continue_in_another_group(done: int) -> None:
     (early,) = (swept := made.apply_age_limit(2)).early
     assert early.size == done and not swept.cancelled and made.inflight == 4 - done
     (later,) = made.open.values()
-    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), "it is not filled up"
-    assert made.unfinished == [("a", 0)], "it is not on disk yet"
+    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), (
+        "the continuation needs no more than it lacks"
+    )
+    assert made.unfinished == [("a", 0)], "the group is not on disk yet"
     assert made.add_ready(early)
-    assert not made.unfinished, "after a restart the example counts as trained"
+    assert not made.unfinished, "the example counts as trained"
     more = [job for job in run_all(made) if job.group == later.id]
-    assert len(more) == done - 2, "a single one would be compared with nothing"
+    assert len(more) == done - 2, "one rollout alone has no advantage"
     group = finish(made, [*jobs[done:], *more], 1)
     assert group is not None and group.size == 2 and made.add_ready(group)
     assert made.ready_rollouts == done + 2
@@ -221,7 +229,7 @@ def test_old_tokens_are_masked() -> None:
     assert group is not None and made.add_ready(group)
     fresh = group.without_older(made.age_limit.oldest_version(6))
     assert [bool(sequence.mask.any()) for sequence in fresh.sequences] == [False, False, False, True]
-    assert made.apply_age_limit(8).stale == [group], "of which nothing would be trained"
+    assert made.apply_age_limit(8).stale == [group], "no token of it would be trained"
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])
@@ -241,10 +249,10 @@ def test_group_does_not_wait_for_stragglers(surplus: str) -> None:
 
 
 def test_continuation_ids_are_unique_over_restarts() -> None:
-    """A restart forgets the names of committed steps, and opens an example anew whose group was not on disk."""
+    """A restart forgets the ids of committed groups, and opens an example again whose group was not on disk."""
     made = dispatcher(inflight=6, extra_rollouts=2, surplus="carry")
     jobs = run_all(made)
-    assert finish(made, jobs[:4]) is not None, "the group is not on disk, what is carried is trained"
+    assert finish(made, jobs[:4]) is not None, "the group is not on disk; the carried rollouts are trained"
     (part,) = made.open
     examples = Examples(made.limits.ratios, cursors={"a": 1}, unfinished=[("a", 0)])
     later = Dispatcher(made.limits, ["r0"], "run", "later", 4, examples=examples)
@@ -256,7 +264,7 @@ def test_continuation_ids_are_unique_over_restarts() -> None:
 
 
 def test_slots_are_rollouts_not_groups() -> None:
-    """A group that waits for its last rollout holds one place; what is done holds none."""
+    """A group that waits for its last rollout occupies one slot."""
     clock = Clock()
     made = dispatcher(clock, batch=8, inflight=16, off_policy=8)
     stragglers: set[str] = set()
@@ -268,11 +276,11 @@ def test_slots_are_rollouts_not_groups() -> None:
         for job in jobs:
             if job.id not in stragglers:
                 made.finished(job.id, rollout(job))
-    assert len(made.open) > 4, "more groups than have places for all their rollouts"
+    assert len(made.open) > 4, "more groups than slots for all their rollouts"
 
 
 def test_running_rollouts_count_in_the_survival_function() -> None:
-    """Of log-normal durations, half of the way through: those that ended are the short ones."""
+    """Halfway through log-normal durations, mostly short rollouts have ended."""
     source = np.random.default_rng(0)
     lengths = source.lognormal(0.0, 1.0, 2000)
     learned = Durations()
@@ -287,11 +295,11 @@ def test_running_rollouts_count_in_the_survival_function() -> None:
     after_one = (lengths <= 2.0)[lengths > 1.0].mean()
     assert likely == pytest.approx([half, after_one], abs=0.05)
     naive = np.mean((lengths <= 1.0)[begun + lengths <= 3.0])
-    assert abs(naive - half) > 0.1, "without those that run one would expect too much"
+    assert abs(naive - half) > 0.1, "without running rollouts, the estimate is too high"
 
 
 def test_window_of_durations_covers_long_rollouts() -> None:
-    """Every other of 50 that begin in a second takes 50 s, the others 150 s: 5,000 run."""
+    """50 rollouts start per second; half take 50 s, half 150 s. 5,000 run at once."""
     learned = Durations()
     events = [(index / 50 + took, index, took) for index in range(30_000) for took in (0, 150 if index % 2 else 50)]
     for now, index, took in sorted(event for event in events if event[0] < 600):
@@ -311,8 +319,8 @@ def test_forecast_is_zero_before_any_rollout_ended() -> None:
 def test_cold_start_fills_the_engines() -> None:
     clock = Clock()
     made = dispatcher(clock, batch=4, inflight=16, off_policy=8)
-    assert len(run_all(made)) == 16, "hour-long rollouts are not waited for"
-    for _ in range(50):  # rollouts of a second, and a trainer that never asks
+    assert len(run_all(made)) == 16, "the first rollouts do not have to end first"
+    for _ in range(50):  # rollouts of one second, and no request of the trainer
         clock.now += 1
         for group in list(made.open.values()):
             for name in list(group.jobs):
@@ -320,7 +328,7 @@ def test_cold_start_fills_the_engines() -> None:
                 if done is not None:
                     made.add_ready(done)
         run_all(made)
-    assert made.ready_rollouts == 16 and not made.open, "what was begun before anything was known, and no more"
+    assert made.ready_rollouts == 16 and not made.open, "only the rollouts that started before durations were known"
 
 
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])
@@ -334,14 +342,14 @@ def test_batch_trains_no_old_token(rule: str) -> None:
     batches = Batches(recipe, Grpo())
     batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
     batch = batch_of(batches, 6)
-    assert batch is not None and batch.info.loss_tokens == 1, "of two tokens each, of which the first has no loss"
+    assert batch is not None and batch.info.loss_tokens == 1, "each rollout has two tokens, and the first has no loss"
 
 
 def test_at_least_above_the_group_size_is_refused() -> None:
     fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "at_least": 5}}
     data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
-    (found,) = violations(Recipe.model_validate(data))
-    assert (found.field, found.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
+    (violation,) = violations(Recipe.model_validate(data))
+    assert (violation.field, violation.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
     fields["staleness"] = {"rule": "drop", "at_least": 5}
     assert not violations(Recipe.model_validate(data))
 
@@ -350,15 +358,15 @@ def test_at_least_above_the_group_size_is_refused() -> None:
 def test_batch_forms_early_without_known_step_time_only_if_nothing_is_lost(rule: str) -> None:
     made = dispatcher(inflight=8, rule=rule)
     jobs = run_all(made)
-    assert len(jobs) == 8 and not made.may_form_early(), "nothing is complete"
+    assert len(jobs) == 8 and not made.may_form_early(), "no group is complete"
     group = finish(made, jobs[:4])
     assert group is not None and made.add_ready(group)
-    assert made.may_form_early(), "the other group lands in the next batch"
+    assert made.may_form_early(), "the next batch may train the other group"
     made.step = 2
-    assert made.may_form_early() == (rule == "mask"), "this is the last batch that the other group may be in"
+    assert made.may_form_early() == (rule == "mask"), "this batch is the last chance of the other group"
     other = finish(made, jobs[4:])
     assert other is not None and made.add_unscored(other)
-    assert not made.may_form_early(), "nor is the teacher asked in vain"
+    assert not made.may_form_early(), "a group at the teacher would be lost"
     assert made.scored(other) and made.may_form_early()
 
 
@@ -388,9 +396,9 @@ def test_batch_forms_early_if_its_last_groups_will_not_finish_in_time(rule: str)
     made.version = 2
     group = ends(run_all(made), 65, 2)
     assert group is not None and made.add_ready(group) and len(made.open) == 1
-    assert not made.may_form_early(), "half of those that run for 15 s end within the next 25 s"
+    assert not made.may_form_early(), "half of the rollouts that run for 15 s end within 25 s"
     clock.now = 85
-    assert made.may_form_early(), "none of those that run for 35 s ends within 5 s"
+    assert made.may_form_early(), "no rollout that runs for 35 s ends within 5 s"
 
 
 def test_step_of_an_early_batch_starts_when_the_previous_one_ends() -> None:
@@ -405,9 +413,9 @@ def test_step_of_an_early_batch_starts_when_the_previous_one_ends() -> None:
     clock.now = 14.0
     ahead.step_done()
     ahead.step_done()
-    assert ahead.horizon_s == 7.0, "of 10 s and 4 s; nothing is known of a step whose batch another process gave"
+    assert ahead.horizon_s == 7.0, "the median of 10 s and 4 s; the batch of the third step is unknown"
     ahead.batch_formed(early=True)
-    assert ahead.early_batches == 0, "the trainer has no other"
+    assert ahead.early_batches == 0, "the trainer has no other batch"
     ahead.batch_returned()
     ahead.step_done()
     assert ahead.horizon_s == 7.0

@@ -46,7 +46,7 @@ VERSION = 0
 """Of the weights that engines loaded."""
 
 
-class EvaluationServer:
+class EvaluationOrchestrator:
     """One attempt's orchestrator. `await run()` returns when the results are on disk.
 
     Args:
