@@ -42,7 +42,7 @@ def lives(status: RunStatus) -> dict[str, tuple[int | None, int]]:
 
 
 @needs_second_user
-def test_a_stranger_at_every_port_of_a_run_is_told_nothing_and_stops_nothing(deployment: Deployment) -> None:
+def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment) -> None:
     run = deployment.running()
     before, found = deployment.status(), ports_of(run)
     assert {role(port.owner) for port in found} == LISTEN, found

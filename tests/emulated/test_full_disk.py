@@ -66,7 +66,7 @@ def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
         time.sleep(0.5)
 
 
-def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: Callable[[int], Path]) -> None:
+def test_preflight_waits_for_disk_space(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     filler = fill(LEAST_FREE // 2)
     deployment.submit()
     deployment.wait(lambda status: "GiB free" in status.waits_for and status.phase == "starting")
@@ -77,7 +77,7 @@ def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: C
     assert blamed(deployment) == [] and deployment.status().attempt == 1
 
 
-def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
+def test_run_survives_a_full_disk_longer_than_the_head_timeout(
     deployment: Deployment, fill: Callable[[int], Path]
 ) -> None:
     deployment.running()
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
     assert [event.what == "" for event in events(deployment.run) if isinstance(event, FileSystemFault)][-1]
 
 
-def test_an_attempt_that_begins_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
+def test_attempt_waits_for_space_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     """Slurm requeues the job until there is space for the attempt's directory, without anybody's help."""
     deployment.running()
     before, job = deployment.snapshot(), deployment.run.latest().job()

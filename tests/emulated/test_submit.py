@@ -66,7 +66,7 @@ class Neighbour(threading.Thread):
                     return
 
 
-def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(place: Path) -> None:
+def test_script_submits_and_waits_unaffected_by_another_user(place: Path) -> None:
     example, recipe = ROOT / "examples" / "submit_from_python.py", place / "small.yaml"
     small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()
     recipe.write_text(small.replace("orchestrator: {", "orchestrator: {rollout_transport: filesystem, ", 1))

@@ -60,7 +60,7 @@ def exact(server: Server, weights: Path, salt: str) -> bool:
     return logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-async def test_every_rank_serves_and_takes_policies_in_flight(
+async def test_every_rank_serves_during_policy_updates(
     ranks: list[Server], client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     controls = [client(rank) for rank in ranks]
@@ -85,7 +85,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
 
 
 @needs_second_user
-async def test_no_stranger_meets_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
+async def test_stranger_cannot_join_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
     """torch's stores serve every client, at all addresses, and know who the ranks are."""
     found = [port for number, server in enumerate(ranks) for port in ports_of(server, f"engine-{number}")]
     assert {port.host for port in found} == {HOST}
@@ -112,7 +112,7 @@ def ports_of(server: Server, name: str) -> list[Port]:
     return [Port(name, at.ip, at.port) for at in listening]
 
 
-async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
+async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
     zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")
