@@ -56,7 +56,7 @@ def assert_equal(found: tuple[Quantised, Quantised], expected: tuple[Quantised, 
 
 @pytest.mark.parametrize("block", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.parametrize("shape", [(256, 384), (130, 256), (256, 130), (3, 200, 130), (3, 256, 128)])
-def test_the_quantiser_is_that_of_the_cpu(shape: tuple[int, ...], block: tuple[int, int]) -> None:
+def test_gpu_quantiser_equals_the_cpus(shape: tuple[int, ...], block: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[..., :128, :128] = 0
     assert_alike(quantise(values.cuda(), block), quantise(values, block))
@@ -76,7 +76,7 @@ def test_groups_are_quantised_as_on_the_cpu(width: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 256), (3, 128)])
-def test_a_matrix_is_quantised_both_ways_as_each_way(shape: tuple[int, int]) -> None:
+def test_quantising_both_ways_equals_quantising_each_way(shape: tuple[int, int]) -> None:
     for values in (matrix(*shape, device="cuda"), matrix(*shape[::-1], device="cuda").mT):
         assert_equal(quantise_both_ways(values), (quantise(values, ROWS), quantise_transposed(values)))
 
@@ -124,7 +124,7 @@ def test_layers_on_the_gpu_equal_their_emulation(n: int, k: int) -> None:
         assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]
 
 
-def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
+def test_products_share_a_quantised_input() -> None:
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     results = []
     for device in ("cuda", "cpu"):
@@ -143,7 +143,7 @@ def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (3, 256, 128)])
-def test_parts_of_a_weight_are_quantised_by_known_scales_as_the_whole_is(shape: tuple[int, ...]) -> None:
+def test_shards_quantised_with_known_scales_equal_the_whole(shape: tuple[int, ...]) -> None:
     """As ranks do that have a shard each; also in float32, like master weights."""
     values = matrix(*shape).float()
     values[..., :128, :128] = 0

@@ -22,9 +22,7 @@ ESTIMATED: dict[str, Mixer] = {
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
 @pytest.mark.parametrize("kind", ESTIMATED)
-def test_a_layer_that_is_computed_anew_takes_what_is_estimated(
-    kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_layer_needs_the_estimated_memory(kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.recurrence_memory import LAYERS, built
     from primeslurm.nn.kernels import linear_attention
 

@@ -164,7 +164,7 @@ def _seconds(function: Callable[[], object], count: int = 5) -> float:
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_kernels_are_printed_beside_the_plain_recurrence(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_errors_are_printed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
     made, by_token, by_head = _scan_inputs(kind, [[16384]])
     inputs = [tensor.bfloat16() for tensor in (*by_token, *by_head)]

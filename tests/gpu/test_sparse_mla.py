@@ -58,7 +58,7 @@ def test_forward_and_backward_equal_float32(heads: int, buffer_bytes: int, monke
         assert error < 0.02, f"{float(error):.4f}"
 
 
-def test_keys_are_selected_as_in_float32_from_what_engines_round() -> None:
+def test_selected_keys_equal_those_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     length, heads, width, top_k = 1024, 32, 128, 64
     query = torch.randn(1, length, heads, width, generator=generator).bfloat16()
@@ -73,7 +73,7 @@ def test_keys_are_selected_as_in_float32_from_what_engines_round() -> None:
     assert min(same) > 0.9 and sum(same) / length > 0.999  # products are exact, the order of sums is not
 
 
-def test_deep_gemm_scores_as_the_triton_kernel() -> None:
+def test_deep_gemm_scores_equal_the_triton_kernels() -> None:
     from primeslurm.nn.kernels.index_kernel import index_scores, triton_scores
 
     generator = torch.Generator().manual_seed(0)

@@ -171,9 +171,7 @@ def judge(pairs: list[tuple[float, float]], fp8: bool) -> None:
 @of_each_form
 @pytest.mark.gpus(1, MEMORY_GB, lane="parameters", minutes=8)
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-async def test_an_engine_computes_with_what_was_published(
-    form: str, models: list[Path], world: World, tmp_path: Path
-) -> None:
+async def test_engine_uses_published_weights(form: str, models: list[Path], world: World, tmp_path: Path) -> None:
     with engine(form, "filesystem", models[0], tmp_path) as (server, asked):
         await publish_and_compare(server, asked, models, world, tmp_path / "run")
 
@@ -207,7 +205,7 @@ async def publish_and_compare(server: Server, asked: Recipe, models: list[Path],
 @pytest.mark.skipif(
     GPUS < 2 and (GPUS < 1 or nccl_version() < (2, 30)), reason="needs two GPUs, or NCCL 2.30, which takes a GPU twice"
 )
-async def test_an_engine_computes_with_what_another_gpu_sent(
+async def test_engine_uses_weights_sent_over_nccl(
     form: str, models: list[Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(GPUS < 2)))

@@ -56,13 +56,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("info", list(WRONG.values()), ids=list(WRONG))
-def test_a_catalogue_that_nothing_can_be_received_by_is_refused(info: list[Any]) -> None:
+def test_unusable_catalogue_is_refused(info: list[Any]) -> None:
     assert unpacked(packed(msgspec.msgpack.decode(RAW))) == CATALOGUE
     with pytest.raises(TransferError, match="the catalogue cannot be read"):
         unpacked(packed([[info]]))
 
 
-def test_a_catalogue_that_would_fill_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_catalogue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "LARGEST_CATALOGUE", 1 << 20)
     bomb = zlib.compress(bytes(64 << 20), 9)
     with bounded(1 << 20, factor=3), pytest.raises(TransferError, match="longer than"):

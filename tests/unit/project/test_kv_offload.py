@@ -24,7 +24,7 @@ def test_conversations_outgrow_the_gpu_and_fit_into_host_memory() -> None:
         load_for(8192, 3, gpu, 2 * gpu)
 
 
-def test_an_engine_has_the_tier_that_its_cell_asks_for(tmp_path: Path) -> None:
+def test_engine_has_the_offload_tier_of_its_cell(tmp_path: Path) -> None:
     def argv(host_bytes: int | None) -> list[str]:
         asked = recipe(tmp_path, "bfloat16", 10_240, 2**33, host_bytes)
         return list(Engines(asked, "cuda", "engine", "python").command(ALONE).argv)

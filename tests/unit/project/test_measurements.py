@@ -22,7 +22,7 @@ def test_pages_of_measurements_are_current() -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_a_results_file_is_on_a_page_or_left_out_for_a_reason() -> None:
+def test_every_results_file_is_shown_or_excluded() -> None:
     shown = {name for table in TABLES for name in table["files"]}
     assert shown | NOT_SHOWN.keys() == {path.stem for path in RESULTS.glob("*.json")}
     assert not shown & NOT_SHOWN.keys()

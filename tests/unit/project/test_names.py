@@ -23,7 +23,7 @@ def classes() -> dict[str, list[str]]:
     return found
 
 
-def test_public_classes_have_names_of_their_own() -> None:
+def test_public_class_names_are_unique() -> None:
     doubles = {name: modules for name, modules in classes().items() if len(modules) > 1}
     assert {name: modules for name, modules in doubles.items() if name not in MIRRORED} == {}
     assert MIRRORED.keys() <= doubles.keys(), "they have one now"

@@ -41,7 +41,7 @@ def test_no_module_unpickles() -> None:
     assert {path for path, names in calls.items() if "dcp.load" in names} <= LOADS_CHECKPOINTS
 
 
-def test_the_check_sees_what_it_looks_for() -> None:
+def test_checker_finds_violations() -> None:
     text = "import pickle\nfrom dill import loads\ntorch.load(x)\n"
     assert findings(ast.parse(text)) == {"pickle", "dill", "torch.load"}
     assert findings(ast.parse("torch.load(x, weights_only=False)")) == {"torch.load"}

@@ -33,7 +33,7 @@ def _is_checkout() -> bool:
     return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
-def test_what_is_left_out_here_is_what_lint_runs() -> None:
+def test_skipped_hooks_run_in_lint() -> None:
     hooks = set(re.findall(r"\{id: ([\w-]+)", CONFIG.read_text()))
     recipe = re.search(r"^lint:.*\n((    .*\n)+)", (ROOT / "Justfile").read_text(), re.MULTILINE)
     assert recipe is not None and hooks > LINT.keys() and len(hooks) > len(LINT) + 5

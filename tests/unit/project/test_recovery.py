@@ -17,7 +17,7 @@ from primeslurm.records.events.training import CheckpointLoaded, StepTrained
 from tests.support.planning import reviewed
 
 
-def test_its_run_is_planned_on_four_gpus(tmp_path: Path) -> None:
+def test_run_is_planned_on_four_gpus(tmp_path: Path) -> None:
     model = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
     (tmp_path / "config.json").write_text(json.dumps(model))
     for gpu in range(4):
@@ -30,7 +30,7 @@ def test_its_run_is_planned_on_four_gpus(tmp_path: Path) -> None:
     assert plan.totals.gpus == 4 and plan.max_attempts > 1
 
 
-def test_an_engine_is_back_when_it_serves() -> None:
+def test_engine_has_recovered_when_it_serves() -> None:
     steps = [StepTrained(number, time=90.0 + 2 * number) for number in range(1, 8)]  # 92, 94, ... 104
     faults = [
         EngineUpdated("engine-r1-0", 4, time=99.0),
@@ -48,7 +48,7 @@ def test_an_engine_is_back_when_it_serves() -> None:
     }
 
 
-def test_a_trainer_is_back_when_it_trains_what_it_had_not() -> None:
+def test_trainer_has_recovered_with_its_first_new_step() -> None:
     happened = [
         CheckpointLoaded(0, time=10.0),
         *(EngineUpdated(engine, 4, time=99.0) for engine in ("engine-r0-0", "engine-r1-0")),

@@ -41,7 +41,7 @@ def test_a_server_is_ended(process: subprocess.Popen[bytes]) -> None:
     assert not server.alive() and gone(process.pid)
 
 
-def test_a_later_process_with_its_number_is_left_alone(process: subprocess.Popen[bytes]) -> None:
+def test_later_process_with_the_same_pid_is_not_killed(process: subprocess.Popen[bytes]) -> None:
     server = Server(process.pid, "", Path())
     assert server.started is not None
     server.started -= 1  # as if the original process had ended
@@ -51,7 +51,7 @@ def test_a_later_process_with_its_number_is_left_alone(process: subprocess.Popen
     assert process.poll() is None
 
 
-def test_what_a_server_leaves_is_ended() -> None:
+def test_child_processes_of_a_server_are_ended() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LEAVES_ONE, *SLEEP], stdout=subprocess.PIPE, start_new_session=True, text=True
     ) as process:

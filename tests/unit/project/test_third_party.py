@@ -40,7 +40,7 @@ def test_a_manifest_pins_what_is_fetched(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_check_shows_every_command_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_check_prints_commands_and_changes_nothing(name: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "third_party")
     directory = tmp_path / "third_party" / name
     before = sorted(tmp_path.rglob("*"))
@@ -76,7 +76,7 @@ def small_release(directory: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("curl") is None, reason="needs make and curl")
-def test_a_build_verifies_installs_and_is_not_repeated(tmp_path: Path) -> None:
+def test_build_verifies_and_installs_once(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "third_party", ignore=shutil.ignore_patterns("lib", "bin", ".built"))
     directory = tmp_path / "third_party" / "ucx"
     tarball, checksum = small_release(tmp_path)
@@ -208,7 +208,7 @@ def test_sources_that_are_there_are_built_at_the_pinned_commit(tmp_path: Path) -
 
 @needs_git
 @pytest.mark.parametrize("bare", [False, True], ids=["checkout", "git directory"])
-def test_a_checkout_brings_its_submodules_and_a_git_directory_none(tmp_path: Path, bare: bool) -> None:
+def test_checkout_source_includes_submodules(tmp_path: Path, bare: bool) -> None:
     sources = Sources(tmp_path)
     sources.git(sources.main, "clone", "--quiet", str(sources.library), "third-party/fmt")
     source = sources.main / ".git" if bare else sources.main
@@ -222,7 +222,7 @@ def test_a_checkout_brings_its_submodules_and_a_git_directory_none(tmp_path: Pat
 
 
 @needs_git
-def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
+def test_problems_of_sources_are_reported(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     sources.pin("0" * 40)
     done = sources.run(sources.main, sources.library)

@@ -34,7 +34,7 @@ print(*seen)
 """
 
 
-def test_only_what_is_measured_is_traced_while_it_is_imported(tmp_path: Path) -> None:
+def test_only_measured_modules_are_traced(tmp_path: Path) -> None:
     (tmp_path / "measured_not.py").write_text(
         "def answer():\n    return 1\n\n\nanswer()\nimport primeslurm.base.errors\nanswer()\n"
     )

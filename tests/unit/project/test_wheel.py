@@ -42,7 +42,7 @@ def run(
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_first_commands_of_a_user_work_and_name_no_checkout(installed: Path, tmp_path: Path) -> None:
+def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     site = str(installed / "primeslurm" / "shipped" / "sites" / "h200.yaml")
     local = ("--local",)
     for words, expected in (
@@ -74,13 +74,13 @@ def test_the_first_commands_of_a_user_work_and_name_no_checkout(installed: Path,
             assert not [each for each in wrong if each["part"] == "primeslurm"], wrong
 
 
-def test_its_locks_are_those_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_wheel_has_the_checkouts_locks(installed: Path, tmp_path: Path) -> None:
     code = "import json; from primeslurm.slurm.inventory import lock; print(json.dumps([lock('cuda'), lock('cpu')]))"
     _, out, err = run(installed, tmp_path, code=code)
     assert json.loads(out) == [inventory.lock("cuda"), inventory.lock("cpu")], err
 
 
-def test_it_holds_what_a_checkout_ships(installed: Path) -> None:
+def test_wheel_has_all_shipped_files(installed: Path) -> None:
     shipped = installed / "primeslurm" / "shipped"
     for directory in ("recipes", "sites", "templates", "examples", "requirements", "scripts/models"):
         there = {path.relative_to(shipped) for path in (shipped / directory).rglob("*") if path.is_file()}
