@@ -29,6 +29,7 @@ from statistics import NormalDist
 from typing import Any, get_args
 
 import numpy as np
+from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
 
 from primeslurm.base.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
@@ -174,11 +175,13 @@ class GroupsHoldPlaces(Dispatcher):
 class WheneverThereIsRoom(Dispatcher):
     """prime-rl's rule, as far as known: a group starts whenever a slot is free, and is dropped when too old."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.age_limit = self.limits.age_limit  # which drops an example again and again
+        self.ready = ReadyGroups(self.age_limit.version_of)
+
     def _may_open(self, available: Collection[str]) -> list[str]:
         return ["e"]
-
-    def _goes_on(self, label: str, example: int, name: str) -> bool:
-        return False
 
 
 OTHERS: dict[str, type[Dispatcher]] = {each.__name__: each for each in (GroupsHoldPlaces, WheneverThereIsRoom)}

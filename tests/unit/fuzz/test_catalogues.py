@@ -39,7 +39,7 @@ def test_catalogues(data: bytes) -> None:
     for layer in found:
         for sender in range(2):
             for message in outgoing(layer, sender, frozenset({0, 5})):
-                if sum(piece.room for piece in message) < 1 << 20:
+                if sum(tensor.aligned_bytes for tensor in message) < 1 << 20:
                     room = buffer(message, torch.device("cpu"))
                     for each in unpack([(message, room)]):
                         assert [name for name, _ in each.each()]
@@ -91,7 +91,7 @@ def test_experts_of_receivers(data: bytes) -> None:
             return
         for layer in CATALOGUE:
             for message in outgoing(layer, 0, found):
-                assert sum(piece.room for piece in message) <= 1024
+                assert sum(tensor.aligned_bytes for tensor in message) <= 1024
 
 
 @fuzzed()
