@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from primeslurm.base.durable import MIN_FREE_BYTES
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
-from primeslurm.records.reserve import LEAST_FREE
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
 from tests.support.emulation import Deployment
@@ -67,7 +67,7 @@ def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
 
 
 def test_preflight_waits_for_disk_space(deployment: Deployment, fill: Callable[[int], Path]) -> None:
-    filler = fill(LEAST_FREE // 2)
+    filler = fill(MIN_FREE_BYTES // 2)
     deployment.submit()
     deployment.wait(lambda status: "GiB free" in status.waits_for and status.phase == "starting")
     told = deployment.command("status", deployment.run.path)
