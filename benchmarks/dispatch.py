@@ -29,10 +29,10 @@ from statistics import NormalDist
 from typing import Any, get_args
 
 import numpy as np
-from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
 
 from primeslurm.base.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch.group_queues import ReadyGroups
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
