@@ -284,4 +284,4 @@ def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
     eventually(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
     eventually(lambda: alike.workers == alike.all)
     (event,) = alike.restarts()[told:]
-    assert event.process == "router-0" and "MiB of wrong tokens" in event.reason
+    assert event.process == "router-0" and "MiB of invalid tokens" in event.reason

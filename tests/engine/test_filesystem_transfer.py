@@ -45,7 +45,7 @@ def test_model_directory_is_not_a_policy(model: Path) -> None:
 
 
 def test_another_version_is_refused(policy: Path) -> None:
-    with pytest.raises(PolicyError, match="holds version 3, asked for 4"):
+    with pytest.raises(PolicyError, match="has version 3, expected 4"):
         policy_files(policy, 4)
 
 
