@@ -126,7 +126,7 @@ def test_a_policy_that_cannot_be_recorded_is_announced_again(
                 raise answers.pop()
             return version
 
-    monkeypatch.setattr("primeslurm.records.reserve.time.sleep", lambda _: None)
+    monkeypatch.setattr("primeslurm.base.files.sleep", lambda _: None)
     FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
     assert not answers
     answers.append(trainer_link.LinkError("no such version"))
