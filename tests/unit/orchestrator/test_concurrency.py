@@ -339,15 +339,6 @@ def test_limit_of_a_lost_engine_is_removed_and_restored() -> None:
     assert engines.slots["router-1"] >= 0.9 * before["router-1"], "the size of a rollout is known"
 
 
-def test_engine_restarted_between_two_looks_has_the_initial_limit() -> None:
-    engines = Engines("engine-r0-0")
-    engines.run(300)
-    assert engines.slots["router-0"] > 10 * START_PER_ENGINE
-    engines.samples["engine-r0-0"] = dict.fromkeys(engines.samples["engine-r0-0"], 0.0)
-    engines.observe()
-    assert engines.slots["router-0"] == START_PER_ENGINE
-
-
 def test_slow_replica_is_limited_until_it_recovers() -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
     engines.run(300, kv_each=0.01)

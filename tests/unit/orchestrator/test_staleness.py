@@ -143,13 +143,6 @@ def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> N
     assert {f"a-{example:08d}" for example in range(10)} <= set(trained)
 
 
-def test_stale_complete_group_is_sampled_again() -> None:
-    dispatcher = make_dispatcher()
-    group = finish(dispatcher, run_all(dispatcher))
-    assert group is not None and dispatcher.add_ready(group)
-    assert dispatcher.apply_age_limit(3).stale == [group] and dispatcher.unfinished == [("a", 0)]
-
-
 def test_group_completes_early_at_its_last_chance() -> None:
     dispatcher = make_dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(dispatcher)
@@ -179,15 +172,6 @@ def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
         assert dispatcher.add_ready(group)
     assert dispatcher.take_batch() == groups[1:2] and dispatcher.step == 2
     assert dispatcher.next_batch() == groups[::2], "although one group of four would suffice"
-
-
-def test_no_group_completes_early_unless_a_batch_forms() -> None:
-    dispatcher = make_dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
-    jobs = run_all(dispatcher)
-    finish(dispatcher, [*jobs[:2], *jobs[4:5]])
-    assert dispatcher.apply_age_limit(2).early == [] and dispatcher.inflight == 5
-    finish(dispatcher, jobs[5:6])
-    assert len(dispatcher.apply_age_limit(2).early) == 2
 
 
 @pytest.mark.parametrize("done", [2, 3])
