@@ -509,9 +509,7 @@ def test_limit_grows_while_nearly_all_rollouts_wait_for_tools() -> None:
             engines.observe()
 
     run(60, generated=0)
-    assert set(engines.slots.values()) == {START_PER_ENGINE}, (
-        "without tokens, the number of rollouts is not the problem"
-    )
+    assert set(engines.slots.values()) == {START_PER_ENGINE}, "no tokens: more rollouts would not help"
     run(60, generated=100, prefill_waiting=20)
     assert engines.slots["router-0"] >= START_PER_ENGINE * GROWTH**4
     assert engines.slots["router-1"] == START_PER_ENGINE, "more rollouts would only wait"
@@ -532,9 +530,7 @@ def test_headroom_grows_with_preemptions_and_decays() -> None:
     headroom.learn(1.0, 10.0)
     assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1) and headroom.is_raised
     headroom.learn(1.0, COOLING_S / 2)
-    assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1), (
-        "rollouts that started before still run"
-    )
+    assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1), "older rollouts still run"
     for _ in range(20):
         headroom.learn(1.0, COOLING_S)
     assert headroom.usable(0.01) == pytest.approx(1 - MAX_HEADROOM * 0.1)

@@ -141,9 +141,7 @@ def test_rejected_group_is_replaced() -> None:
         dispatcher.rejected(done, "dull")
     assert opened == ["a-00000000", "a-00000001", "a-00000002"]
     assert dispatcher.counts["groups_rejected_dull"] == 3 and dispatcher.counts["finished"] == 6
-    assert not dispatcher.ready and not dispatcher.open and not dispatcher.unfinished, (
-        "their prompts are not sampled again"
-    )
+    assert not dispatcher.ready and not dispatcher.open and not dispatcher.unfinished, "no prompt comes again"
 
 
 def test_restart_opens_unfinished_groups_first() -> None:
