@@ -36,7 +36,7 @@ from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
 from primeslurm.orchestrator.dispatch.group_queues import ReadyGroups
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"

@@ -25,7 +25,7 @@ from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
 from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 # Failures of one rollout, by cause, after which its group is given up. An unreachable engine is rarely the rollout's
 # fault, and a prompt that is too long fails every time. Jobs that are lost with their worker do not count.

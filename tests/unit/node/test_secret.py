@@ -26,7 +26,7 @@ from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create, missing_variables
 from primeslurm.slurm.render import render
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport import curve, secret
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of
 from tests.support.recipes import site, write_recipe
@@ -80,7 +80,7 @@ def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses
 READS = """
 import multiprocessing, subprocess, sys, time
 from pathlib import Path
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport import curve, secret
 
 def own(place):
     (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         child = multiprocessing.get_context(method).Process(target=own, args=(method,))
         child.start(); child.join()
-    code = "from primeslurm.wire.transport import secret; print(secret.own())"
+    code = "from primeslurm.wire.transport import curve, secret; print(secret.own())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (Path(sys.argv[1]) / "done").write_text(told.stderr)
     time.sleep(60)
@@ -168,21 +168,22 @@ def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Sock
 
 def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
     def wrong(client: zmq.Socket[Any]) -> None:
-        client.plain_username, client.plain_password = b"primeslurm", b"wrong"
+        public, private = zmq.curve_keypair()
+        client.curve_publickey, client.curve_secretkey, client.curve_serverkey = public, private, public
 
     with zmq.Context.instance().socket(zmq.ROUTER) as server:
         server.linger = 0
-        secret.demand(server)
+        curve.secure_server(server)
         address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
         assert not reaches(server, address, lambda client: None)
         assert not reaches(server, address, wrong)
-        assert reaches(server, address, secret.present)
+        assert reaches(server, address, curve.secure_client)
 
 
 def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret, "HANDSHAKE_S", 0.1)
     with zmq.Context.instance().socket(zmq.ROUTER) as server:
-        secret.demand(server)
+        curve.secure_server(server)
         port = server.bind_to_random_port("tcp://127.0.0.1")
         with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
             while silent.recv(64):  # the beginning of a greeting
@@ -191,7 +192,7 @@ def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch
 
 def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, own := secret.own())
-    monkeypatch.setattr(secret, "_kept", "")
+    monkeypatch.setattr(secret, "_secret", "")
     secret.keep()
     assert secret.VARIABLE not in os.environ
     assert secret.header() == {"Authorization": f"Bearer {own}"}
@@ -199,7 +200,7 @@ def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_kept_secret_is_not_what_the_process_was_started_with() -> None:
     code = (
-        "from primeslurm.wire.transport import secret; from pathlib import Path; secret.keep();"
+        "from primeslurm.wire.transport import curve, secret; from pathlib import Path; secret.keep();"
         " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
     )
     env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Orchestrator
 from primeslurm.records.journal import Journal
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
 LABEL = "reverse-text"

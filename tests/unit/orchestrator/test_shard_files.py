@@ -22,8 +22,10 @@ from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.rollouts import Frame, RankShard
-from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, LinkError
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.link.messages import LARGEST_BATCH, Answer, GetBatch, Request
+from primeslurm.wire.link.trainer_link import LinkError
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
@@ -233,7 +235,7 @@ def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     from tests.unit.wire.test_wire import Server
 
     class Naming(Server):
-        async def answer(self, request: trainer_link.Request) -> Answer:
+        async def answer(self, request: Request) -> Answer:
             self.seen.append(request)
             return Answer("file", path=str(tmp_path / "share"))
 
@@ -246,7 +248,7 @@ def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     batch_files.write(tmp_path / "share", frames)
     with pytest.raises(LinkError, match="it holds BatchInfo"):
         client.get_batch(2, RankShard(0, 2), timeout_s=0)
-    unreadable = [request.unreadable for request in server.seen if isinstance(request, trainer_link.GetBatch)]
+    unreadable = [request.unreadable for request in server.seen if isinstance(request, GetBatch)]
     assert client.get_batch(1, RankShard(0, 2), timeout_s=0) is not None and unreadable == [False, False]
     client.close()
     ahead = Prefetch(client, RankShard(0, 2, 0, 1), 60)
@@ -255,5 +257,5 @@ def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     ahead._fetch._thread.join(60)
     batch = ahead.take(1)
     assert batch is not None and [*map(bytes, batch.encode())] == [*map(bytes, received(frames).encode())]
-    assert isinstance(last := server.seen[-1], trainer_link.GetBatch) and last.ahead
+    assert isinstance(last := server.seen[-1], GetBatch) and last.ahead
     server.stop()
