@@ -93,9 +93,7 @@ def test_shard_is_written_once(tmp_path: Path) -> None:
         assert set(paths) == {paths[0]}
         restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
         assert await path_of(restarted, shard) == paths[0]
-        assert await path_of(restarted, shard, unreadable=True) == paths[0], (
-            "the file is whole; the reader had a temporary fault"
-        )
+        assert await path_of(restarted, shard, unreadable=True) == paths[0], "the file itself is whole"
         assert paths[0].stat().st_ino == first.st_ino
         assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
         restarted.close()
@@ -155,9 +153,7 @@ def test_write_waits_for_a_full_or_read_only_disk(
         ) == 1
         assert durable.fill_reserve(tmp_path, 1 << 20) and files.release_reserve(tmp_path)
         full[0] = False
-        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), (
-            "the reserve is for records"
-        )
+        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), "records come first"
         (tmp_path / ".reserve").unlink()
         assert (await path_of(files, shard)).exists()
 
