@@ -101,7 +101,7 @@ def three_nodes(directory: Path, spares: int = 0) -> Plan:
     return make_plan(directory, *rows, spares=spares)
 
 
-def test_its_workers_move_to_the_others_evenly_and_it_alone_is_blamed(tmp_path: Path) -> None:
+def test_workers_of_a_lost_node_move_evenly_to_the_others(tmp_path: Path) -> None:
     agents = Agents(three_nodes(tmp_path))
     assert agents.lose(3, 100.0) is None
     homes = agents.homes()
@@ -113,7 +113,7 @@ def test_its_workers_move_to_the_others_evenly_and_it_alone_is_blamed(tmp_path: 
     assert agents.fleet.report("engine-r0-0") and agents.fleet.report("w4")
 
 
-def test_what_has_moved_moves_again_and_the_last_node_ends_the_attempt(tmp_path: Path) -> None:
+def test_moved_workers_move_again_until_the_last_node_is_lost(tmp_path: Path) -> None:
     agents = Agents(three_nodes(tmp_path))
     assert agents.lose(3, 100.0) is None and agents.lose(2, 200.0) is None
     assert set(agents.homes().values()) == {4}
@@ -121,7 +121,7 @@ def test_what_has_moved_moves_again_and_the_last_node_ends_the_attempt(tmp_path:
     assert ending is not None and (ending.outcome, ending.suspect) == (Outcome.FAILED, "n4")
 
 
-def test_a_spare_takes_its_place_with_all_that_had_moved_to_it(tmp_path: Path) -> None:
+def test_a_spare_replaces_a_node_with_the_workers_moved_to_it(tmp_path: Path) -> None:
     agents = Agents(three_nodes(tmp_path, spares=1))
     assert agents.lose(3, 100.0) is None
     assert [event for event in agents.news if isinstance(event, NodeReplaced)] == [NodeReplaced("n3", "n5", 3)]
@@ -132,7 +132,7 @@ def test_a_spare_takes_its_place_with_all_that_had_moved_to_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("cut_off", [False, True], ids=["dead", "cut-off"])
-def test_agents_take_workers_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool) -> None:
+def test_agents_take_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool) -> None:
     """Real processes: they are started on another node once theirs is lost, wherever status and users look for them."""
     plan = make_plan(tmp_path, (worker("w0", 2),), (worker("w1", 3),), node_silent_s=10)
     running = Running(plan, monkeypatch, AgentTimings(term_grace_s=1.0), HeadTimings())
@@ -164,7 +164,7 @@ def test_agents_take_workers_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         running.join()
 
 
-def test_preflight_looks_for_gpus_and_adapters_only_where_they_are_used(tmp_path: Path) -> None:
+def test_preflight_checks_gpus_and_adapters_only_where_they_are_used(tmp_path: Path) -> None:
     """CPU nodes have neither, whatever the site says of its GPU nodes."""
     plan = make_plan(tmp_path, (worker("w0", 2),)).model_copy(update={"device": "cuda", "hcas": ("mlx5_77",)})
     attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
@@ -175,7 +175,7 @@ def test_preflight_looks_for_gpus_and_adapters_only_where_they_are_used(tmp_path
     assert {"gpus", "hca"} <= {check.name for check in found[1] if check.level == "failed"}
 
 
-def test_what_a_killed_agent_left_is_removed_by_the_next_attempt_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_agent_are_removed_by_the_next_attempt(tmp_path: Path) -> None:
     names = ["primeslurm-r-1-1-a0", "primeslurm-r-1-2-a1", "primeslurm-r-1-3-a0", "primeslurm-r-10-1-a0", "r-1-1-a0"]
     for name in [*names, "primeslurm-r-1-4-a0", "other"]:
         (tmp_path / name / "below").mkdir(parents=True)

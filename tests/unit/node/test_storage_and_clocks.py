@@ -74,9 +74,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 
 @pytest.mark.parametrize("step_s", [-600.0, -1800.0, -86400.0 * 3, 900.0])
-def test_a_clock_that_is_set_makes_nobody_mute_and_loses_no_node(
-    step_s: float, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wall_clock_that_jumps_loses_no_node(step_s: float, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     for who in (nodes.agents[1], nodes.head, nodes.agents[0]):
         who.wall = lambda: real() + step_s
@@ -88,20 +86,20 @@ def test_a_clock_that_is_set_makes_nobody_mute_and_loses_no_node(
         assert json.loads(nodes.attempt.fleet_file.read_text())["time"] != before[1]
 
 
-def test_a_node_that_is_silent_is_still_lost(nodes: Nodes) -> None:
+def test_a_node_without_heartbeats_is_lost(nodes: Nodes) -> None:
     agent = nodes.agents.pop()
     nodes.turn(NODE_SILENT_S + 2)
     assert agent.rank in nodes.head.fleet.gone
 
 
-def test_clocks_that_show_the_same_all_the_time_make_nobody_silent(nodes: Nodes) -> None:
+def test_a_wall_clock_that_stops_loses_no_node(nodes: Nodes) -> None:
     for who in (*nodes.agents, nodes.head):
         who.wall = partial(float, 1000.0)
     nodes.turn(2 * NODE_SILENT_S + 10)
     assert nodes.well
 
 
-def test_nobody_is_silent_while_the_machine_is_suspended(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspended_machine_loses_no_node(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The monotonic clock stands still meanwhile, and wall clocks jump."""
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 7 * 86400.0)
@@ -137,7 +135,7 @@ def test_a_file_that_cannot_be_read_for_a_while_ends_nothing(
     assert nodes.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
 
 
-def test_the_run_says_that_it_waits_for_its_file_system(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_head_reports_that_the_run_waits_for_its_file_system(nodes: Nodes, tmp_path: Path) -> None:
     with FaultyStorage(tmp_path, lambda operation, path: errno.EIO if "cancel" in path else None).installed():
         nodes.turn(3)
         fleet = nodes.attempt.fleet()
@@ -149,7 +147,7 @@ def test_the_run_says_that_it_waits_for_its_file_system(nodes: Nodes, tmp_path: 
     assert len(told) == 2 and told[1] == ""
 
 
-def test_a_heartbeat_that_stays_unreadable_excuses_its_node_for_a_while_only(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_unreadable_heartbeat_excuses_its_node_for_a_limited_time(nodes: Nodes, tmp_path: Path) -> None:
     patience_s = int(1.5 * nodes.head.plan.stall_timeout_s)
     away = FaultyStorage(tmp_path, lambda operation, path: errno.EIO if path.endswith("agents/1.json") else None)
     with away.installed():
@@ -164,7 +162,7 @@ def test_a_heartbeat_that_stays_unreadable_excuses_its_node_for_a_while_only(nod
     assert list(nodes.head.fleet.gone) == [1]
 
 
-def test_a_turn_does_not_wait_long_for_a_file_system(nodes: Nodes, tmp_path: Path, storage_time: FakeTime) -> None:
+def test_a_tick_does_not_wait_long_for_a_file_system(nodes: Nodes, tmp_path: Path, storage_time: FakeTime) -> None:
     with FaultyStorage(tmp_path, lambda operation, path: errno.EIO).installed():
         for turn in (nodes.agents[1].tick, nodes.head.tick):
             nodes.now += 1.0
@@ -174,9 +172,7 @@ def test_a_turn_does_not_wait_long_for_a_file_system(nodes: Nodes, tmp_path: Pat
     assert nodes.well
 
 
-def test_a_process_whose_log_cannot_be_opened_for_a_while_is_started_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_starts_once_its_log_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primeslurm.node.agent.node_agent.own_address", lambda *_: "127.0.0.1")
     nodes = Nodes(tmp_path)
     with FaultyStorage(tmp_path, lambda operation, path: errno.EIO if path.endswith("a.log") else None).installed():
@@ -193,7 +189,7 @@ def test_a_process_whose_log_cannot_be_opened_for_a_while_is_started_afterwards(
             agent.processes.close()
 
 
-def test_the_state_of_a_process_that_cannot_be_read_is_an_error_and_no_absence(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_unreadable_state_is_an_error(nodes: Nodes, tmp_path: Path) -> None:
     with FaultyStorage(tmp_path, lambda operation, path: errno.ESTALE if operation == "open" else None).installed():
         with pytest.raises(OSError, match="Stale file handle"):
             nodes.attempt.end()

@@ -39,7 +39,7 @@ def job(**changes: object) -> JobState:
         (job(state="TIMEOUT"), "preempted", 30, False),
     ],
 )
-def test_the_state_of_the_job_tells_why_it_ends(
+def test_the_state_of_the_job_explains_sigterm(
     found: JobState | None, outcome: str, left_s: float, requeued: bool
 ) -> None:
     why = termination(found, 2, KILL_WAIT_S, NOW)
@@ -55,11 +55,11 @@ def test_a_preemption_names_the_end_of_its_grace_time() -> None:
 
 
 @pytest.mark.parametrize(("left_s", "checkpoint_s"), [(30, 20), (120, 110), (10, 5), (0, 0)])
-def test_processes_keep_time_to_end(left_s: float, checkpoint_s: float) -> None:
+def test_checkpoints_leave_time_to_end_processes(left_s: float, checkpoint_s: float) -> None:
     assert Termination(Ending(Outcome.CANCELLED, ""), left_s).checkpoint_s == checkpoint_s
 
 
-def test_slurm_tells_when_a_job_is_preempted_and_ends() -> None:
+def test_preemption_and_end_are_read_from_slurm() -> None:
     words = "JobId=7 JobState=RUNNING Reason=None Restarts=0 ExitCode=0:0 StartTime=2026-11-28T09:24:39 Partition=gpu"
     told = parse_job(f"{words} EndTime=2026-11-28T09:25:37 PreemptTime=2026-11-28T09:24:57\n")
     assert told.preempted_at is not None and told.ends_at is not None

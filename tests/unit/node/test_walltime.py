@@ -26,7 +26,9 @@ from tests.support.plans import plan_of
         (9300.0, 120, 0, False),  # nothing is known of checkpoints yet
     ],
 )
-def test_it_is_time_to_stop(now: float, signal_s: float, stop_s: float, expected: bool) -> None:
+def test_a_long_checkpoint_stops_the_trainer_before_the_warning(
+    now: float, signal_s: float, stop_s: float, expected: bool
+) -> None:
     assert must_stop_before_warning(now, 10000.0, signal_s, stop_s) is expected
 
 
@@ -38,7 +40,7 @@ def test_it_is_time_to_stop(now: float, signal_s: float, stop_s: float, expected
         ({"forward_backward": 100.0, "wait": 1000.0, "checkpoint": 300.0}, 630.0),
     ],
 )
-def test_what_a_trainer_still_does(took: dict[str, float] | None, expected: float) -> None:
+def test_time_to_stop_includes_step_and_checkpoint(took: dict[str, float] | None, expected: float) -> None:
     assert seconds_to_stop(None if took is None else TrainerState(last_seconds=took)) == expected
 
 
@@ -56,19 +58,19 @@ def in_slurm() -> Plan:
     return plan_of(Path("/runs/x"), ()).model_copy(update={"executor": "slurm"})
 
 
-def test_the_end_of_a_job() -> None:
+def test_time_left_of_a_job() -> None:
     plan = in_slurm()
     assert seconds_left(plan, {}, 1000.0) == 600.0
     assert seconds_left(plan, {"SLURM_JOB_END_TIME": "5000"}, 1000.0) == 4000.0
 
 
 @pytest.mark.parametrize(("end", "left_s"), [("5000", 600.0), ("1200", 200.0), ("900", 600.0)])
-def test_a_run_without_slurm_ends_with_the_allocation_that_it_was_started_in(end: str, left_s: float) -> None:
+def test_a_local_run_ends_with_its_allocation(end: str, left_s: float) -> None:
     assert seconds_left(plan_of(Path("/runs/x"), ()), {"SLURM_JOB_END_TIME": end}, 1000.0) == left_s
 
 
 @pytest.mark.parametrize(("wall", "left_s"), [(1400.0, 200.0), (900.0, 600.0), (-1000.0, 600.0), (3000.0, 600.0)])
-def test_a_node_whose_clock_is_wrong_goes_by_the_length_of_the_job(wall: float, left_s: float) -> None:
+def test_a_wrong_clock_does_not_shorten_the_job(wall: float, left_s: float) -> None:
     """Slurm's end of the job is by its controller's clock. A time that cannot be left is a wrong clock."""
     plan = in_slurm()
     environ = {"SLURM_JOB_START_TIME": "1000", "SLURM_JOB_END_TIME": "1600"}
