@@ -45,9 +45,7 @@ class ShardFiles:
     async def answer(self, shard: StepShard, *, unreadable: bool, within_s: float) -> Answer | None:
         """Return the path of a shard once it is on disk, or "wait" after `within_s`. None: there is no such batch.
 
-        Args:
-            unreadable: The rank could not read the file.
-            within_s: Longest wait. The write continues after it.
+        `unreadable`: the rank could not read the file, so its content is checked.
 
         Raises:
             OSError: The file cannot be written, and the file system is neither full nor read-only.

@@ -24,7 +24,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.support.recipes import recipe_data
-from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
+from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, run_all
 from tests.unit.orchestrator.test_packing import advantages, group
 
 
@@ -163,7 +163,7 @@ def test_commit_without_orchestrator_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_progress_is_on_disk_before_it_counts(tmp_path: Path) -> None:
-    dispatch = dispatcher(limits())
+    dispatch = make_dispatcher(limits())
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
     asyncio.run(file.record(lambda now: {"next_step": 2, "batches": {1: ["x"]}}))
@@ -182,7 +182,7 @@ def test_progress_is_on_disk_before_it_counts(tmp_path: Path) -> None:
 
 
 def test_records_are_written_in_order_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch, may_write = dispatcher(limits()), threading.Event()
+    dispatch, may_write = make_dispatcher(limits()), threading.Event()
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
     save = RunProgress.save
