@@ -22,14 +22,14 @@ from primeslurm.records.attempt import LockRecord
 from primeslurm.records.reading import find_record, last_lines, whole_lines
 
 log = logging.getLogger(__name__)
+# Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own.
 EVALUATION = "eval/"
-"""Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own."""
 
+# In the run directory.
 FILE = "metrics.jsonl"
-"""In the run directory."""
 
+# A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included.
 Row = dict[str, float]
-"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included."""
 
 
 class MetricsLog:

@@ -46,14 +46,13 @@ class Load(msgspec.Struct, frozen=True):
     external_hit_rate: float | None = None  # hit rate of KV from other engines (NIXL) and offload tiers
 
 
+# What limits the rollouts of a replica.
+#
+# - demand: there is no more work. growing: it is not known yet whether more fit. bound: `max_inflight_rollouts`.
+# - kv: the KV cache is full. preemption: requests were preempted. queue: requests wait at full engines.
+# - prefill: requests wait for prefill while decode has room. cache: more rollouts would evict prompts from the cache.
+# - slow: other replicas are twice as fast. lost: no engine answers.
 Limit = Literal["demand", "growing", "bound", "kv", "preemption", "queue", "prefill", "cache", "slow", "lost"]
-"""What limits the rollouts of a replica.
-
-- demand: there is no more work. growing: it is not known yet whether more fit. bound: `max_inflight_rollouts`.
-- kv: the KV cache is full. preemption: requests were preempted. queue: requests wait at full engines.
-- prefill: requests wait for prefill while decode has room. cache: more rollouts would evict prompts from the cache.
-- slow: other replicas are twice as fast. lost: no engine answers.
-"""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):

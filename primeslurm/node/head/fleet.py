@@ -52,8 +52,8 @@ SPARE_WAIT_S = 30.0
 VERDICT_S = 5.0
 """Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
 trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then."""
+# Lost nodes that the reason of an ending names.
 _NAMED_LOSSES = 4
-"""Lost nodes that the reason of an ending names."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 

@@ -15,8 +15,8 @@ while IFS= read -r path; do set -- "$@" "$path"; done
 for path; do [ ! -e "$path" ] || left=1; done
 [ -z "$left" ] || { rm -rf -- "$@"; sleep 1; rm -rf -- "$@"; }
 """
+# Longest wait for the shell to end. It finishes by itself afterwards.
 _CLOSE_S = 5.0
-"""Longest wait for the shell to end. It finishes by itself afterwards."""
 
 
 class ExitCleanup:
