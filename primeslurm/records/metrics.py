@@ -38,7 +38,7 @@ class MetricsLog:
     Args:
         run_dir: the run; rows of steps after `resumed_step` come from an abandoned attempt and are removed.
         resumed_step: the last step that is part of the resumed checkpoint.
-        tensorboard: also write TensorBoard event files.
+        tensorboard: also write TensorBoard event files to the run directory.
         wandb: arguments of `wandb.init` besides id and directory; None disables Weights & Biases.
     """
 

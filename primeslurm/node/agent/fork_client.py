@@ -111,7 +111,7 @@ class ForkServer:
     ) -> ForkedChild:
         """Start a process with a command line of the form `PYTHON -m MODULE ARG ...`.
 
-        It inherits the descriptors in `passed`. The values of these variables in `env` begin with them.
+        It inherits the descriptors in `passed`. Their variables in `env` begin with the numbers.
 
         Raises:
             OSError: the server does not answer, or the log file cannot be opened.

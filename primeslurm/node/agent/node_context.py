@@ -1,4 +1,4 @@
-"""What processes need from their node: values of the Plan's placeholders, files, and directories on the local disk."""
+"""Node-specific inputs of processes: values of the Plan's placeholders, files, and directories on the local disk."""
 
 from __future__ import annotations
 

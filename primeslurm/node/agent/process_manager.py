@@ -47,7 +47,7 @@ UNLINK_S = 5.0
 _CHECKPOINT_ROLES = ("trainer", "orchestrator")
 
 Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
-"""What a process is started with: argv, environment, files, and which of its prerequisites were given up."""
+"""Start parameters of a process: argv, environment, files, and which of its prerequisites were given up."""
 
 
 class ProcessManager:
@@ -277,7 +277,7 @@ class ProcessManager:
             self._shared_memory.ended(self.children[name].pid)
 
     def _scan_memory(self, names: Collection[str]) -> None:
-        # Before every kill: a dead process has no memory maps, so its shared memory could not be found any more.
+        # Before every kill: a dead process has no memory maps, so its shared memory could not be found afterwards.
         self._shared_memory.scan([self.children[name].pid for name in names])
 
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:

@@ -29,7 +29,7 @@ class ProcessState(StrEnum):
     BACKOFF = "backoff"  # died; waits for its restart
     FALLEN = "fallen"  # died; waits for the next generation of its restart group
     DONE = "done"  # exited with code 0
-    FAILED = "failed"  # ended, and is not restarted any more
+    FAILED = "failed"  # ended, and is not restarted
     STOPPED = "stopped"  # ended because the attempt ends
 
 
@@ -54,7 +54,7 @@ class Supervision:
     renewing: bool = False  # it is being ended only to start again, without blame
     unresponsive: bool = False  # it is being ended because it is unresponsive
     idle_deaths: int = 0  # consecutive deaths before any work
-    failed_starts: int = 0  # consecutive starts that ended with `start_error` before it was ready
+    failed_starts: int = 0  # consecutive starts that failed with `start_error`
     start_error: str = ""
 
     @property

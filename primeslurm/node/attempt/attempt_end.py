@@ -117,9 +117,7 @@ def should_requeue(
     """Decide whether the job resumes as a new attempt. If it failed and does not resume, also return why. Pure.
 
     Args:
-        ending: how the attempt ended.
-        attempt: its number.
-        plan: its Plan.
+        ending: how the attempt with number `attempt` ended.
         fruitless: failed attempts without a new committed step, this one included.
         again: the failed attempt before had the same error, and neither made progress.
         free: attempts that do not count, because Slurm ended them after they had committed a step.
@@ -208,7 +206,7 @@ def is_requeued(job_id: str, restarts: int) -> bool:
 
 
 def cancel_requeued(job_id: str) -> None:
-    """Cancel a job that Slurm has requeued although its run is over."""
+    """Cancel a job that Slurm has requeued although its run has ended."""
     try:
         SlurmClient().cancel(job_id)
     except ClusterError as error:

@@ -47,7 +47,7 @@ def insist(client: SlurmClient, command: Callable[[], T]) -> T:
 
 
 def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
-    """Requeue a job unless it was already requeued or ended, and return once the controller has saved that.
+    """Requeue a job that is still running, and return once the controller has saved that.
 
     A controller that is killed earlier restarts with a job in state RUNNING whose processes have all ended, and notices
     only minutes later. This wait costs nothing: the job cannot start before the credentials of its last start have

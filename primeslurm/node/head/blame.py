@@ -8,7 +8,7 @@ from enum import StrEnum
 from primeslurm.records.fleet import AgentReport, PreflightState
 
 COMMON = frozenset({"address", "model", "shared file system", "temporary directory", "versions"})
-"""Checks of what all nodes share whatever runs on them: files, packages and the site file."""
+"""Checks of things that all nodes share: files, packages and the site file."""
 LASTING = frozenset({"address", "hca", "locked memory", "model", "temporary directory", "versions"})
 """Checks that fail again in the next attempt if they failed on all nodes of this one."""
 

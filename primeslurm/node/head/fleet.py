@@ -76,7 +76,7 @@ class Fleet:
     hosts: Sequence[str] = ()  # node names by rank; empty if they are only known from reports
     agents: dict[int, AgentReport] = field(default_factory=dict)  # newest report by rank
     seen_at: dict[int, float] = field(default_factory=dict)  # arrival of the newest report by rank
-    gone: dict[int, str] = field(default_factory=dict)  # ranks that are not used any more in this attempt, and why
+    gone: dict[int, str] = field(default_factory=dict)  # ranks that this attempt has stopped using, and why
     lost: set[str] = field(default_factory=set)  # processes that were given up
     news: list[News] = field(default_factory=list)
     progress: Any = None
@@ -180,7 +180,7 @@ class Fleet:
         return next((text for rank in sorted(checking) if (text := self.agents[rank].file_system)), "")
 
     def decide(self, now: float) -> Ending | None:
-        """Replace, restart and give up what is necessary. Return why the attempt ends now, or None."""
+        """Handle losses and deaths since the last call. Return why the attempt ends now, or None."""
         if self.waits_for:
             self._file_system_fault_at = now
         self._give_up_late_agents(now)

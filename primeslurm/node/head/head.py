@@ -171,7 +171,7 @@ class Head(threading.Thread):
     def conclude(self) -> bool:
         """Record how the attempt ended. Return whether the job must be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
-        # If all agents of a job are told to end, another agent may hear of it before the head does.
+        # When a whole job is cancelled, another agent may hear of it before the head does.
         if self._requested is not None and ending.reason.endswith(AGENT_ENDED):
             ending = self._requested
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)

@@ -45,7 +45,7 @@ class ExitCleanup:
             self._shell.stdin.flush()
 
     def close(self) -> None:
-        """Let the shell remove what is left, and end."""
+        """Let the shell remove the remaining directories, and end."""
         assert self._shell.stdin is not None
         with contextlib.suppress(OSError):
             self._shell.stdin.close()
