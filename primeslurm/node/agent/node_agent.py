@@ -39,10 +39,10 @@ from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.launch_failures import START, JobOutput, kills, node_names
 from primeslurm.wire.transport.addresses import Addresses
 
+# How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway.
 TICK_RETRY_S = 0.5
-"""How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway."""
+# Age of the head's last heartbeat, in heartbeat periods, from which on the job's output is searched for its death.
 HEARTBEATS_BEFORE_LOOK = 3.0
-"""Age of the head's last heartbeat, in heartbeat periods, from which on the job's output is searched for its death."""
 LOOK_PERIOD_S = 1.0
 
 

@@ -30,10 +30,8 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import retry_in_thread
 
 EXCLUDE_S = 5.0
-REQUEUE_S = 5.0
-"""Timeout for Slurm's answer. Slurm kills all processes of an ended job step within half a minute."""
-FRUITLESS_ATTEMPTS = 3
-"""A run ends after this many failed attempts without a new committed step."""
+REQUEUE_S = 5.0  # timeout for Slurm's answer. Slurm kills all processes of an ended job step within half a minute.
+FRUITLESS_ATTEMPTS = 3  # a run ends after this many failed attempts without a new committed step
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:

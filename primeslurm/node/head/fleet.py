@@ -45,13 +45,11 @@ from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exit_codes
 
-AGENT_ENDED = "its agent ended"
-"""Reason for the loss of a node whose agent has ended without an error."""
-SPARE_WAIT_S = 30.0
-"""Longest wait for spares once every node of the Plan can be assigned."""
+AGENT_ENDED = "its agent ended"  # reason for the loss of a node whose agent has ended without an error
+SPARE_WAIT_S = 30.0  # longest wait for spares once every node of the Plan can be assigned
+# Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
+# trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then.
 VERDICT_S = 5.0
-"""Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
-trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then."""
 # Lost nodes that the reason of an ending names.
 _NAMED_LOSSES = 4
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")

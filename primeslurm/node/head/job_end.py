@@ -20,14 +20,10 @@ from primeslurm.run.directory import BY_SIGTERM
 from primeslurm.slurm.client import KILL_WAIT_S, JobState, SlurmClient
 from primeslurm.wire.transport.retry import retry_in_thread
 
-SLURM_ANSWER_S = 5.0
-"""Longest wait for Slurm to say why it ends the job. The last checkpoint loses this time. [s]"""
-WIND_DOWN_S = 10.0
-"""Time before the kill for processes and agents to end, and for the head to record the end. [s]"""
-MARGIN_S = 30.0
-"""Time for signals, the orchestrator's part of the checkpoint, and Slurm itself. [s]"""
-CAUTION = 1.5
-"""The next checkpoint may take this much longer than the last one."""
+SLURM_ANSWER_S = 5.0  # longest wait for Slurm to say why it ends the job. The last checkpoint loses this time. [s]
+WIND_DOWN_S = 10.0  # time before the kill for processes and agents to end, and for the head to record the end. [s]
+MARGIN_S = 30.0  # time for signals, the orchestrator's part of the checkpoint, and Slurm itself. [s]
+CAUTION = 1.5  # the next checkpoint may take this much longer than the last one
 # Work of a trainer after the request to stop: the current step, and a checkpoint.
 _PHASES_TO_STOP = ("forward_backward", "optimizer", "publish", "checkpoint")
 

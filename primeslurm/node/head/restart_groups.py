@@ -58,10 +58,8 @@ class RestartGroup:
     def tick(self, now: float, reports: Mapping[str, ProcessReport | None]) -> None:
         """Let the new generation start if the old one has ended and the back-off has passed."""
         if self.hold and now - self.restarted_at >= BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]:
-            self.hold = not all(self._has_ended(reports[process.name]) for process in self.members)
-
-    def _has_ended(self, report: ProcessReport | None) -> bool:
-        return report is None or report.generation >= self.generation or report.state in _ENDED
+            members = [report for process in self.members if (report := reports[process.name])]
+            self.hold = any(each.generation < self.generation and each.state not in _ENDED for each in members)
 
 
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:

@@ -32,10 +32,7 @@ class ExitCleanup:
             env={"PATH": "/usr/bin:/bin"},
             start_new_session=True,
         )
-
-    @property
-    def pid(self) -> int:
-        return self._shell.pid
+        self.pid = self._shell.pid
 
     def add(self, directory: Path) -> None:
         """Add a directory that belongs to this process alone."""

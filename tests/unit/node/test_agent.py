@@ -1,4 +1,4 @@
-"""Agents and head over real processes: order, restarts, endings, clean-up."""
+"""Agents and head with real processes: start order, restarts, endings and clean-up."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PATIENT = HeadTimings()
 
 
 class Running:
-    """A plan being run by one thread per node, as submitit's processes would."""
+    """A plan that one thread per node runs, as submitit's processes would."""
 
     def __init__(self, plan: Plan, monkeypatch: pytest.MonkeyPatch, agents: AgentTimings, head: HeadTimings) -> None:
         self.run = RunDirectory(Path(plan.run_dir))
@@ -75,7 +75,7 @@ class Running:
             thread.start()
 
     def report(self, name: str) -> ProcessReport:
-        """What is known of a process; before anything is, that it waits."""
+        """The newest report of a process; before the first one it is waiting."""
         node = self.attempt.plan().process(name).node
         heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
@@ -235,23 +235,9 @@ def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running
     assert not alive(other)
 
 
-def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
-    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer", restart="attempt")
-    running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
-    running.wait_state("orchestrator", "ready")
-    running.wait_state("trainer-rank-0", "ready")
-    running.wait((running.attempt.path / "listens").exists)
-    running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
-    running.join()
-    assert (running.attempt.path / "checkpointed").exists()
-    assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
-    assert running.head.conclude() is True
-
-
 def trained(running: Running, steps: int) -> None:
-    """Have the trainer's state say that it has trained some steps."""
-    journal = Journal(running.attempt.path, "trainer-rank-0")
-    journal.state(TrainerState(steps, "train"))
+    """Record that the trainer has trained some steps."""
+    Journal(running.attempt.path, "trainer-rank-0").state(TrainerState(steps, "train"))
 
 
 def start_training(start: Callable[..., Running], steps: int) -> Running:
@@ -264,8 +250,17 @@ def start_training(start: Callable[..., Running], steps: int) -> Running:
     return running
 
 
+def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
+    running = start_training(start, steps=3)
+    running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
+    running.join()
+    assert (running.attempt.path / "checkpointed").exists()
+    assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
+    assert running.head.conclude() is True
+
+
 def test_sigterm_to_every_process_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
-    """As scancel does where Slurm signals all processes of a step: trainer and orchestrator must outlive that."""
+    """scancel may signal all processes of a step. Trainer and orchestrator must survive that."""
     running = start_training(start, steps=3)
     pids = [int(str(running.report(name).pid)) for name in ("trainer-rank-0", "orchestrator")]
     for pid in pids:
@@ -311,7 +306,6 @@ def test_an_agent_that_alone_gets_sigterm_waits_for_the_head_first(
 def test_the_head_stops_waiting_before_slurm_kills_it(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer that never gets its checkpoint done: what is committed stays, and the end is on record in time."""
     head, _, now = assigned
     found = Termination(Ending(Outcome.PREEMPTED, "preempted"), left_s=60.0)
     monkeypatch.setattr(head, "_why_terminated", lambda: found)
@@ -418,7 +412,7 @@ def test_agents_end_when_the_head_is_lost(start: Callable[..., Running], monkeyp
 
 @pytest.fixture
 def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
-    """A head, its agents, and the time of their last heartbeat; none of them does anything by itself."""
+    """A head, its agents, and the time of their last heartbeat. The test makes them tick."""
     plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
@@ -433,7 +427,7 @@ def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
 
 
 def test_a_process_that_did_not_run_blames_nobody(assigned: tuple[Head, list[NodeAgent], float]) -> None:
-    """A machine that stood still for long goes on with any of its processes first."""
+    """After a suspension, any process of the machine may run first."""
     head, agents, now = assigned
     agents[1]._read_head(now)
     for seconds in range(1000, 1080):
@@ -449,7 +443,6 @@ def test_a_process_that_did_not_run_blames_nobody(assigned: tuple[Head, list[Nod
 def test_a_full_disk_excuses_missing_heartbeats(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as long as without any progress. Then an agent takes the head for gone, and the head a node for lost."""
     head, agents, now = assigned
     agents[1]._read_head(now)
     heartbeat = agents[0].attempt.agent_file(0).read_text()
@@ -537,7 +530,7 @@ def test_a_restart_group_is_restarted_as_one(start: Callable[..., Running]) -> N
 def test_a_spare_takes_over_and_dependent_processes_restart(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent that is given up still lives: it ends what it runs, and is not used again."""
+    """The lost agent still runs. It ends its processes, and is not used again."""
     running = start(
         (server("router", 0, 21000, "engine", after=("engine",), role="router"), server("other", 0, 21010)),
         (server("engine", 1, 21020),),
@@ -555,13 +548,13 @@ def test_a_spare_takes_over_and_dependent_processes_restart(
     running.wait(lambda: running.report("router").pid not in (before["router"], None))
     after = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
     assert after["other"] == before["other"] and after["engine"] != before["engine"]
-    assert running.report("router").restarts == 0, "it is not at fault"
+    assert running.report("router").restarts == 0
     assert [e.process for e in running.events(ProcessStarted) if e.name == "engine"] == ["agent-1", "agent-2"]
     assert running.head.ending is None
 
 
 def test_a_trainer_continues_without_a_lost_engine(start: Callable[..., Running]) -> None:
-    """It waits for engines that share its GPUs only until they have measured what memory is free."""
+    """Engines that share its GPUs matter at its start only, until they have measured the free memory."""
     engines = ("engine-0", "engine-1")
     running = start(
         (
