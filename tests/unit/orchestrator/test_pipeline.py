@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from primeslurm.wire.batches.rollouts import RankShard, Rollout
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.dispatch import MAX_FAILURES
@@ -18,7 +19,6 @@ from primeslurm.orchestrator.pipeline.progress import restore
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.rollouts.worker_events import JobLost, RolloutEnded, WorkerDied
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import RankShard, Rollout
 from primeslurm.wire.link.trainer_link import Answer, GetBatch
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
