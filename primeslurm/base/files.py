@@ -24,21 +24,25 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# Longest path of a Unix socket [bytes].
 LONGEST_SOCKET = 107
-"""Longest path of a Unix socket [bytes]."""
+# Content of a file: whole, as chunks, or as a function that returns the chunks and is called once per try.
 Content = bytes | str | Sequence[bytes | memoryview] | Callable[[], Iterable[bytes | memoryview]]
-"""Content of a file: whole, as chunks, or as a function that returns the chunks and is called once per try."""
-# A failover of an NFS or Lustre server can take longer, but on a hard mount its clients then block without an error.
+# Longest time for which an operation is retried. A failover of an NFS or Lustre server can take longer, but on a hard
+# mount its clients then block without an error.
 RETRY_S = 60.0
-"""Longest time for which an operation is retried."""
+# The same in a thread that runs an event loop, because a retry blocks the loop.
 LOOP_RETRY_S = 0.5
-"""The same in a thread that runs an event loop, because a retry blocks the loop."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+# A file in the run directory that keeps space for records (`durable.fill_reserve`).
+RESERVE = ".reserve"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+# How long an NFS client may return cached attributes (acregmax, acdirmax) of a file that it does not reopen.
 CACHE_S = 60.0
-"""How long an NFS client may return cached attributes (acregmax, acdirmax) of a file that it does not reopen."""
+# Faults within this time of the previous one are not reported again.
 QUIET_S = 60.0
-"""Faults within this time of the previous one are not reported again."""
+# Errors that network file systems return temporarily, and that say nothing about the file.
 TRANSIENT = frozenset(
     {
         errno.ESTALE,
@@ -63,9 +67,8 @@ TRANSIENT = frozenset(
         errno.EPROTO,
     }
 )
-"""Errors that network file systems return temporarily, and that say nothing about the file."""
+# How libraries written in Rust (safetensors) report an errno in the text of their exceptions.
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust (safetensors) report an errno in the text of their exceptions."""
 
 clock: Callable[[], float] = time.monotonic
 sleep: Callable[[float], None] = time.sleep
@@ -81,14 +84,14 @@ class Outage(NamedTuple):
     recovered: bool
 
 
+# Called at the end of an outage. Processes with a journal write an event.
 on_fault: Callable[[Outage], None] | None = None
-"""Called at the end of an outage. Processes with a journal write an event."""
+# Called before each pause. Processes send a heartbeat, because waiting for the file system is not a hang.
 on_pause: Callable[[], None] | None = None
-"""Called before each pause. Processes send a heartbeat, because waiting for the file system is not a hang."""
 _thread = threading.local()
 _outage = threading.Lock()
+# Last time of each kind of report, and of the last operation that was given up [s of `clock`].
 _outages: dict[str, float] = {}
-"""Last time of each kind of report, and of the last operation that was given up [s of `clock`]."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -154,8 +157,41 @@ def retrying(path: Path, action: Callable[[], T]) -> T:
             if tries:
                 _report(Outage(path, str(last), tries, clock() - began, recovered=True))
             return result
-        _pause(pause_s)
+        pause(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def writing(path: Path, action: Callable[[], T]) -> T:
+    """Run `action`, which writes a record at `path`, like `retrying`. On a full disk it may use the run's reserve."""
+    try:
+        return retrying(path, action)
+    except OSError as error:
+        if error.errno not in FULL or getattr(_thread, "bulk", False) or not release_reserve(path):
+            raise
+    return retrying(path, action)
+
+
+@contextlib.contextmanager
+def keeping_reserve() -> Iterator[None]:
+    """Writes of this thread within the block do not use the reserve."""
+    before = getattr(_thread, "bulk", False)
+    _thread.bulk = True
+    try:
+        yield
+    finally:
+        _thread.bulk = before
+
+
+def release_reserve(path: Path) -> bool:
+    """Empty the reserve of the run that `path` belongs to. Return whether that has freed space."""
+    for directory in (path, *path.parents):
+        reserve = directory / RESERVE
+        with contextlib.suppress(OSError):  # there is no such file, or `directory` is one
+            if reserve.stat().st_size == 0:
+                return False
+            os.truncate(reserve, 0)
+            return True
+    return False
 
 
 def _retry_s() -> float:
@@ -178,7 +214,8 @@ def _runs_event_loop() -> bool:
     return True
 
 
-def _pause(seconds: float) -> None:
+def pause(seconds: float) -> None:
+    """Wait before another try. The process sends a heartbeat, so that a wait does not count as unresponsive."""
     if on_pause is not None:
         on_pause()
     sleep(seconds)
@@ -255,10 +292,8 @@ def is_dir(path: Path) -> bool:
 
 
 def listing(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return the sorted entries of a directory that match `pattern`; an empty list if the directory does not exist.
-
-    Unlike `Path.glob` it raises OSError if the directory cannot be read, so an empty list is an answer.
-    """
+    """Return the sorted entries of a directory that match `pattern`; an empty list if the directory does not exist."""
+    # `Path.glob` ignores OSError, so a directory that cannot be read would seem to be empty.
     try:
         paths = retrying(directory, lambda: list(directory.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
@@ -267,11 +302,9 @@ def listing(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def settled_listing(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return a complete `listing`: list the directory repeatedly, until a listing adds no name to the earlier ones.
-
-    An NFS client may return a stale listing. Files that callers look for are never removed meanwhile, so a name that
-    one listing has shown counts.
-    """
+    """Return a complete `listing`: list the directory repeatedly, until a listing adds no name to the earlier ones."""
+    # An NFS client may return a stale listing. Files that callers look for are never removed meanwhile, so a name that
+    # one listing has shown counts.
     before, paths = None, set(listing(directory, pattern))
     for pause_s in _pauses(CACHE_S):
         if before == paths:
@@ -307,7 +340,7 @@ def until_seen(look: Callable[[], T | None], *paths: Path, within_s: float = CAC
         return result
     log.info("%s: not visible yet; looking again for up to %.0f s", paths[0], within_s)
     for pause_s in _pauses(within_s):
-        _pause(pause_s)
+        pause(pause_s)
         for path in paths:
             revalidate(path)
         if (result := look()) is not None:
@@ -323,7 +356,6 @@ def _pauses(within_s: float) -> Iterator[float]:
 
 
 def files_below(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return all files below a directory whose names match. Unlike `Path.rglob` and `os.walk` it raises OSError."""
     matching = []
     for path in listing(directory):
         if is_own_directory(path):
@@ -356,7 +388,7 @@ def rename(source: Path, target: Path) -> None:
             failed = True
             raise
 
-    retrying(source, once)
+    writing(source, once)
 
 
 def unlink(path: Path) -> None:
@@ -365,7 +397,7 @@ def unlink(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    retrying(path, lambda: path.mkdir(mode, parents=True, exist_ok=True))
+    writing(path, lambda: path.mkdir(mode, parents=True, exist_ok=True))
 
 
 def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
@@ -391,7 +423,7 @@ def write_atomic(path: Path, data: Content) -> None:
     Raises:
         OSError: the file cannot be written. The old content stays.
     """
-    retrying(path, lambda: _write_atomic(path, data))
+    writing(path, lambda: _write_atomic(path, data))
 
 
 def _write_atomic(path: Path, data: Content) -> None:
@@ -429,7 +461,7 @@ class Appender:
     def append(self, lines: bytes) -> None:
         """Append complete lines. After an OSError none of these lines is in the file, now or later."""
         try:
-            retrying(self.path, lambda: self._append(lines))
+            writing(self.path, lambda: self._append(lines))
         except OSError:
             if self._failed_at is not None:
                 with contextlib.suppress(OSError):  # if this fails, the next append truncates the file

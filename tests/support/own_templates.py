@@ -7,8 +7,8 @@ from pathlib import Path
 
 from renderers import prime_qwen3
 
-from primeslurm.models.deepseek_v3 import deepseek_v31_renderer
-from primeslurm.models.glm4_moe import intellect3_renderer
+from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
+from primeslurm.models.glm4_moe import renderer as intellect3_renderer
 
 KIMI_K2 = """
 {%- set last = namespace(answer=-1) %}

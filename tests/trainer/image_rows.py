@@ -9,10 +9,10 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from primeslurm.trainer.data.image_positions import Images
-from primeslurm.wire.batches.rollouts import Row
+from primeslurm.wire.batches.batch import Row
 from scripts.models.tiny_model import tokenizer
 from tests.trainer.conftest import SEQ_LEN
-from tests.trainer.families import CASES, IMAGES, SEEING_CASES, Case, write
+from tests.trainer.families import CASES, IMAGES, VISION_CASES, Case, write
 
 START, IMAGE, END = tokenizer().convert_ids_to_tokens(
     [IMAGES[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")]
@@ -42,7 +42,7 @@ DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
 
 def case_of(name: str) -> Case:
     """The case of this name."""
-    return next(case for case in (*CASES, *SEEING_CASES) if case.name == name)
+    return next(case for case in (*CASES, *VISION_CASES) if case.name == name)
 
 
 def write_vision_model(name: str, directory: Path) -> Path:

@@ -33,13 +33,8 @@ def sparse_spec(
 ) -> ModelSpec:
     """Return the torchtitan spec of a model with sparse latent attention.
 
-    Args:
-        name: Name of the family.
-        hf: Config of transformers.
-        seq_len: Longest row [tokens].
-        attention: Backend of DeepSeek-V3's layers.
-        indexer_types: For each layer, "full", or "shared" with the last full one before it.
-        interleaved: Whether indexers rotate neighboring values together.
+    Each layer's indexer type is "full", or "shared" with the last full one before it. `interleaved` indexers rotate
+    neighboring values together.
     """
     refuse(hf, q_lora_rank="" if hf.q_lora_rank else "none")
     sparse_layers = layers(hf, seq_len, attention)

@@ -157,16 +157,10 @@ def attention(
     output_bias: bool = False,
     **fields: Any,
 ) -> Attention.Config:
-    """Return the config of an attention layer.
+    """Return the config of an attention layer with backend "flex" or "varlen".
 
-    Args:
-        hf: Config of transformers.
-        backend: "flex" or "varlen".
-        heads: Number of query heads. Default: the config's.
-        window: As in `Attention.Config`.
-        bias: Whether the projections of queries, keys and values have biases.
-        output_bias: Whether the output projection has a bias.
-        fields: Further fields of `Attention.Config`.
+    `heads` is the number of query heads if it differs from the config's. `bias` applies to the projections of queries,
+    keys and values. `fields` are further fields of `Attention.Config`.
     """
     heads, size = heads or hf.num_attention_heads, hf.head_dim
     inner = get_attention_config(backend)

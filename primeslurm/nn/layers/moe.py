@@ -37,11 +37,11 @@ def sigmoid_moe(
 
     Args:
         hf: Config of transformers.
-        experts: Number of experts.
-        width: Intermediate size of an expert.
+        experts: Number of experts in a layer.
+        width: Intermediate size of one routed expert.
         shared_width: Total intermediate size of the shared experts; 0 if there are none.
         normalize: Whether the scores of a token's experts are scaled to add up to 1 (before `scale`).
-        scale: Factor of the scores.
+        scale: Factor that the selected experts' scores are multiplied by.
         groups: Number of expert groups, and number of groups from which a token's experts come.
     """
     top_k, limited = hf.num_experts_per_tok, groups[0] > 1

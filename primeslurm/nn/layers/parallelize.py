@@ -8,7 +8,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
 
-from primeslurm.nn import compiled
+from primeslurm.nn.layers import compiled
 
 
 def parallelize(

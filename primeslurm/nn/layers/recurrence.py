@@ -63,17 +63,10 @@ def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply a depthwise convolution over each document's past, and SiLU.
+    """Apply a depthwise convolution over each document's past, and SiLU. Return outputs and the last width - 1 inputs.
 
-    Args:
-        x: [B, L, H, channels].
-        weight: [H, channels, width]. The last column is for the position itself.
-        bias: [H, channels].
-        positions: [B, L].
-        before: The width - 1 inputs before x.
-
-    Returns:
-        Outputs, and the last width - 1 inputs.
+    Shapes: x [B, L, H, channels], weight [H, channels, width] with the position itself last, bias [H, channels].
+    `before` are the width - 1 inputs before x.
     """
     inputs = torch.cat([before, x], dim=1)
     convolve = elementwise.fused(convolved) if elementwise.fits(x) else convolved
@@ -105,18 +98,9 @@ def state_space(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute Mamba-2's selective state space: state = exp(dt * decay) * state + dt * x b^T, out = state c.
 
-    Args:
-        x: [B, L, H, head_dim].
-        dt: Time steps, [B, L, H].
-        decay: Negative, [H].
-        b: [B, L, groups, state]. Consecutive heads share a group.
-        c: [B, L, groups, state].
-        positions: [B, L].
-        state: State before the rows, [B, H, state, head_dim].
-        size: Positions in a chunk.
-
-    Returns:
-        Outputs in float32 of x's shape, and the state after the rows. The state is valid only if `size` divides L.
+    Return outputs in float32 of x's shape, and the state after the rows, which is valid only if the chunk's `size`
+    divides L. Shapes: x [B, L, H, head_dim], dt [B, L, H], decay (negative) [H], b and c [B, L, groups, state], where
+    consecutive heads share a group, and state before the rows [B, H, state, head_dim].
     """
     length, groups = x.shape[1], b.shape[2]
     masks = chunks(positions, size)
@@ -155,18 +139,9 @@ def gated_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the gated delta rule (arXiv 2412.06464): the state decays, and its value for k moves towards v by beta.
 
-    Args:
-        q: [B, L, H, key_dim], normalized here.
-        k: [B, L, H, key_dim], normalized here.
-        v: [B, L, H, value_dim].
-        log_decay: Not positive, [B, L, H].
-        beta: Between 0 and 1, [B, L, H].
-        positions: [B, L].
-        state: State before the rows, [B, H, key_dim, value_dim].
-        size: Positions in a chunk.
-
-    Returns:
-        Outputs in float32 of v's shape, and the state after the rows. The state is valid only if `size` divides L.
+    Return outputs in float32 of v's shape, and the state after the rows, which is valid only if the chunk's `size`
+    divides L. Shapes: q and k (both are normalized here) [B, L, H, key_dim], v [B, L, H, value_dim], log_decay (not
+    positive) and beta (between 0 and 1) [B, L, H], state before the rows [B, H, key_dim, value_dim].
     """
     length = v.shape[1]
     masks = chunks(positions, size)

@@ -30,27 +30,23 @@ Gating = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tenso
 class HeadScan(nn.Module):
     """Short convolutions of queries, keys and values, then a recurrence whose states map keys to values.
 
-    It has no parameters: the layer passes those of the heads that this rank computes. Heads are dimension 2 of tensors
-    by token, and dimension 0 of parameters. Queries and keys may have fewer heads than values: consecutive heads of
-    values then share one.
-
-    Args:
-        heads: Number of heads of the whole layer.
-        chunk: Positions that the recurrence computes at once.
+    It has no parameters: the layer passes those of the heads that this rank computes. Queries and keys may have fewer
+    heads than values: consecutive heads of values then share one.
     """
 
     def __init__(self, heads: int, chunk: int) -> None:
         super().__init__()
         self.heads = heads
+        """Number of heads of the whole layer."""
         self.chunk = chunk
+        """Positions that the recurrence computes at once."""
 
     def forward(self, by_token: Tensors, by_head: Parameters, positions: torch.Tensor) -> torch.Tensor:
         """Return outputs in float32, [rows, length, heads, value size].
 
-        Args:
-            by_token: Queries, keys, values and inputs of `recur`, [rows, length, heads, ...].
-            by_head: Weights of the three convolutions, their biases (or None), and parameters of `recur`, [heads, ...].
-            positions: [rows, length]. State and convolution start anew where they are 0.
+        `by_token` are queries, keys, values and further inputs of `recur`, [rows, length, heads, ...]. `by_head` are
+        the weights of the three convolutions, their biases (or None) and the parameters of `recur`, [heads, ...]. State
+        and convolution start at zero wherever `positions` [rows, length] are 0.
         """
         width = _present(by_head[0]).shape[-1]
         k, v = by_token[1:3]
@@ -69,12 +65,8 @@ class HeadScan(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the outputs of a segment and the state after it, [rows, heads, key size, value size].
 
-        Args:
-            mixed: Queries, keys and values after the convolutions.
-            rest: Further inputs by token.
-            parameters: Further parameters by head.
-            positions: [rows, length].
-            state: State before the segment.
+        `mixed` are queries, keys and values after the convolutions; `rest` and `parameters` are the further inputs by
+        token and by head.
         """
 
     def _step(
@@ -98,14 +90,10 @@ def _present(parameter: torch.Tensor | None) -> torch.Tensor:
 def in_segments(
     step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1, tokens: int = SEGMENT_TOKENS
 ) -> torch.Tensor:
-    """Run `step(carried, inputs)` over segments of rows, and again in the backward pass.
+    """Run `step(carried, inputs)` over segments of inputs [rows, length, ...], and again in the backward pass.
 
-    Args:
-        step: Returns outputs, and the tensors that it carries to the next segment.
-        carried: Tensors for the first segment.
-        inputs: [rows, length, ...] each.
-        chunk: The length of a segment is a multiple of this.
-        tokens: Tokens of a segment, over all rows.
+    A step returns outputs, and the tensors to carry to the next segment. A segment has about `tokens` tokens over all
+    rows, and its length is a multiple of `chunk`.
     """
     size = max(tokens // len(inputs[0]) // chunk, 1) * chunk
     # Checkpoints keep `run` alive, so it must not hold whole rows: those may be recomputed themselves.
@@ -123,14 +111,10 @@ def in_segments(
 
 
 def gated(gating: Gating, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Apply norm and gate between a recurrence and the projection after it.
+    """Apply norm and gate (`normed_before` or `normed_after`) between a recurrence and the projection after it.
 
-    Args:
-        gating: `normed_before` or `normed_after`.
-        x: Output of the recurrence in float32, [rows, length, groups, size]. Each group is normalized by itself.
-        gate: Tensor of x's shape. The result has its dtype.
-        weight: Weight of the norm, [size] or [groups, size].
-        eps: Epsilon of the norm.
+    x (float32) and gate are [rows, length, groups, size], and the norm's weight is [size] or [groups, size]. Each group
+    is normalized by itself. The result has the gate's dtype.
     """
     if elementwise.fits(gate):  # one kernel, which keeps only its inputs
         return elementwise.fused(gating)(x, gate, weight, eps)

@@ -10,7 +10,8 @@ import numpy as np
 from primeslurm.orchestrator.algorithms.grpo import centred
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, Float32, Rollout
+from primeslurm.wire.batches.frames import Float32
+from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout
 
 
 @dataclass(frozen=True)
@@ -40,5 +41,5 @@ def _log_ratio(sequence: Rollout) -> Float32:
     if sequence.ref_logprobs is None:
         raise ValueError(f"rollout {sequence.info.id} has no log-probabilities of the teacher")
     # vLLM reports a probability of 0 as -9999. A single such token would dominate the batch.
-    teacher, engine = (np.maximum(one, np.float32(LEAST_LOGPROB)) for one in (sequence.ref_logprobs, sequence.logprobs))
+    teacher, engine = (np.maximum(one, np.float32(MIN_LOGPROB)) for one in (sequence.ref_logprobs, sequence.logprobs))
     return np.where(sequence.mask, teacher - engine, np.float32(0))

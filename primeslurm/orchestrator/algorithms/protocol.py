@@ -11,7 +11,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
-from primeslurm.wire.batches.rollouts import Bool, Float32, Rollout
+from primeslurm.wire.batches.frames import Bool, Float32
+from primeslurm.wire.batches.rollout import Rollout
 
 Memory = Mapping[str, float]
 """Named numbers that an algorithm carries from batch to batch."""

@@ -25,10 +25,10 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire.batches.file_ranges import Part, StoredArray
-from primeslurm.wire.batches.rollouts import BatchInfo, RankShard
+from primeslurm.wire.batches.batch import BatchInfo, RankShard
+from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link.trainer_link import Answer
+from primeslurm.wire.link.messages import Answer
 
 log = logging.getLogger(__name__)
 # Number of batches in memory: usually the step being trained, and the one before or after it
@@ -78,17 +78,13 @@ class Batches:
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], _Packed] = {}
-        self._encoded: dict[StepShard, list[Part]] = {}
-        self._encoding: dict[StepShard, asyncio.Task[list[Part] | None]] = {}
+        self._encoded: dict[StepShard, list[FrameSource]] = {}
+        self._encoding: dict[StepShard, asyncio.Task[list[FrameSource] | None]] = {}
         # One thread: the other ranks' requests wait for the packing of their batch, and nothing else does.
         self._thread = ThreadPoolExecutor(1, "packing")
 
     def add(self, step: int, groups: Sequence[RolloutGroup], memory: Memory | None = None) -> None:
-        """Add the batch of `step`. `memory`: state of the algorithm before it.
-
-        When a shard of it is requested, earlier batches leave memory, and stay on disk until they are committed: a
-        restarted trainer requests them again.
-        """
+        """Add the batch of `step`. `memory`: state of the algorithm before it."""
         self._use(step)  # first, or a thread that evicts would take it for an old one
         self._groups[step], self._memory[step] = list(groups), memory or {}
 
@@ -97,18 +93,11 @@ class Batches:
         self._committed = max(step, self._committed)
 
     def handed_over(self, shard: StepShard) -> None:
-        """Drop an encoded shard that will not be requested here again."""
+        """Drop an encoded shard that was written to a file."""
         self._encoded.pop(shard, None)
 
-    async def answer(self, shard: StepShard, within_s: float) -> list[Part] | Answer | None:
-        """Return an encoded shard, or "wait" after `within_s`: reading a batch from disk may take minutes.
-
-        Returns:
-            None if there is no such batch.
-
-        Raises:
-            UsageError: The user's algorithm raised an error.
-        """
+    async def answer(self, shard: StepShard, within_s: float) -> list[FrameSource] | Answer | None:
+        """Return an encoded shard, "wait" after `within_s` (a batch on disk may take minutes), or None as in `get`."""
         if (encoded := self.encoded(shard)) is not None:  # a repeat, or the next chunk
             return encoded
         encoding = self._encoding.get(shard)
@@ -118,12 +107,12 @@ class Batches:
         done, _ = await asyncio.wait([encoding], timeout=within_s)
         return encoding.result() if done else Answer("wait")
 
-    async def serve(self, shard: StepShard) -> list[Part] | None:
+    async def serve(self, shard: StepShard) -> list[FrameSource] | None:
         """Call `get` in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, shard)
 
     async def read(self, step: int) -> list[RolloutGroup]:
-        """Return the groups of a step for its metrics, without routed experts. Empty if they are not kept."""
+        """Return the groups of a step for its metrics, without routed experts; none if they are gone."""
         groups = self._groups.get(step, [])
         try:
             return [await asyncio.to_thread(_slim, one) if isinstance(one, SpooledGroup) else one for one in groups]
@@ -134,17 +123,11 @@ class Batches:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def encoded(self, shard: StepShard) -> list[Part] | None:
+    def encoded(self, shard: StepShard) -> list[FrameSource] | None:
         return self._encoded.get(shard)
 
-    def get(self, shard: StepShard) -> list[Part] | None:
-        """Pack and encode a shard. None if there is no such batch.
-
-        Takes seconds. It may run in a thread beside `add`, but not beside itself.
-
-        Raises:
-            UsageError: The user's algorithm raised an error.
-        """
+    def get(self, shard: StepShard) -> list[FrameSource] | None:
+        """Pack and encode a shard, or return None if there is no such batch. Takes seconds; runs in one thread."""
         if (encoded := self._encoded.get(shard)) is not None:
             return encoded
         step, rank = shard
@@ -233,13 +216,9 @@ def documents(
     temperatures: Mapping[str, float] = MappingProxyType({}),
     average: Average = "tokens",
 ) -> list[Document]:
-    """Return one document per sequence of the groups of a batch.
+    """Return one document per sequence of a batch, of at most `seq_len` tokens, for training policy `version`.
 
-    Args:
-        seq_len: Sequences are cut to this many tokens.
-        version: The policy version that is trained. A rollout that it sampled entirely is on-policy.
-        temperatures: Sampling temperatures by environment label. Default: the batch's own.
-        average: What advantages are averaged over. See `averaged`.
+    Temperatures are by environment label; the others sample at the batch's own. See `averaged` for `average`.
 
     Raises:
         UsageError: The user's algorithm raised an error.

@@ -31,72 +31,51 @@ from types import MappingProxyType
 from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import Limit, ReplicaLoad
 
-# A new engine starts with enough rollouts to measure it, and too few to overload it with any model.
-START_PER_ENGINE, FLOOR_PER_ENGINE = 16, 2
-# Two looks at the engines at least; a shorter period would mistake the noise of one look for a trend.
-PERIOD_S = 10.0
-# Growth per period while the cache has room. Before rollouts have ended, growth is slow: they start together, grow
-# together, and come back in waves. Once the right limit is known, it only follows drift.
-GROWTH, YOUNG_GROWTH, STEADY_GROWTH = 1.5, 0.2, 0.04
-# A limit grows only if it is used. One slot may be free, because a rollout has just ended.
-USED_SHARE, FREE_SLOTS = 0.9, 1.0
+# Growth of a limit, per engine and period.
+START_PER_ENGINE, FLOOR_PER_ENGINE = 16, 2  # enough rollouts to measure an engine, too few to overload it
+PERIOD_S = 10.0  # two looks at the engines; one look is too noisy
+GROWTH = 1.5  # per period, while the cache has room
+YOUNG_GROWTH = 0.2  # before rollouts have ended: they started together, and come back in waves
+STEADY_GROWTH = 0.04  # after the right limit was found, to follow drift
+USED_SHARE, FREE_SLOTS = 0.9, 1.0  # a limit grows only if it is used, except for a slot that was just freed
 
-# Waiting requests per running request that keep an engine busy between two ends. Prefill engines need one per
-# sampling request, because rollouts end and start in waves.
+# Queues: waiting requests per running one that keep engines busy. Prefill gets more, as rollouts start in waves.
 QUEUED, PREFILL_QUEUED = 0.1, 1.0
-# Below this many running requests, nothing is learned about what a rollout holds.
-MIN_RUNNING = 0.5
-# Rollouts per running request, averaged over IDLE_S: below MOSTLY_IDLE hardly any rollout waits for a tool.
-IDLE_S, MOSTLY_IDLE = 300.0, 1.3
-# Running requests should hold at least this share of the cache, even at the price of evictions: a decode step for few
-# requests takes nearly as long. Young rollouts take short turns, so it holds in full after BUSY_SETTLED generations.
+MIN_RUNNING = 0.5  # requests; fewer say nothing about the size of a rollout
+IDLE_S, MOSTLY_IDLE = 300.0, 1.3  # above 1.3 rollouts per running request, many wait for tools
+# Running requests should hold this share of the cache even at the price of evictions: a decode step for few requests
+# takes nearly as long. It holds in full after BUSY_SETTLED generations, because young rollouts take short turns.
 BUSY_KV, BUSY_SETTLED = 0.2, 2.0
 
-# Recomputed prompt tokens per generated token, above the least seen, that are worth the rollouts that cause them:
-# a share of the least, plus a constant. An engine computes prompts ten to twenty times as fast as it generates.
+# Recomputed prompt tokens per generated token, above the least seen, that are worth the rollouts that cause them: a
+# share of the least, plus a constant. Engines compute prompts ten to twenty times as fast as they generate.
 RECOMPUTED, RECOMPUTED_TOKENS, COMPUTED_S = 0.15, 0.3, 30.0
-# The least seen rises slowly, because the work changes while the policy learns.
-BASELINE_UP_PER_S = 0.00005
+BASELINE_UP_PER_S = 0.00005  # the least seen rises slowly, because the work changes while the policy learns
 
-# A rollout is expected to grow to this multiple of its present size before any rollout has ended.
-YOUNG = 3.0
-# Margin over the mean size until FEW generations of rollouts have ended: the mean still has too many young rollouts.
-UNSURE, FEW = 0.25, 3.0
-# After this many generations the rollouts in flight are of all ages, and no trend is extrapolated.
-SETTLED = 10.0
-# Until then, size is extrapolated by AHEAD times its rise over its mean of TREND_S.
-TREND_S, AHEAD = 120.0, 1.5
-# The mean size covers this many lifetimes of a rollout, within bounds: rollouts of one age come and go in waves.
-LIFETIMES, MIN_MEAN_S, MAX_MEAN_S = 12.0, 60.0, 1800.0
+# Size of a rollout. A generation has ended when as many rollouts have ended as are in flight.
+YOUNG = 3.0  # expected growth of a rollout before any has ended
+UNSURE, FEW = 0.25, 3.0  # margin over the mean until 3 generations have ended: it has too many young rollouts
+SETTLED = 10.0  # generations after which rollouts are of all ages, and no trend is extrapolated
+TREND_S, AHEAD = 120.0, 1.5  # until then, the size is extrapolated by 1.5 times its rise over two minutes
+LIFETIMES, MIN_MEAN_S, MAX_MEAN_S = 12.0, 60.0, 1800.0  # the mean covers 12 lifetimes, to average over waves
 SMOOTHED_S = 30.0
 
-# Bounds of the share of the cache that running requests may fill; the rest absorbs uneven growth.
+# Share of the cache for running requests. The rest absorbs uneven growth.
 MAX_KV, MIN_KV = 0.96, 0.76
-# Headroom in units of sqrt(size of one request): without preemptions, and at most.
-HEADROOM, MAX_HEADROOM = 1.0, 1.4
-# One preemption adds HEADROOM_STEP. It decays over CALM_S, and grows at most once per COOLING_S, because running
-# rollouts are not cancelled and a lower limit takes effect only as they end.
+HEADROOM, MAX_HEADROOM = 1.0, 1.4  # in units of sqrt(size of a request)
+# A preemption enlarges the headroom, at most once a minute: a lower limit takes effect only as rollouts end.
 HEADROOM_STEP, CALM_S, COOLING_S = 0.25, 300.0, 60.0
 
-# Share of the caches that all rollouts together should hold. Above 1: rollouts in flight may hold a little more than
-# there is, because some evicted blocks belong to rollouts that have ended.
+# Share of the caches for all rollouts. It may exceed 1, because some evicted blocks belong to rollouts that have ended.
 FIRST_OVERCOMMIT, MAX_OVERCOMMIT, MIN_OVERCOMMIT = 0.95, 1.1, 0.6
-# It rises this fast while nothing is recomputed, and falls at most twice as fast. A change takes effect when rollouts
-# end, minutes later; a faster one would oscillate.
-OVERCOMMIT_PER_S = 0.00025
-# This much of it must be in use before the absence of recomputation means anything.
-TESTED = 0.9
+OVERCOMMIT_PER_S = 0.00025  # takes effect when rollouts end, minutes later; a faster change would oscillate
+TESTED = 0.9  # this much of it must be in use before the absence of recomputation means anything
 
-# A replica is slow below these shares of the median tokens per second: per rollout, and in total.
-SLOW_EACH, SLOW_TOTAL = 0.5, 0.8
-# An evaluation with more than this share of training's rollouts may be what preempts and evicts.
-FEW_EVALUATING = 0.05
-# From this share of `max_inflight_rollouts` on, that bound is reported as the limit.
-BOUND_SHARE = 0.95
-# Rollouts have run this long and no engine has reported a metric: none will, so replicas are not limited.
-NO_METRICS_S = 60.0
-# Roles of the engines that run rollouts; a teacher's engines are not among them.
-ROLES = ("prefill", "decode", "engine")
+SLOW_EACH, SLOW_TOTAL = 0.5, 0.8  # a slow replica is below these shares of the median rate, per rollout and in total
+FEW_EVALUATING = 0.05  # with more evaluation rollouts per training rollout, nothing is learned
+BOUND_SHARE = 0.95  # from this share of `max_inflight_rollouts` on, that bound is reported as the limit
+NO_METRICS_S = 60.0  # engines that report no metric this long after the first rollout never will
+ROLES = ("prefill", "decode", "engine")  # a teacher's engines run no rollouts
 
 
 @dataclass(frozen=True)
@@ -141,9 +120,8 @@ class _Period:
 class KvOccupancy:
     """Estimates the share of an engine's KV cache that one rollout holds.
 
-    Args:
-        replicas: The estimates of all replicas, this one included. They share their means: engines and rollouts are
-            alike, and the few rollouts of one replica say little where lengths differ much.
+    `replicas` are the estimates of all replicas, this one included. They share their mean, because a replica alone has
+    too few rollouts to average over where lengths differ much.
     """
 
     def __init__(self, replicas: Collection[KvOccupancy]) -> None:
@@ -173,7 +151,7 @@ class KvOccupancy:
         return sum(each._kv for each in self._replicas) / sum(each._requests for each in self._replicas)
 
     def settled(self, inflight: float, generations: float = SETTLED) -> float:
-        """Return how close the rollouts in flight are to a mix of all ages, from 0 to 1."""
+        """Return how close the rollouts in flight are to a mix of all ages, 0 to 1."""
         return min(1.0, self._total_ended / (generations * inflight))
 
     def present(self, inflight: float) -> float:
@@ -221,12 +199,7 @@ class Headroom:
 
 
 class ReplicaLimit:
-    """The number of rollouts that one replica may have in flight.
-
-    Args:
-        engines: Engines of the replica that sample.
-        peers: The limits of all replicas, this one included; they share what is learned about overcommitment.
-    """
+    """The limit of one replica. `engines` sample on it; `peers` are the limits of all replicas, this one included."""
 
     def __init__(self, engines: int, occupancy: KvOccupancy, peers: Collection[ReplicaLimit]) -> None:
         self.generated_per_s = 0.0
@@ -275,7 +248,6 @@ class ReplicaLimit:
             self.generated_per_s, self._speed, self._generated = 0.0, 1.0, None
 
     def observe(self, sample: ReplicaSample) -> None:
-        """Add a sample, and decide if a period is complete."""
         self._samples.append(sample)
         if sum(each.seconds for each in self._samples) >= PERIOD_S and len(self._samples) > 1:
             period, self._samples = _Period(self._samples), []
@@ -325,7 +297,6 @@ class ReplicaLimit:
         return sum(each.overcommit for each in self._peers) / len(self._peers)
 
     def _bounds(self, period: _Period, each: float, usable: float) -> dict[Limit, float]:
-        """Return the rollouts that each bound allows, if a rollout holds `each` and requests may fill `usable`."""
         idle = period.rollouts / period.requests
         fit = usable * self._engines / each * max(1.0, idle)
         queue = _without_queue(period.min_waiting, period, QUEUED)
@@ -363,7 +334,7 @@ class ReplicaLimit:
 
 
 class Concurrency:
-    """Keeps the limit of every replica."""
+    """Keeps the limits of all replicas, whose routers are named `router-<replica>`."""
 
     def __init__(
         self,
@@ -425,14 +396,7 @@ class Concurrency:
         ended: Mapping[str, int],
         evaluating: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        """Add one look at all engines.
-
-        Args:
-            samples: By engine, of those that answered.
-            inflight: Training rollouts in flight, by router.
-            ended: Training rollouts that have ended, by router.
-            evaluating: Evaluation rollouts in flight, by router.
-        """
+        """Add one look at all engines. Samples are by engine, of those that answered; rollouts are by router."""
         now = self._clock()
         by_replica: dict[str, dict[str, Sample]] = {}
         for name, sample in samples.items():

@@ -20,12 +20,7 @@ class Draws(Protocol):
     """Chooses the task of an environment's next group."""
 
     def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
-        """Return the task's index in the taskset. None: the stream's own task at `position`.
-
-        Args:
-            position: Position of the group in the environment's stream.
-            running: Tasks of the environment's open groups.
-        """
+        """Return a task index, but none of the `running` ones. None: the task of the stream at `position`."""
         ...
 
 
@@ -86,17 +81,14 @@ class Examples:
         return task
 
     def is_unopened(self, position: Position) -> bool:
-        """Tell whether no group was opened for a position."""
         label, example = position
         if group_id(*position) in self.taken:
             return False
         return example >= self.cursors[label] or position in self.unfinished
 
     def mark_opened(self, position: Position) -> None:
-        """Record that a group exists for a position. Positions that the cursor skips stay unfinished.
-
-        Otherwise the example would be sampled again after its group is trained and forgotten.
-        """
+        """Record that a group exists for a position. Positions that the cursor skips stay unfinished."""
+        # Otherwise the example would be sampled again after its group is trained and forgotten.
         label, example = position
         cursor = self.cursors[label]
         self.unfinished += [(label, skipped) for skipped in range(cursor, example)]
@@ -119,15 +111,10 @@ class Examples:
         return position in self._returned
 
     def returned(self, uncommitted: Collection[Position]) -> list[Position]:
-        """Return the returned examples that a restart must know: no committed step has trained their group.
-
-        Args:
-            uncommitted: Examples of groups that are in no batch.
-        """
+        """Return the returned examples that no committed step has trained. `uncommitted`: groups in no batch."""
         return sorted(self._returned & {*self.unfinished, *uncommitted} | self._returned_in_batches)
 
     def put_in_batch(self, names: Collection[str]) -> None:
-        """Record the ids of the groups of a batch."""
         self._returned_in_batches |= self._returned_of(names)
 
     def forget_batch(self, names: Collection[str]) -> None:
@@ -135,7 +122,7 @@ class Examples:
         self._returned_in_batches -= self._returned_of(names)
 
     def position_of_file(self, name: str) -> Position | None:
-        """Return the position of a group from the name of its file. None: there is nothing to sample again."""
+        """Return the position of a group from its file name. None: there is nothing to sample again."""
         label, _, example = name.rpartition("-")
         # File names replace "/" of a label by "_".
         label = next((each for each in self.cursors if each.replace("/", "_") == label.replace("/", "_")), "")

@@ -39,13 +39,10 @@ class DispatchLimits:
         return AgeLimit(self.max_off_policy_steps, self.staleness)
 
     def may_open(self, label: str, step: int, version: int, ready: int, pending: int, landing: float) -> bool:
-        """Tell whether a group of an environment may open.
+        """Tell whether a group of an environment may open at a policy version, while `step`'s batch is formed.
 
-        Args:
-            step: The step whose batch is formed next.
-            version: Policy version at which the group would open.
-            ready: Rollouts of complete groups that wait for the trainer.
-            landing: Expected number of pending rollouts that complete during the trainer's next step.
+        `ready` rollouts wait for the trainer, and `pending` ones are in open groups. `landing` of these are expected to
+        complete during the trainer's next step.
         """
         size = self.group_sizes[label]
         if ready + int(landing / self.oversampling) + size > self.max_ahead:

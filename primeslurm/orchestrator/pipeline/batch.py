@@ -10,17 +10,14 @@ from typing import Any
 
 from primeslurm.orchestrator.algorithms import Algorithm
 from primeslurm.orchestrator.batching.batches import Batches
-from primeslurm.orchestrator.dispatch import Dispatcher
-from primeslurm.orchestrator.pipeline.dispatch import Feedback
+from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGroup, GroupFinalizer
 from primeslurm.orchestrator.pipeline.progress import ProgressFile, RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.orchestrator.teacher.scoring import Scoring
 from primeslurm.orchestrator.telemetry.batch_metrics import oldest_age, reward_mean
-from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.records.events.training import BatchFormed
-from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 
 log = logging.getLogger(__name__)
@@ -35,22 +32,18 @@ class BatchStage:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        context: PipelineContext,
         algorithm: Algorithm,
         batches: Batches,
         progress: ProgressFile,
         spool: Spool,
         finalizer: GroupFinalizer,
-        watch: ProgressMonitor,
-        journal: Journal,
-        feedback: Feedback,
         complete: asyncio.Queue[CompleteGroup],
     ) -> None:
-        self._dispatcher, self._algorithm = dispatcher, algorithm
-        self._batches, self._progress = batches, progress
-        self._spool, self._finalizer = spool, finalizer
-        self._watch, self._journal, self._feedback = watch, journal, feedback
-        self._complete = complete
+        self._dispatcher, self._feedback = context.dispatcher, context.feedback
+        self._monitor, self._journal = context.monitor, context.journal
+        self._algorithm, self._batches, self._progress = algorithm, batches, progress
+        self._spool, self._finalizer, self._complete = spool, finalizer, complete
         # The teacher, if the recipe has one: groups wait for it before they are ready
         self.scoring: Scoring | None = None
         # Notified when a batch may be formed. Its lock is held while one is formed.
@@ -64,13 +57,13 @@ class BatchStage:
         self._feedback.wake()
         if rejected:
             self._dispatcher.rejected(group, rejected)
-            self._watch.group_rejected(rejected, len(group.rollouts))
+            self._monitor.group_rejected(rejected, len(group.rollouts))
             self._notify()  # a batch may have waited for this group
             return
         if is_scored:
             is_fresh = self._dispatcher.scored(group)
         else:
-            self._watch.group_kept()
+            self._monitor.group_kept()
             add = self._dispatcher.add_ready if self.scoring is None else self._dispatcher.add_unscored
             is_fresh = add(group)
         if not is_fresh:  # it became too old while it was written
@@ -125,7 +118,7 @@ class BatchStage:
             self._dispatcher.return_batch(groups)
             return False
         self._batches.add(step, groups, memory)
-        self._watch.batch_given(step)
+        self._monitor.batch_given(step)
         self._journal.write(BatchFormed(step, reward_mean(groups), oldest_age(groups, step)))
         return True
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
-from primeslurm.orchestrator.dispatch import Dispatcher
-from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.pipeline.dispatch import Feedback
+from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
 from primeslurm.orchestrator.rollouts.worker_events import (
     EnginesAnswered,
     JobLost,
@@ -20,9 +16,7 @@ from primeslurm.orchestrator.rollouts.worker_events import (
     WorkerEvent,
     WorkerUnusable,
 )
-from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.orchestrator.telemetry.rollout_failures import headline
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
 
 log = logging.getLogger(__name__)
 
@@ -33,19 +27,11 @@ class CollectStage:
     It is also the worker pool's `JobKeeper`, which decides about jobs of an earlier orchestrator.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        dispatcher: Dispatcher,
-        evaluator: Evaluator,
-        policy: WeightUpdateLoop,
-        deaths: WorkerDeaths,
-        watch: ProgressMonitor,
-        feedback: Feedback,
-    ) -> None:
-        self._run_dir = run_dir
-        self._dispatcher, self._evaluator, self._policy = dispatcher, evaluator, policy
-        self._deaths, self._watch, self._feedback = deaths, watch, feedback
+    def __init__(self, context: PipelineContext) -> None:
+        self._dispatcher, self._evaluator = context.dispatcher, context.evaluator
+        self._policy, self._deaths = context.policy, context.deaths
+        self._monitor, self._feedback = context.monitor, context.feedback
+        self._run_dir = context.arguments.run_dir
 
     def handle(self, event: WorkerEvent) -> RolloutGroup | None:
         """Take one event. Returns the group that it completed."""
@@ -62,7 +48,7 @@ class CollectStage:
             case WorkerUnusable(environment, worker, error):
                 log.warning("worker %d cannot serve %s: %s", worker, environment, error)
                 if self._is_training(environment):
-                    self._watch.worker_failed(environment, worker, error)
+                    self._monitor.worker_failed(environment, worker, error)
                 else:
                     self._evaluator.unusable(environment, worker, error)
             case WorkerDied():
@@ -77,7 +63,7 @@ class CollectStage:
             return True
         if not self._dispatcher.adopt_job(job, runs=runs):
             return False
-        self._watch.rollout_started(job)
+        self._monitor.rollout_started(job)
         return True
 
     def holds_result(self, job: str) -> bool:
@@ -92,7 +78,7 @@ class CollectStage:
         if not self._dispatcher.runs(job):
             return None
         self._feedback.wake()
-        self._watch.rollout_finished(rollout)
+        self._monitor.rollout_finished(rollout)
         group = self._dispatcher.finished(job, rollout)
         self._feedback.cancel(self._dispatcher.take_surplus_jobs())
         return group
@@ -106,11 +92,11 @@ class CollectStage:
         self._feedback.wake()
         log.warning("job %s failed: %s", job, failure.error)
         group = self._dispatcher.group_of(job)
-        self._watch.rollout_failed(job, failure)
+        self._monitor.rollout_failed(job, failure)
         self._feedback.cancel(self._dispatcher.failed(job, failure.cause))
         if group.id not in self._dispatcher.open:
             reason = headline(failure.error)
-            self._watch.task_given_up(group.environment, group.example, reason, group.task, kills=False)
+            self._monitor.task_given_up(group.environment, group.example, reason, group.task, kills=False)
 
     def _worker_died(self, event: WorkerDied) -> None:
         """Give up the tasks that are now known to kill workers."""
@@ -119,7 +105,7 @@ class CollectStage:
             reason = self._deaths.reason(job)
             log.warning("task %d of %s is given up: %s", job.example, job.environment, reason)
             if self._is_training(event.environment):
-                self._watch.task_given_up(event.environment, job.example, reason, job.task, kills=True)
+                self._monitor.task_given_up(event.environment, job.example, reason, job.task, kills=True)
                 self._feedback.cancel(self._dispatcher.give_up(event.environment, job.example))
             else:
                 self._feedback.cancel(self._evaluator.give_up_task(job, reason))

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.evaluation.evaluator import Evaluator
-from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
+from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry.engine_metrics import Sample
-from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
-from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.records.events.training import ReplicaLost
-from primeslurm.records.journal import Journal
 from primeslurm.records.state import ReplicaLoad
 
 # After a restart of this process, the longest wait for workers to report the jobs they run
 ADOPTION_S = 30.0
-
-
-class Feedback:
-    """Messages of later stages to the dispatch stage: jobs to cancel, and that another job may be able to start."""
-
-    def __init__(self) -> None:
-        self._cancelled: list[str] = []
-        self._changed = asyncio.Event()
-
-    def cancel(self, jobs: Iterable[str]) -> None:
-        """Have jobs cancelled before the next one starts."""
-        self._cancelled += jobs
-
-    def wake(self) -> None:
-        self._changed.set()
-
-    def take_cancelled(self) -> list[str]:
-        cancelled, self._cancelled = self._cancelled, []
-        return cancelled
-
-    async def wait(self, timeout_s: float) -> None:
-        """Return after the next `wake`, or after the timeout."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-        self._changed.clear()
 
 
 class DispatchStage:
@@ -61,31 +26,19 @@ class DispatchStage:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        arguments: OrchestratorArguments,
-        dispatcher: Dispatcher,
-        evaluator: Evaluator,
-        workers: WorkerPool,
-        deaths: WorkerDeaths,
-        watch: ProgressMonitor,
-        journal: Journal,
-        feedback: Feedback,
-        *,
-        is_restarted: bool,
-        is_blocked: Mapping[str, object],
+        self, context: PipelineContext, workers: WorkerPool, *, is_restarted: bool, is_blocked: Mapping[str, object]
     ) -> None:
-        self._recipe, self._arguments = recipe, arguments
-        self._dispatcher, self._evaluator = dispatcher, evaluator
-        self._workers, self._deaths = workers, deaths
-        self._watch, self._journal, self._feedback = watch, journal, feedback
+        self._context, self._workers = context, workers
+        self._dispatcher, self._evaluator, self._feedback = context.dispatcher, context.evaluator, context.feedback
         self._is_blocked = is_blocked
         self._awaits_training = self._awaits_evaluation = is_restarted
         self._adoption_deadline: float | None = None
         self._concurrency: Concurrency | None = None
-        if recipe.orchestrator.concurrency == "adaptive":
-            self._concurrency = Concurrency(arguments.routers, arguments.engines, recipe.max_inflight)
-            dispatcher.replicas.limits = self._concurrency.slots  # dispatch starts before the first look at engines
+        if context.recipe.orchestrator.concurrency == "adaptive":
+            arguments = context.arguments
+            self._concurrency = Concurrency(arguments.routers, arguments.engines, context.recipe.max_inflight)
+            # Dispatch starts before the first look at the engines.
+            self._dispatcher.replicas.limits = self._concurrency.slots
 
     async def run_once(self) -> None:
         """Cancel what later stages gave up, then start as many jobs as possible."""
@@ -93,7 +46,7 @@ class DispatchStage:
         # Evaluation first: its bound is its own, while training takes all the slots that workers have left.
         await self._dispatch_evaluation()
         while self._may_dispatch() and (job := self._dispatcher.next_job(self._workers.available)):
-            self._watch.rollout_started(job)
+            self._context.monitor.rollout_started(job)
             await self._workers.send(job)
 
     async def cancel(self) -> None:
@@ -102,13 +55,13 @@ class DispatchStage:
 
     def drop_lost_replicas(self) -> None:
         """Move the rollouts of replicas that the head gave up to the others."""
-        for router in self._arguments.addresses.lost.intersection(self._dispatcher.routers):
+        for router in self._context.arguments.addresses.lost.intersection(self._dispatcher.routers):
             jobs = self._dispatcher.drop_router(router)
             if self._concurrency is not None:
                 self._concurrency.drop(router)
             jobs += self._evaluator.drop_router(router)
             self._feedback.cancel(jobs)
-            self._journal.write(ReplicaLost(router, len(jobs)))
+            self._context.journal.write(ReplicaLost(router, len(jobs)))
 
     def observe_engines(self, samples: Mapping[str, Sample]) -> None:
         """Update the limit of each replica from its engines' metrics."""
@@ -126,18 +79,18 @@ class DispatchStage:
     async def _dispatch_evaluation(self) -> None:
         version = self._dispatcher.version
         await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
-        evaluation = self._recipe.evaluation
+        evaluation = self._context.recipe.evaluation
         if evaluation is not None and self._awaits_evaluation:
             self._awaits_evaluation = not self._have_reported(evaluation.environments)
         while not self._awaits_evaluation and (job := self._evaluator.next_job(self._workers.available, version)):
-            if job.task_key in self._deaths.guilty:
-                self._evaluator.give_up_task(job, self._deaths.reason(job))
+            if job.task_key in self._context.deaths.guilty:
+                self._evaluator.give_up_task(job, self._context.deaths.reason(job))
                 continue
             await self._workers.send(job)
 
     def _may_dispatch(self) -> bool:
         # After a restart, workers first report what they run. Otherwise the same rollouts would start again.
-        self._awaits_training = self._awaits_training and not self._have_reported(self._recipe.environments)
+        self._awaits_training = self._awaits_training and not self._have_reported(self._context.recipe.environments)
         return not self._awaits_training and not self._is_blocked
 
     def _have_reported(self, environments: Sequence[AnyEnvironment]) -> bool:

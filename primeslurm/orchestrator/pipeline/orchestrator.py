@@ -32,7 +32,8 @@ from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.pipeline.batch import BatchStage
 from primeslurm.orchestrator.pipeline.collect import CollectStage
-from primeslurm.orchestrator.pipeline.dispatch import DispatchStage, Feedback
+from primeslurm.orchestrator.pipeline.context import PipelineContext
+from primeslurm.orchestrator.pipeline.dispatch import DispatchStage
 from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, GroupFinalizer
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.pipeline.recovery import recover
@@ -54,7 +55,7 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.link.trainer_link import OrchestratorLink
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 
 # Seconds between two checks of workers, stalls and the state file
 TICK_S = 0.2
@@ -102,7 +103,7 @@ class OrchestratorPipeline:
             before_update=self._before_update,
             after_update=self._after_update,
         )
-        self._watch = ProgressMonitor(
+        self._monitor = ProgressMonitor(
             recipe,
             self._journal,
             arguments.engine_urls,
@@ -111,26 +112,19 @@ class OrchestratorPipeline:
         )
 
         # The stages. `complete` connects collect with finalize.
-        self._feedback = Feedback()
         self.complete: asyncio.Queue[CompleteGroup] = asyncio.Queue()
-        self.collect = CollectStage(
-            arguments.run_dir, self.dispatcher, self._evaluator, self._policy, deaths, self._watch, self._feedback
+        context = PipelineContext(
+            *(recipe, arguments, self.dispatcher, self._evaluator, self._policy, deaths, self._monitor, self._journal)
         )
+        self._feedback = context.feedback
+        self.collect = CollectStage(context)
         self.workers = WorkerPool(
             arguments.env_bind, self.collect, max_per_node=recipe.deployment.max_rollouts_per_node, deaths=deaths
         )
-        self._dispatch = DispatchStage(
-            *(recipe, arguments, self.dispatcher, self._evaluator, self.workers, deaths),
-            *(self._watch, self._journal, self._feedback),
-            is_restarted=is_restarted,
-            is_blocked=spool.waiting,
-        )
+        self._dispatch = DispatchStage(context, self.workers, is_restarted=is_restarted, is_blocked=spool.waiting)
         self._filter = GroupFilter(recipe, algorithm, self._curricula, self._journal)
         self.finalizer = GroupFinalizer(self._filter, spool)
-        self.batch = BatchStage(
-            *(self.dispatcher, algorithm, self._batches, self.progress, spool, self.finalizer),
-            *(self._watch, self._journal, self._feedback, self.complete),
-        )
+        self.batch = BatchStage(context, algorithm, self._batches, self.progress, spool, self.finalizer, self.complete)
         self.batch.scoring = self._scoring = scoring_of(
             recipe,
             arguments,
@@ -142,9 +136,8 @@ class OrchestratorPipeline:
         if recipe.orchestrator.rollout_transport == "filesystem":
             self._files = ShardFiles(arguments.run_dir, arguments.attempt, self._batches, progress.committed)
         self.service = TrainerService(
-            *(recipe, arguments, self.dispatcher, self.batch, self._batches, self._files, self.finalizer),
-            *(self._filter, self.progress, self._policy, sessions, self._evaluator),
-            *(self._metrics, self._watch, self._journal),
+            *(context, self.batch, self._batches, self._files, self.finalizer, self._filter),
+            *(self.progress, sessions, self._metrics),
         )
         self.link = OrchestratorLink(arguments.bind, self.service.handle)
         self._final_policy_at: float | None = None
@@ -160,7 +153,7 @@ class OrchestratorPipeline:
         self._journal.write(OrchestratorUp(self.progress.now.next_step, len(self.dispatcher.ready)))
         try:
             async with asyncio.TaskGroup() as group:
-                parts = [self.link.serve(), self._policy.run(), self._watch.scrape()]
+                parts = [self.link.serve(), self._policy.run(), self._monitor.scrape()]
                 parts += [self.run_collect(), self.run_finalize()]
                 if self._scoring is not None:
                     parts.append(self._scoring.run(self._journal))
@@ -172,7 +165,7 @@ class OrchestratorPipeline:
                     await self._policy.want(PolicyVersion(published.version, published.path))
                 await self._run_dispatch()
                 liveness().enter("end", limit_s=END_S)
-                self._watch.write_state(self._state())
+                self._monitor.write_state(self._state())
                 await asyncio.sleep(self._linger_s)
                 if self._files is not None:
                     await self._files.tidy()
@@ -198,7 +191,7 @@ class OrchestratorPipeline:
                 self._next_tick = now + TICK_S
                 self._tick()
             if self._evaluator.running and self.progress.now.done_step >= self._recipe.max_steps:
-                self._watch.moved()  # only the evaluation still runs, and it has timeouts of its own
+                self._monitor.moved()  # only the evaluation still runs, and it has timeouts of its own
             await self._dispatch.run_once()
             await self._feedback.wait(TICK_S)
 
@@ -229,12 +222,12 @@ class OrchestratorPipeline:
             self.take_event(event)
         self._curricula.set_tasks(self.workers.tasks)
         try:
-            self._watch.check_engines(self._policy.useless)
-            self._watch.check_stall(self._suspect, self.dispatcher.runs, self.workers.environments)
+            self._monitor.check_engines(self._policy.useless)
+            self._monitor.check_stall(self._suspect, self.dispatcher.runs, self.workers.environments)
         except PrimeslurmError as error:
-            self._watch.write_state(msgspec.structs.replace(self._state(), failure=str(error)))
+            self._monitor.write_state(msgspec.structs.replace(self._state(), failure=str(error)))
             raise
-        self._watch.report(self._state)
+        self._monitor.report(self._state)
 
     def _is_complete(self) -> bool:
         """Tell whether the last step is committed, its policy is on the engines, and all evaluations have ended."""
@@ -259,11 +252,11 @@ class OrchestratorPipeline:
     async def _after_update(self, version: int) -> None:
         self.dispatcher.version = version
         self._feedback.wake()
-        self._watch.policy_current(version)
+        self._monitor.policy_current(version)
 
     def _suspect(self) -> str:
         engines, environments = self._policy.pool.report(), self.workers.environments
-        return suspect(engines, environments, self.dispatcher, self._watch.trained_step)
+        return suspect(engines, environments, self.dispatcher, self._monitor.trained_step)
 
     def _state(self) -> OrchestratorState:
         dispatcher = self.dispatcher
@@ -278,7 +271,7 @@ class OrchestratorPipeline:
             unscored_groups=len(dispatcher.unscored),
             counts=dict(dispatcher.counts + self._filter.counts),
             engines=self._policy.pool.report(),
-            failures=self._watch.failures,
+            failures=self._monitor.failures,
             environments=sorted(self.workers.environments),
             evaluation=self._evaluator.progress,
             rollouts_by_node=self.workers.load,

@@ -18,8 +18,7 @@ from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
-from primeslurm.records.reserve import Reserve
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -68,7 +67,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         RunError: The checkpoint has no readable orchestrator part, or this node does not see it.
     """
     try:
-        progress = value(files.read_bytes(run_dir / PROGRESS), RunProgress)
+        progress = decode_msgpack(files.read_bytes(run_dir / PROGRESS), RunProgress)
         if progress.attempt == attempt:
             return progress
     except (FileNotFoundError, DamagedError):
@@ -82,7 +81,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
     try:
-        saved = value(files.read_bytes(path), RunProgress)
+        saved = decode_msgpack(files.read_bytes(path), RunProgress)
     except (OSError, DamagedError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return msgspec.structs.replace(
@@ -106,14 +105,13 @@ class ProgressFile:
     def __init__(self, path: Path, progress: RunProgress, dispatcher: Dispatcher, curricula: Curricula) -> None:
         self.now = progress
         self._path, self._dispatcher, self._curricula = path, dispatcher, curricula
-        self._reserve = Reserve(path.parent.parent)
         self._turn = asyncio.Lock()
 
     async def record(self, change: Change) -> None:
         """Write a change, then apply it. If this raises OSError, nothing has changed."""
         async with self._turn:
             progress = await self._snapshot(change(self.now))
-            await asyncio.to_thread(self._write, progress)
+            await asyncio.to_thread(progress.save, self._path)
             self.now = progress
 
     async def note(self, change: Change) -> None:
@@ -122,7 +120,7 @@ class ProgressFile:
             changes = change(self.now)
             progress = await self._snapshot(changes)
             try:
-                await asyncio.to_thread(self._write, progress)
+                await asyncio.to_thread(progress.save, self._path)
             except OSError as error:
                 log.warning("%s cannot be written: %s", ", ".join(changes), error)
             self.now = progress
@@ -152,6 +150,3 @@ class ProgressFile:
         )
         # The outcomes are on disk before a record counts them. What curricula learn meanwhile does not count yet.
         return msgspec.structs.replace(progress, outcomes=await curricula.flush())
-
-    def _write(self, progress: RunProgress) -> None:
-        self._reserve.spend_on(lambda: progress.save(self._path))

@@ -9,26 +9,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.batching.group_filter import GroupFilter
 from primeslurm.orchestrator.batching.shard_files import ShardFiles
-from primeslurm.orchestrator.dispatch import Dispatcher
-from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.pipeline.batch import BatchStage
+from primeslurm.orchestrator.pipeline.context import PipelineContext
 from primeslurm.orchestrator.pipeline.finalize import GroupFinalizer
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, ProgressFile, RunProgress
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
-from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.orchestrator.weight_transfer.weight_update_loop import WeightUpdateLoop
-from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import require_newest
-from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog, Row
-from primeslurm.wire.batches.file_ranges import Part
-from primeslurm.wire.link.trainer_link import Answer, Committed, GetBatch, Request, Save, StepDone
+from primeslurm.wire.batches.file_ranges import FrameSource
+from primeslurm.wire.link.messages import Answer, Committed, GetBatch, Request, Save, StepDone
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState
 
 log = logging.getLogger(__name__)
@@ -46,31 +40,25 @@ class TrainerService:
 
     def __init__(
         self,
-        recipe: Recipe,
-        arguments: OrchestratorArguments,
-        dispatcher: Dispatcher,
+        context: PipelineContext,
         batch: BatchStage,
         batches: Batches,
         files: ShardFiles | None,
         finalizer: GroupFinalizer,
         group_filter: GroupFilter,
         progress: ProgressFile,
-        policy: WeightUpdateLoop,
         sessions: TransferSessions,
-        evaluator: Evaluator,
         metrics: MetricsLog,
-        watch: ProgressMonitor,
-        journal: Journal,
     ) -> None:
-        self._recipe, self._arguments = recipe, arguments
-        self._dispatcher, self._batch, self._batches, self._files = dispatcher, batch, batches, files
+        self._context, self._dispatcher, self._policy = context, context.dispatcher, context.policy
+        self._monitor, self._evaluator = context.monitor, context.evaluator
+        self._batch, self._batches, self._files = batch, batches, files
         self._finalizer, self._filter, self._progress = finalizer, group_filter, progress
-        self._policy, self._sessions, self._evaluator = policy, sessions, evaluator
-        self._metrics, self._watch, self._journal = metrics, watch, journal
+        self._sessions, self._metrics = sessions, metrics
         # A report counts once: a repeat waits until the first one is on disk.
         self._reporting = asyncio.Lock()
 
-    async def handle(self, request: Request) -> Sequence[Part] | Answer:
+    async def handle(self, request: Request) -> Sequence[FrameSource] | Answer:
         """Answer one request of a rank."""
         match request:
             case GetBatch():
@@ -94,28 +82,28 @@ class TrainerService:
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
-    async def _get_batch(self, request: GetBatch) -> Sequence[Part] | Answer:
-        share = StepShard(request.step, request.shard)
-        if (encoded := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
+    async def _get_batch(self, request: GetBatch) -> Sequence[FrameSource] | Answer:
+        shard = StepShard(request.step, request.shard)
+        if (encoded := self._batches.encoded(shard)) is not None:  # a repeat, or the next chunk
             return encoded
-        if request.step > self._recipe.max_steps:
+        if request.step > self._context.recipe.max_steps:
             return Answer("stop")
         if request.step > self._dispatcher.step:
             raise ValueError(f"step {request.step} is requested, but step {self._dispatcher.step} is next")
         if not request.ahead:
             self._sessions.close()
         deadline = time.monotonic() + HOLD_S
-        if (answer := await self._wait_for_batch(request, deadline)) is not None:
-            return answer
+        if (interrupted := await self._wait_for_batch(request, deadline)) is not None:
+            return interrupted
         within_s = max(0.0, deadline - time.monotonic())
-        shard: Sequence[Part] | Answer | None
+        answer: Sequence[FrameSource] | Answer | None
         if self._files is None:
-            shard = await self._batches.answer(share, within_s)
+            answer = await self._batches.answer(shard, within_s)
         else:
-            shard = await self._files.answer(share, unreadable=request.unreadable, within_s=within_s)
-        if shard is None:
-            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
-        return shard
+            answer = await self._files.answer(shard, unreadable=request.unreadable, within_s=within_s)
+        if answer is None:
+            raise ValueError(f"the rollouts of step {request.step} were deleted")
+        return answer
 
     async def _wait_for_batch(self, request: GetBatch, deadline: float) -> Answer | None:
         """Return None once the batch is formed, or an answer that ends the wait."""
@@ -141,22 +129,22 @@ class TrainerService:
             await self._progress.record(lambda now: {"published": request})
             if not request.path:
                 self._sessions.expect(request.version)
-            self._watch.policy_wanted(request.version)
+            self._monitor.policy_wanted(request.version)
             await self._policy.want(PolicyVersion(request.version, request.path))
             return request.version
 
     async def _step_done(self, request: StepDone) -> None:
         row: Row = {}
         if request.step > self._progress.now.done_step and (groups := await self._batches.read(request.step)):
-            row = await asyncio.to_thread(batch_metrics, groups, request.step, self._recipe.seq_len)
+            row = await asyncio.to_thread(batch_metrics, groups, request.step, self._context.recipe.seq_len)
         async with self._reporting:
             if request.step > self._progress.now.done_step:  # else a repeat that was handled meanwhile
                 await self._count_step(request, row)
 
     async def _count_step(self, request: StepDone, row: Row) -> None:
-        require_newest(self._arguments.run_dir, self._arguments.attempt)
+        require_newest(self._context.arguments.run_dir, self._context.arguments.attempt)
         version = self._policy.current_version
-        row |= self._watch.step_metrics(self._dispatcher.counts, self._dispatcher.queue_lengths, version)
+        row |= self._monitor.step_metrics(self._dispatcher.counts, self._dispatcher.queue_lengths, version)
         row |= self._filter.take_metrics()
         row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}
         row |= self._batch.scoring.take_metrics() if self._batch.scoring is not None else {}
@@ -167,14 +155,14 @@ class TrainerService:
             log.warning("metrics of step %d are not written yet: %s", request.step, error)
         await self._progress.note(lambda now: {"done_step": request.step})
         self._dispatcher.step_done()
-        self._watch.step_done(request.step, row)
+        self._monitor.step_done(request.step, row)
 
     async def _save(self, directory: Path) -> None:
         """Write the orchestrator's part of a checkpoint. Raises OSError if it is not on disk."""
 
         def sync() -> None:
             self._metrics.sync()
-            self._journal.sync()
+            self._context.journal.sync()
 
         await self._progress.save(directory / CHECKPOINT_PART, before=sync)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primeslurm.base import files
-from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass, pause, warn
+from primeslurm.base.durable import RESERVE_BYTES, RETRY_S, free_bytes, is_unwritable, reserve_released, warn
 from primeslurm.trainer.distributed.world import RankError, World
 
 T = TypeVar("T")
@@ -26,7 +26,7 @@ def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
     Not all libraries say why they could not write (torch's zip files do not): too little that is free says so, too.
     """
     free = free_bytes(run_dir)
-    return bool(world.decide(int(may_pass(error) or (free is not None and free < RESERVE_BYTES))))
+    return bool(world.decide(int(is_unwritable(error) or (free is not None and free < RESERVE_BYTES))))
 
 
 def is_away(world: World, error: RankError) -> bool:
@@ -35,7 +35,7 @@ def is_away(world: World, error: RankError) -> bool:
 
 
 def waiting_for_space(
-    world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = PAUSE_S
+    world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = RETRY_S
 ) -> T:
     """Write until the file system takes it; five times at most if it is not full. All ranks call this together.
 
@@ -49,12 +49,15 @@ def waiting_for_space(
     Raises:
         RankError: it failed for another reason.
     """
-    reserve, lost = Reserve(run_dir), 0
+    # `durable` handles a full disk for single files. Here libraries write the files (DCP, safetensors), and all ranks
+    # must come to the same decision, so the wait is repeated here.
+    lost = 0
     while True:
-        while world.decide(int(reserve.given_up)):  # what is left is for records
-            pause(pause_s)
+        while world.decide(int(reserve_released(run_dir))):  # what is left is for records
+            files.pause(pause_s)
         try:
-            return write()
+            with files.keeping_reserve():
+                return write()
         except RankError as error:
             full = for_want_of_space(world, run_dir, error)
             lost += not full
@@ -64,4 +67,4 @@ def waiting_for_space(
             if world.is_main:
                 for directory in partial:
                     files.remove_tree(directory, ignore_errors=True)
-            pause(pause_s)
+            files.pause(pause_s)

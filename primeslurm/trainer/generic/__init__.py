@@ -1,1 +1,1 @@
-"""Models without a family of their own, run by the code of transformers (`model.impl: hf`)."""
+"""The generic implementation (`model.impl: hf`): models run by the code of transformers, sharded by FSDP alone."""

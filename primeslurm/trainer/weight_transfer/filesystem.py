@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from primeslurm.base import durable, files
-from primeslurm.records.reserve import until_written
+from primeslurm.base.durable import retry_until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
@@ -92,8 +92,8 @@ class Publisher:
         if self._world.is_main:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
-                    until_written(partial_of(_remove, filesystem.version_dir(self._run_dir, newer)))
-            until_written(lambda: filesystem.prune_behind(self._run_dir, self._keep, version))
+                    retry_until_written(partial_of(_remove, filesystem.version_dir(self._run_dir, newer)))
+            retry_until_written(lambda: filesystem.prune_behind(self._run_dir, self._keep, version))
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
@@ -165,7 +165,7 @@ class FilesystemTransfer:
         self._publisher.flush(version)
 
     def _announce(self, version: int, path: str) -> None:
-        known = until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
+        known = retry_until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
         self._announced = self._world.decide(known)
 
 

@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from primeslurm.models import quantization
-
-FP8_BLOCK = quantization.FP8_BLOCK
-"""Rows and columns of the blocks of an FP8 weight that share a scale."""
 FP8_SCALE = "_scale_inv"
 """Suffix that turns the name of an FP8 weight into the name of its scales."""
 _PRODUCTS = re.compile(

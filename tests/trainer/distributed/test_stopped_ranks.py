@@ -68,7 +68,7 @@ class Ranks:
         """Have a rank stand still."""
         self.processes[rank].send_signal(signal.SIGSTOP)
 
-    def go_on(self, rank: int) -> None:
+    def resume(self, rank: int) -> None:
         """Let it run again, and wait until all do."""
         self.processes[rank].send_signal(signal.SIGCONT)
 
@@ -124,7 +124,7 @@ def is_named_when_stopped_in(phase: str, ranks: Ranks, victim: int) -> None:
     ranks.until(lambda: ranks.pages[victim].read().phase == phase, f"no {phase}")
     ranks.stop(victim)
     is_named_to_the_end(ranks, victim)
-    ranks.go_on(victim)
+    ranks.resume(victim)
     ranks.all_go_on()
 
 
@@ -141,7 +141,7 @@ def test_a_rank_that_stands_still_in_a_collective_is_named(ranks: Ranks) -> None
     is_named_to_the_end(ranks, late)
     assert ranks.pages[victim].read().collectives > ranks.pages[late].read().collectives
     ranks.stop(victim)
-    ranks.go_on(late)
+    ranks.resume(late)
     is_named_to_the_end(ranks, victim)
-    ranks.go_on(victim)
+    ranks.resume(victim)
     ranks.all_go_on()

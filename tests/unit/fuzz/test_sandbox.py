@@ -66,7 +66,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("packet", WRONG)
-async def test_invalid_answer_ends_the_sandbox(packet: bytes) -> None:
+async def test_invalid_response_ends_the_sandbox(packet: bytes) -> None:
     sandbox = Reading()
     await sandbox.hear(packet)
     assert sandbox.ended
@@ -81,7 +81,7 @@ async def test_invalid_answer_ends_the_sandbox(packet: bytes) -> None:
         )
     )
 )
-def test_mutated_answers_break_nothing_else(packet: bytes) -> None:
+def test_sandbox_reader_handles_any_message(packet: bytes) -> None:
     async def hear() -> None:
         sandbox = Reading()
         pending = sandbox._pending[1] = asyncio.get_running_loop().create_future()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.agent.node_agent import NodeAgent
-from primeslurm.node.agent.node_context import directory_of, remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_of, remove_leftovers
 from primeslurm.node.host.private_directory import PrivateDirectory, UnsafeDirectoryError, is_abandoned, random_word
 from primeslurm.node.preflight.checks import socket_checks
 from primeslurm.plan.model import Plan
@@ -22,7 +22,7 @@ from tests.support.strangers import STRANGER, attempted, needs_second_user, publ
 NAME = "primeslurm-r-1-2-a0-"
 
 
-def test_it_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_only_the_owner_has_access_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         directory = PrivateDirectory(tmp_path / "deep" / "x")
@@ -37,7 +37,7 @@ def test_it_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
     assert not directory.path.exists()
 
 
-def test_what_is_there_already_is_not_taken(tmp_path: Path) -> None:
+def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -50,7 +50,7 @@ def test_what_is_there_already_is_not_taken(tmp_path: Path) -> None:
         assert os.path.lexists(tmp_path / name), "nor removed"
 
 
-def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_parent_in_which_everybody_may_rename_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(UnsafeDirectoryError, match=rf"not sticky \(mode 0777\).*chmod \+t {re.escape(str(tmp_path))}"):
         PrivateDirectory(tmp_path / "x").make()
@@ -58,7 +58,7 @@ def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_p
     PrivateDirectory(tmp_path / "x").make()
 
 
-def test_only_what_nobody_uses_is_abandoned(tmp_path: Path) -> None:
+def test_only_unlocked_directories_are_abandoned(tmp_path: Path) -> None:
     used = PrivateDirectory(tmp_path / "used")
     used.make()
     (tmp_path / "left").mkdir()
@@ -66,7 +66,7 @@ def test_only_what_nobody_uses_is_abandoned(tmp_path: Path) -> None:
     assert {name for name in ("used", "left", "link", "none") if is_abandoned(tmp_path / name)} == {"left"}
 
 
-def test_leftovers_of_this_run_are_removed_but_not_what_still_runs(tmp_path: Path) -> None:
+def test_leftovers_of_ended_agents_of_this_run_are_removed(tmp_path: Path) -> None:
     running = PrivateDirectory(tmp_path / "primeslurm-r-1-1-a1-bbbbbb")
     running.make()
     for name in (
@@ -78,7 +78,7 @@ def test_leftovers_of_this_run_are_removed_but_not_what_still_runs(tmp_path: Pat
         ".primeslurm-r-1-3-a0-cccccc",
     ):
         (tmp_path / name).mkdir()
-    remove_of_earlier_attempts(directory_of(tmp_path, "r-1", 2, 0, random_word()))
+    remove_leftovers(directory_of(tmp_path, "r-1", 2, 0, random_word()))
     left = {path.name for path in tmp_path.iterdir()}
     of_others = {"primeslurm-r-1-3-a0-aaaaaa", "primeslurm-r-2-1-a0", ".primeslurm-r-1-3-a0-cccccc"}
     assert left == {"primeslurm-r-1-1-a1-bbbbbb", *of_others}
@@ -92,7 +92,7 @@ def test_sockets_of_the_longest_run_fit_below_it(parent: str) -> None:
     assert not socket_checks(directory)
 
 
-def test_a_temporary_directory_too_long_for_sockets_is_told() -> None:
+def test_a_temporary_directory_too_long_for_sockets_fails_preflight() -> None:
     parent = Path("/scratch", "s" * 40)
     directory = directory_of(parent, "r" * 63 + "-12345678", 99, 9999, random_word())
     (found,) = socket_checks(directory)
@@ -113,7 +113,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], N
 
 
 @needs_second_user
-def test_a_stranger_who_knows_run_and_attempt_cannot_make_an_agents_directory_beforehand(
+def test_another_user_cannot_make_an_agents_directory_first(
     agent: Callable[[Path], NodeAgent],
 ) -> None:
     """What engines wrote through its links, while the name could be guessed."""
@@ -137,7 +137,7 @@ def test_a_stranger_who_knows_run_and_attempt_cannot_make_an_agents_directory_be
 
 
 @needs_second_user
-def test_clearing_up_follows_no_link_of_a_stranger_and_is_not_held_up_by_one(tmp_path: Path) -> None:
+def test_clean_up_ignores_links_of_another_user(tmp_path: Path) -> None:
     with public_directory() as tmp:
         (tmp_path / "mine").mkdir()
 
@@ -148,13 +148,13 @@ def test_clearing_up_follows_no_link_of_a_stranger_and_is_not_held_up_by_one(tmp
 
         assert attempted(attack).succeeded
         (tmp / "primeslurm-r-1-1-a3-aaaaaa").mkdir()
-        remove_of_earlier_attempts(tmp / "primeslurm-r-1-2-a0-aaaaaa")
+        remove_leftovers(tmp / "primeslurm-r-1-2-a0-aaaaaa")
         assert (tmp_path / "mine").is_dir()
         assert not (tmp / "primeslurm-r-1-1-a3-aaaaaa").exists()
 
 
 @needs_second_user
-def test_a_lock_of_a_stranger_on_their_own_directory_stops_nothing(agent: Callable[[Path], NodeAgent]) -> None:
+def test_a_lock_of_another_user_stops_nothing(agent: Callable[[Path], NodeAgent]) -> None:
     def attack() -> None:
         import fcntl
 
@@ -164,6 +164,6 @@ def test_a_lock_of_a_stranger_on_their_own_directory_stops_nothing(agent: Callab
     with public_directory() as tmp, stranger(attack) as done:
         assert done.succeeded
         ours = agent(tmp)
-        remove_of_earlier_attempts(ours.tmp)
+        remove_leftovers(ours.tmp)
         ours._directory.make()
         ours._directory.remove()

@@ -1,4 +1,4 @@
-"""When an orchestrator ends."""
+"""The end of an orchestrator."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.scripted_run import Run, publish_addresses
 
 
 async def test_orchestrator_waits_for_the_report_of_the_last_commit(tmp_path: Path) -> None:
-    """However long it takes from the file COMMITTED to the announcement."""
+    """The trainer may take long from the file COMMITTED to its report."""
     model = write_tokenizer(tmp_path / "model")
     with FakeEngine(model) as engine:
         engine.version = 1

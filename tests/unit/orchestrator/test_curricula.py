@@ -1,4 +1,4 @@
-"""Difficulty pools: what is drawn, what is learned, and that a restart goes on with both."""
+"""Curricula: draws, outcomes, and their state after a restart."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from primeslurm.base import durable
 from primeslurm.orchestrator.dispatch import Dispatcher, group_id
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula, DifficultyPools
-from primeslurm.orchestrator.dispatch.task_order import first_epoch
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.pipeline.recovery import examples, limits
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.task_order import first_epoch
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.decoding import value
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.decoding import decode_msgpack
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout
 
@@ -127,7 +127,7 @@ def test_example_is_in_one_pool_and_runs_once_at_a_time(seed: int, tasks: int, r
             running.append(task)
         elif running:
             task = running.pop(source.randrange(len(running)))
-            if source.random() < 0.8:  # others are dropped
+            if source.random() < 0.8:  # the other groups are dropped
                 made.learn(task, source.choice([0.0, 0.5, 1.0]))
         members = [task for names in made._members.values() for task in names]
         assert sorted(members) == sorted(made._examples) and sum(made.sizes.values()) == tasks
@@ -146,7 +146,7 @@ RECIPE = Recipe.model_validate(
 
 
 class Life:
-    """A run as its orchestrator lives it: it may be killed between any two events."""
+    """The dispatch side of an orchestrator that is killed between events."""
 
     def __init__(self, root: Path, seed: int) -> None:
         (root / "rollouts").mkdir()
@@ -159,8 +159,8 @@ class Life:
         progress = restore(self.root, 1)
         self.curricula = Curricula(RECIPE, self.root / OUTCOMES, progress.outcomes, progress.fresh)
         self.curricula.set_tasks({LABEL: 40})
-        known = examples(RECIPE, progress, self.curricula)
-        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=known)
+        stream = examples(RECIPE, progress, self.curricula)
+        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=stream)
         self.dispatch.version = progress.next_step - 1
         self.jobs: list[Job] = []
         for group in self.finished:
@@ -170,7 +170,7 @@ class Life:
         self.forget(gone)
 
     def forget(self, names: list[str]) -> None:
-        """Delete groups that are too old, once it is on record that their examples come again."""
+        """Delete stale groups once it is recorded that their examples are sampled again."""
         if names:
             asyncio.run(self.progress.record(lambda now: {}))
             self.finished = [group for group in self.finished if group.id not in names]
@@ -213,13 +213,13 @@ def test_kill_at_any_moment_loses_and_repeats_no_example(
         if moment % 9 == 0:
             trained += life.train()
         if moment in kills:
-            before = {task: known.rate for task, known in life.curricula._pools[LABEL]._examples.items()}
+            before = {task: example.rate for task, example in life.curricula._pools[LABEL]._examples.items()}
             recorded = life.progress.now
             life.start()
-            assert {task: known.rate for task, known in life.curricula._pools[LABEL]._examples.items()} == before
+            assert {task: example.rate for task, example in life.curricula._pools[LABEL]._examples.items()} == before
             again = life.dispatch.counts["examples_returned"]
-            assert recorded.drawn.items() <= life.dispatch.drawn.items(), "they will be of the same tasks"
-            assert len(life.dispatch.drawn) == len(recorded.drawn) + again, "and what is too old comes again"
+            assert recorded.drawn.items() <= life.dispatch.drawn.items(), "the unfinished groups keep their tasks"
+            assert len(life.dispatch.drawn) == len(recorded.drawn) + again, "stale groups are sampled again"
     assert len(trained) == len(set(trained)) and len(trained) >= 20
     assert sum(life.curricula._pools[LABEL].sizes.values()) == 40
 
@@ -242,14 +242,14 @@ def test_draws_are_the_same_after_a_restart(tmp_path: Path) -> None:
     two = Curricula(RECIPE, tmp_path / "b")
     two.set_tasks({LABEL: 40})
     first = learned(two, 0, 150)
-    known, fresh = asyncio.run(two.flush()), two.fresh
+    size, fresh = asyncio.run(two.flush()), two.fresh
     learned(two, 150, 200)
-    asyncio.run(two.flush())  # undone below: a checkpoint knows less of the file
-    again = Curricula(RECIPE, tmp_path / "b", known, fresh)
+    asyncio.run(two.flush())  # undone below, by a checkpoint that counts fewer bytes
+    again = Curricula(RECIPE, tmp_path / "b", size, fresh)
     again.set_tasks({LABEL: 40})
     assert first + learned(again, 150, 300) == whole
     asyncio.run(again.flush())
-    assert len((tmp_path / "b").read_bytes().splitlines()) == 300, "what was undone is overwritten"
+    assert len((tmp_path / "b").read_bytes().splitlines()) == 300, "undone outcomes are overwritten"
 
 
 def rollout_of(reward: float) -> Rollout:
@@ -268,7 +268,7 @@ def test_full_disk_loses_no_outcome(tmp_path: Path) -> None:
     assert size == (tmp_path / "missing" / "outcomes").stat().st_size > 0
     again = Curricula(RECIPE, tmp_path / "missing" / "outcomes", size)
     again.learn(group)
-    assert asyncio.run(again.flush()) == size, "it is known"
+    assert asyncio.run(again.flush()) == size, "the outcome is known"
     assert again.take_metrics()[f"env/{LABEL}/pool/easy"] == 1.0
 
 
@@ -304,9 +304,9 @@ def test_outcomes_are_on_disk_before_a_checkpoint_counts_them(tmp_path: Path, mo
     monkeypatch.setattr(durable, "sync", flush)
     asyncio.run(save_and_record())
     assert done == ["outcomes.jsonl", "events", "checkpoint", "outcomes.jsonl", "rollouts"]
-    part = value((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
+    part = decode_msgpack((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
     lines = (tmp_path / OUTCOMES).read_bytes().splitlines(keepends=True)
-    assert (part.next_step, part.outcomes) == (1, len(lines[0])), "what is learned meanwhile is in the next one"
+    assert (part.next_step, part.outcomes) == (1, len(lines[0])), "outcomes learned meanwhile count in the next record"
     assert (file.now.next_step, file.now.outcomes) == (2, sum(map(len, lines)))
 
 

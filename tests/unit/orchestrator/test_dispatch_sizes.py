@@ -1,4 +1,4 @@
-"""Groups of different sizes: batches of so many rollouts, none too old, at the size of real runs."""
+"""Batches of groups of different sizes, also at the scale of real runs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_choice_is_the_smallest_sum_of_the_first_groups(sizes: list[int], total:
         for chosen in itertools.combinations(range(len(sizes)), count)
         if sum(sizes[index] for index in chosen) >= total
     ]
-    found = choose(sizes, total)
-    assert found == (list(min(enough)[1]) if enough else []), "of the fewest rollouts, and the smallest indices"
+    choice = choose(sizes, total)
+    assert choice == (list(min(enough)[1]) if enough else []), "the smallest sum, and the smallest indices"
 
 
 def test_group_opens_for_a_batch_that_lacks_less_than_a_group() -> None:
@@ -44,9 +44,9 @@ def test_group_opens_for_a_batch_that_lacks_less_than_a_group() -> None:
     def may_open(ready: int) -> list[str]:
         return [label for label in "ab" if limits.may_open(label, 1, 0, ready, 0, 0.0)]
 
-    assert may_open(8) == ["a", "b"] and may_open(12) == ["a"], "what fits"
-    assert may_open(13) == ["a", "b"], "nothing does: it would never be full"
-    assert may_open(16) == [], "it is, and the next one is too late"
+    assert may_open(8) == ["a", "b"] and may_open(12) == ["a"], "the group fits the batch"
+    assert may_open(13) == ["a", "b"], "no group fits, but the batch must fill"
+    assert may_open(16) == [], "the batch is full, and the next one is too late"
 
 
 STEPS = 8
@@ -71,12 +71,12 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
     staleness=RULES,
     seed=st.integers(0, 2**16),
 )
-@example([2, 6], 3, 0, 1.0, Staleness(rule="carry", at_least=2, extra_rollouts=1), 26)  # two groups of one
-@example([1, 3], 3, 0, 1.5, Staleness(rule="carry", at_least=1, extra_rollouts=1), 21)  # example end at once
+@example([2, 6], 3, 0, 1.0, Staleness(rule="carry", at_least=2, extra_rollouts=1), 26)  # two groups of one example
+@example([1, 3], 3, 0, 1.5, Staleness(rule="carry", at_least=1, extra_rollouts=1), 21)  # complete at once
 def test_batches_form_under_any_order_of_events(
     sizes: list[int], batches: int, off_policy: int, oversampling: float, staleness: Staleness, seed: int
 ) -> None:
-    """Of sizes that divide one another: full, fresh, no group twice, no rollout unaccounted for, no dead end."""
+    """Batches are full and fresh, and no group, rollout or example is lost or repeated."""
     labels = [f"e{index}" for index in range(len(sizes))]
     source, batch_size = random.Random(seed), sizes[-1] * batches
     limits = DispatchLimits(
@@ -89,44 +89,44 @@ def test_batches_form_under_any_order_of_events(
         oversampling,
         staleness,
     )
-    made = Dispatcher(limits, ["r0"], "run", "i")
-    made.version = 0
+    dispatcher = Dispatcher(limits, ["r0"], "run", "i")
+    dispatcher.version = 0
     running, opened, used, left_out, again = {}, set(), [], set(), set()
     for _ in range(1000 + 200 * batch_size):
-        if made.step > STEPS:
+        if dispatcher.step > STEPS:
             break
-        while job := made.next_job(set(labels)):
+        while job := dispatcher.next_job(set(labels)):
             running[job.id] = job
             opened.add(job.group)
-        assert made.inflight <= limits.max_inflight
-        running = {name: job for name, job in running.items() if made.runs(name)}
+        assert dispatcher.inflight <= limits.max_inflight
+        running = {name: job for name, job in running.items() if dispatcher.runs(name)}
         live = list(running.values())
         event = source.random()
         if live and event < 0.75:
             job = source.choice(live)
-            group = made.finished(job.id, rollout(job, made.version))
-            assert not any(made.runs(name) for name in made.take_surplus_jobs())
+            group = dispatcher.finished(job.id, rollout(job, dispatcher.version))
+            assert not any(dispatcher.runs(name) for name in dispatcher.take_surplus_jobs())
             if group and source.random() < 0.2:
-                made.rejected(group, "dull")
+                dispatcher.rejected(group, "dull")
                 left_out.add(group.id)
             elif group:
-                made.add_ready(group)
+                dispatcher.add_ready(group)
         elif live and event < 0.8:
-            made.lost(source.choice(live).id)
+            dispatcher.lost(source.choice(live).id)
         elif live and event < 0.85:
-            before = set(made.open)
-            made.failed(source.choice(live).id)
-            left_out |= before - made.open.keys()
+            before = set(dispatcher.open)
+            dispatcher.failed(source.choice(live).id)
+            left_out |= before - dispatcher.open.keys()
         elif event < 0.95 or not live:
-            step = made.step
-            swept = made.apply_age_limit(step)
-            again |= {first(group.id) for group in swept.stale}
-            for group in swept.early:
+            step = dispatcher.step
+            result = dispatcher.apply_age_limit(step)
+            again |= {first(group.id) for group in result.stale}
+            for group in result.early:
                 most = max(limits.group_sizes[group.environment], staleness.extra_rollouts)
                 assert staleness.at_least <= group.size < most
-                made.add_ready(group)
-            batch, returned = made.next_batch(), made.returned
-            assert (made.take_batch() or []) == batch
+                dispatcher.add_ready(group)
+            batch, returned = dispatcher.next_batch(), dispatcher.returned
+            assert (dispatcher.take_batch() or []) == batch
             oldest = step - 1 - off_policy
             ages = [age(group, staleness, returned) for group in batch]
             assert min(ages, default=oldest) >= oldest
@@ -135,18 +135,18 @@ def test_batches_form_under_any_order_of_events(
                 more = sum(group.size for group in batch) - batch_size
                 assert 0 <= more < max(group.size for group in batch)
                 smaller = staleness.rule in ("partial", "carry") or staleness.surplus == "carry"
-                smaller |= made.counts["examples_returned"] > 0  # none is given up twice
-                assert not more or smaller or oldest in ages, "whole groups fill it, unless one would be lost"
-            made.version = made.step - 1
-        ends = sum(made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
-        assert made.counts["dispatched"] == ends + made.inflight
-    assert made.step == STEPS + 1
+                smaller |= dispatcher.counts["examples_returned"] > 0  # an example is dropped only once
+                assert not more or smaller or oldest in ages, "whole groups fill it, unless one is at its last chance"
+            dispatcher.version = dispatcher.step - 1
+        ends = sum(dispatcher.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
+        assert dispatcher.counts["dispatched"] == ends + dispatcher.inflight
+    assert dispatcher.step == STEPS + 1
     names = [group.id for group in used]
     assert len(names) == len(set(names))
-    waiting = {group.id for group in made.ready} | {group_id(*position) for position in made.unfinished}
-    begun, ruled_out = ({first(name) for name in found} for found in (opened, left_out))
+    waiting = {group.id for group in dispatcher.ready} | {group_id(*position) for position in dispatcher.unfinished}
+    begun, ruled_out = ({first(name) for name in ids} for ids in (opened, left_out))
     assert begun - ruled_out <= {first(name) for name in names} | waiting
-    assert not set(names) & waiting, "no example is lost, and no group is trained twice"
+    assert not set(names) & waiting, "no example is lost or trained twice"
     rollouts = [sequence.info.id for group in used for sequence in group.sequences]
     assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
     if staleness.rule == "carry":
@@ -159,19 +159,19 @@ def test_batches_form_under_any_order_of_events(
 
 
 def age(group: RolloutGroup, staleness: Staleness, returned: Collection[tuple[str, int]]) -> int:
-    """The version that a group's age counts from: of its newest token, where tokens that are too old are masked."""
+    """Return the version from which the age of a group counts."""
     goes_on = "." in group.id or (group.environment, group.example) in returned
     return group.newest_version if staleness.counts_tokens or goes_on else group.opened_version
 
 
 def first(name: str) -> str:
-    """The first group of a group's example."""
+    """Return the id of the first group of an example."""
     return name.partition(".")[0]
 
 
 @dataclass
 class Simulation:
-    """A run on a simulated clock: rollouts of long-tailed lengths, a trainer, updates that take their time."""
+    """A run on a simulated clock, with long-tailed rollouts, a trainer and weight updates."""
 
     limits: DispatchLimits
     seed: int = 0
@@ -187,20 +187,20 @@ class Simulation:
 
     def run(self, steps: int) -> Dispatcher:
         source = random.Random(self.seed)
-        made = Dispatcher(self.limits, [f"r{index}" for index in range(4)], "run", "i")
-        made.version = 0
+        dispatcher = Dispatcher(self.limits, [f"r{index}" for index in range(4)], "run", "i")
+        dispatcher.version = 0
         events: list[tuple[float, str, str]] = []
         jobs = {}
         idle_since: float | None = 0.0
         while len(self.batches) < steps:
-            while job := made.next_job(set(self.limits.ratios)):
+            while job := dispatcher.next_job(set(self.limits.ratios)):
                 jobs[job.id] = job
                 heapq.heappush(events, (self.now + 300 * source.lognormvariate(0, 0.8), "rollout", job.id))
-            self.inflight.append(made.inflight)
+            self.inflight.append(dispatcher.inflight)
             if idle_since is not None:
-                step = made.step
-                self.apply_age_limit(made)
-                if (groups := made.take_batch()) is not None:
+                step = dispatcher.step
+                self.apply_age_limit(dispatcher)
+                if (groups := dispatcher.take_batch()) is not None:
                     self.staleness.update(step - 1 - group.opened_version for group in groups)
                     self.batches.append(Counter())
                     for group in groups:
@@ -212,44 +212,44 @@ class Simulation:
             self.now, kind, name = heapq.heappop(events)
             if kind == "trained":
                 idle_since = self.now
-                self.apply_age_limit(made)
-                made.version = made.step - 1
-            elif made.runs(name):
-                group = made.finished(name, rollout(jobs.pop(name)))
+                self.apply_age_limit(dispatcher)
+                dispatcher.version = dispatcher.step - 1
+            elif dispatcher.runs(name):
+                group = dispatcher.finished(name, rollout(jobs.pop(name)))
                 if group and source.random() < self.reject:
-                    made.rejected(group, "zero_advantage")
+                    dispatcher.rejected(group, "zero_advantage")
                 elif group:
-                    made.add_ready(group)
-        return made
+                    dispatcher.add_ready(group)
+        return dispatcher
 
-    def apply_age_limit(self, made: Dispatcher) -> None:
-        for group in made.apply_age_limit(made.step).early:
-            made.add_ready(group)
+    def apply_age_limit(self, dispatcher: Dispatcher) -> None:
+        for group in dispatcher.apply_age_limit(dispatcher.step).early:
+            dispatcher.add_ready(group)
 
 
 def flagship(off_policy: int = 8, **changes: float) -> DispatchLimits:
-    """512 rollouts in flight, batches of 256, two environments with groups of 8 and 16."""
+    """Return limits with 512 rollouts in flight, batches of 256, and groups of 8 and 16."""
     oversampling = changes.get("oversampling", 1.0)
     return DispatchLimits({"a": 8, "b": 16}, 256, 512, off_policy, 10_000, {"a": 1.0, "b": 1.0}, oversampling)
 
 
 def test_flagship_batches_are_full_fresh_and_fair() -> None:
-    made = Simulation(flagship(), step_s=100.0)
-    made.run(60)
-    sizes = [sum(batch.values()) for batch in made.batches]
-    assert all(256 <= size < 256 + 16 for size in sizes), "larger by less than a group, where some are smaller"
+    dispatcher = Simulation(flagship(), step_s=100.0)
+    dispatcher.run(60)
+    sizes = [sum(batch.values()) for batch in dispatcher.batches]
+    assert all(256 <= size < 256 + 16 for size in sizes), "oversized by less than a group"
     assert sum(sizes) < 1.01 * 256 * len(sizes)
-    total = sum(made.batches, Counter())
-    assert 0.47 < total["b"] / 16 / (total["a"] / 8 + total["b"] / 16) < 0.53, "shares are of groups"
-    assert max(made.staleness) <= 8
-    assert max(made.inflight) == 512
+    total = sum(dispatcher.batches, Counter())
+    assert 0.47 < total["b"] / 16 / (total["a"] / 8 + total["b"] / 16) < 0.53, "ratios count groups"
+    assert max(dispatcher.staleness) <= 8
+    assert max(dispatcher.inflight) == 512
 
 
 def test_flagship_on_policy_trains_no_old_group() -> None:
-    made = Simulation(flagship(off_policy=0))
-    end = made.run(30)
-    assert set(made.staleness) == {0} and all(sum(batch.values()) == 256 for batch in made.batches)
-    assert end.counts["groups_dropped_stale"] == 0, "the gate opened nothing that was too old in the end"
+    dispatcher = Simulation(flagship(off_policy=0))
+    end = dispatcher.run(30)
+    assert set(dispatcher.staleness) == {0} and all(sum(batch.values()) == 256 for batch in dispatcher.batches)
+    assert end.counts["groups_dropped_stale"] == 0, "no group became too old"
 
 
 def test_oversampling_shortens_the_wait_for_batches() -> None:

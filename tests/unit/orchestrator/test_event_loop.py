@@ -1,4 +1,4 @@
-"""The event loop only decides: what takes time with the size of the data is the work of threads."""
+"""Work that grows with the data runs in threads, not on the event loop."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts import worker_pool
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
-from primeslurm.orchestrator.rollouts.message_chunks import PIECE, cut
+from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import TakenOverError
-from primeslurm.wire.batches.rollouts import RankShard, Rollout
-from primeslurm.wire.link.trainer_link import StepDone
-from primeslurm.wire.transport import secret
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.link.messages import StepDone
+from primeslurm.wire.transport import curve
 from tests.support.recipes import recipe_data
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
@@ -41,7 +42,7 @@ LABEL = RECIPE.environments[0].label
 
 
 class FileWatcher:
-    """A function, and the threads that called it."""
+    """A function that records the threads that call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -53,13 +54,13 @@ class FileWatcher:
 
 
 def elsewhere(watched: FileWatcher) -> bool:
-    """Whether it was called, and never on the event loop."""
+    """Tell whether a function was called, and only in threads."""
     return bool(watched.threads) and threading.current_thread() not in watched.threads
 
 
 def long_rollout() -> Rollout:
-    """One whose arrays travel in pieces."""
-    one, size = group([3], [1.0]).rollouts[0][0], 2 * PIECE
+    """Return a rollout whose arrays travel in chunks."""
+    one, size = group([3], [1.0]).rollouts[0][0], 2 * CHUNK_BYTES
     return replace(
         one,
         token_ids=np.arange(size, dtype=np.int32),
@@ -83,26 +84,26 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
         lambda job: heard.append((job, "lost")),
         lambda *unusable: pytest.fail(str(unusable)),
     )
-    watched, held, joined = FileWatcher(worker_pool.joined), threading.Event(), worker_pool.joined
-    monkeypatch.setattr(worker_pool, "joined", watched)
+    watched, held, joined = FileWatcher(worker_pool.join_frames), threading.Event(), worker_pool.join_frames
+    monkeypatch.setattr(worker_pool, "join_frames", watched)
     watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
     worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    secret.present(worker)
+    curve.secure_client(worker)
     worker.connect(f"ipc://{tmp_path}/envs")
     status = partial(Status, LABEL, 0, "1", node="n")
     await worker.send(msgspec.msgpack.encode(status([])))
     await until(lambda: pool.available)
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
-    await worker.send_multipart(cut(encode_result("j", [long_rollout()])))
-    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # it has ended
+    await worker.send_multipart(split_frames(encode_result("j", [long_rollout()])))
+    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
     await until(lambda: watched.threads)
-    assert elsewhere(watched) and not heard, "the loop goes on while it is held"
+    assert elsewhere(watched) and not heard, "the event loop is free"
     held.set()
     await until(lambda: heard)
     ((job, outcome),) = heard
-    assert job == "j" and isinstance(outcome, tuple) and len(outcome[0].token_ids) == 2 * PIECE
+    assert job == "j" and isinstance(outcome, tuple) and len(outcome[0].token_ids) == 2 * CHUNK_BYTES
     serving.cancel()
     await asyncio.wait([serving])
     worker.close(linger=0)
@@ -118,7 +119,7 @@ async def test_batches_are_evicted_in_a_thread(tmp_path: Path) -> None:
         batches.add(step, [one])
         assert await batches.serve(StepShard(step, RankShard(0, 1)))
     batches.committed(2)
-    assert await batches.serve(StepShard(3, RankShard(0, 1))), "it is on disk"
+    assert await batches.serve(StepShard(3, RankShard(0, 1))), "the batch is on disk"
     assert await batches.serve(StepShard(2, RankShard(0, 1))) is None
     assert elsewhere(watched)
     batches.close()

@@ -1,4 +1,4 @@
-"""Which example comes next, and which come again."""
+"""The order of examples, and examples that are sampled again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_unfinished_examples_come_first_then_the_environment_behind_its_share() 
         *(("b/c", example) for example in range(3)),
         ("b/c", 3),
     ]
-    assert [made.take_next(labels) for labels in (["a"], [])] == [("a", 3), None], "2 is taken"
+    assert [made.take_next(labels) for labels in (["a"], [])] == [("a", 3), None], "example 2 is taken"
 
 
 def test_given_up_example_is_sampled_again_with_its_task() -> None:
@@ -23,7 +23,7 @@ def test_given_up_example_is_sampled_again_with_its_task() -> None:
     assert made.sample_again(("a", 1), 7) and not made.sample_again(("a", 1), 7)
     assert made.is_unopened(("a", 1)) and made.was_returned(("a", 1))
     assert made.take_next(["a"]) == ("a", 1) and made.take_task(("a", 1), set()) == 7
-    assert made.take_task(("a", 1), set()) is None, "nobody draws"
+    assert made.take_task(("a", 1), set()) is None, "there is no curriculum"
     assert made.returned([]) == [] and made.returned([("a", 1)]) == [("a", 1)]
     made.put_in_batch({"a-00000001"})
     assert made.returned([]) == [("a", 1)]

@@ -1,4 +1,4 @@
-"""Which rollouts of a group are trained, and what is counted of the others."""
+"""Filters of rollouts and groups, and their counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Orchestrator
 from primeslurm.records.journal import Journal
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
 LABEL = "reverse-text"
@@ -53,7 +53,7 @@ def group(*rollouts: Rollout | tuple[Rollout, ...], name: str = f"{LABEL}-000000
 
 
 def applies(filters: dict[str, Any], *rollouts: Rollout | tuple[Rollout, ...], model: str = "/none") -> list[bool]:
-    """Whether a filter applies to each of some rollouts."""
+    """Return whether a filter applies to each rollout."""
     options = Orchestrator.model_validate({"filters": [filters]})
     (one,) = rollout_filters(options.filters, model)
     return [one.applies(each if isinstance(each, tuple) else (each,)) for each in rollouts]
@@ -99,32 +99,32 @@ def test_gibberish_is_an_unlikely_rare_token(tmp_path: Path) -> None:
     ]
     assert applies(options, *tried, model=str(tmp_path)) == [True, False, False, False]
     assert applies({**options, "vocabulary": 10_000}, *tried) == [False] * 4
-    assert applies(options, *tried) == [True, False, True, False], "an unknown vocabulary has as many ids as are usual"
+    assert applies(options, *tried) == [True, False, True, False], "the token id stands in for the size"
 
 
 def test_actions_mask_or_drop_a_rollout() -> None:
-    """drop: the others' mean is theirs alone. mask: the mean is that of all. monitor: nothing."""
+    """drop: the mean is of the other rollouts. mask: the mean is of all. monitor: no effect."""
     rewards, long = [0.0, 1.0, 1.0], rollout(4.0, finish="length")
     made = group(*(rollout(reward) for reward in rewards), long)
-    found = {}
+    results = {}
     for action in ("drop", "mask", "monitor"):
         options = Orchestrator.model_validate({"filters": [{"type": "truncated", "action": action}]})
-        kept, counts = sift(made, rollout_filters(options.filters, "/none"))
-        assert counts == Counter(truncated=1) and kept is not None
-        docs = documents([kept], 128, 0, Grpo())
-        found[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
-    assert found["drop"] == [(-0.6667, 2), (0.3333, 2), (0.3333, 2)]
-    assert found["mask"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 0)]
-    assert found["monitor"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 2)]
+        rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+        assert counts == Counter(truncated=1) and rest is not None
+        docs = documents([rest], 128, 0, Grpo())
+        results[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
+    assert results["drop"] == [(-0.6667, 2), (0.3333, 2), (0.3333, 2)]
+    assert results["mask"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 0)]
+    assert results["monitor"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 2)]
 
 
 def test_drop_takes_precedence_over_mask() -> None:
     filters = [{"type": "truncated"}, {"type": "length", "max_tokens": 2}]
     options = Orchestrator.model_validate({"filters": filters})
     made = group(rollout(), rollout(finish="length", logprobs=[-1.0] * 9), rollout(finish="length"))
-    kept, counts = sift(made, rollout_filters(options.filters, "/none"))
+    rest, counts = sift(made, rollout_filters(options.filters, "/none"))
     assert counts == Counter(truncated=2, length=1)
-    assert kept is not None and [int(one.mask.sum()) for one in kept.sequences] == [2, 0]
+    assert rest is not None and [int(one.mask.sum()) for one in rest.sequences] == [2, 0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1e6])
@@ -166,7 +166,7 @@ def test_every_group_is_counted(tmp_path: Path) -> None:
         f"env/{LABEL}/filters/truncated": 3.0,
         f"env/{LABEL}/filters/zero_advantage": 2.0,
     }
-    assert made.take_metrics()[f"env/{LABEL}/groups"] == 0.0, "a row counts what came since the last one"
+    assert made.take_metrics()[f"env/{LABEL}/groups"] == 0.0, "a row counts since the previous row"
 
 
 def test_environment_has_its_own_filters(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_environment_has_its_own_filters(tmp_path: Path) -> None:
     made = group_filter(tmp_path, environments=environments, orchestrator={"filters": [{"type": "zero_advantage"}]})
     equal = {label: group(rollout(label=label), rollout(label=label)) for label in ("a", "b", "measured")}
     assert decided(made, equal["a"]) == equal["a"] and decided(made, equal["b"]) == "zero_advantage"
-    assert decided(made, equal["measured"]) == equal["measured"], "it has no advantages on purpose"
+    assert decided(made, equal["measured"]) == equal["measured"], "an environment of weight 0 has no advantages"
 
 
 def test_event_reports_that_no_rollout_is_trained(tmp_path: Path) -> None:
@@ -191,4 +191,4 @@ def test_event_reports_that_no_rollout_is_trained(tmp_path: Path) -> None:
     assert events[-1]["reasons"] == {"zero_advantage": 16}
     decided(made, group(rollout(0.0), rollout()))
     decided(made, group(*[rollout()] * 4))
-    assert len(path.read_text().splitlines()) == 4, "one that is kept starts the count anew"
+    assert len(path.read_text().splitlines()) == 4, "a trained group resets the count"

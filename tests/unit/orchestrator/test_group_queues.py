@@ -1,4 +1,4 @@
-"""What is kept of thousands of open groups is what looking through all of them would find."""
+"""Running totals of thousands of groups agree with a scan of all groups."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def test_open_groups_agree_with_a_full_scan(seed: int) -> None:
     source, groups = random.Random(seed), OpenGroups()
     for example in range(300):
         action = source.choice(["add", "add", "take", "take", "take", "again", "grow", "version", "remove"])
-        known = list(groups.values())
-        if action == "add" or not known:
+        present = list(groups.values())
+        if action == "add" or not present:
             groups.add(group(example, source.randrange(5), source.choice("ab"), source.choice((2, 4))))
         elif action == "take":
-            found = groups.next(source.choice(({"a"}, {"b"}, {"a", "b"})))
-            if found is not None:
-                found.jobs[f"{found.id}/{example}"] = groups.take(found)
-        elif action == "again" and (busy := [each for each in known if each.jobs]):
+            next_group = groups.next(source.choice(({"a"}, {"b"}, {"a", "b"})))
+            if next_group is not None:
+                next_group.jobs[f"{next_group.id}/{example}"] = groups.take(next_group)
+        elif action == "again" and (busy := [each for each in present if each.jobs]):
             lost = source.choice(busy)
             groups.redispatch(lost, lost.jobs.popitem()[1])
         elif action == "grow":
-            groups.grow(source.choice(known))
+            groups.grow(source.choice(present))
         elif action == "version":
-            groups.set_version(source.choice(known), source.randrange(5))
+            groups.set_version(source.choice(present), source.randrange(5))
         elif action == "remove":
-            groups.remove(source.choice(known))
+            groups.remove(source.choice(present))
         for labels in ({"a"}, {"b"}, {"a", "b"}):
             first = next((each for each in groups.values() if each.to_dispatch and each.environment in labels), None)
             assert groups.next(labels) is first
@@ -66,14 +66,14 @@ def test_incremental_forecast_agrees_with_a_refresh() -> None:
         ahead.batch_formed()
         now += 0.001
         ahead.step_done()
-        kept = ahead.landing(groups)
+        incremental = ahead.landing(groups)
         if example % 50 == 49:
             now += REFRESH_S
             assert ahead.landing(groups) >= 0
             again = ahead.landing(groups)
-            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "nothing of what is closed"
+            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "closed groups do not count"
             assert set(ahead._landing) == set(groups)
-        assert kept == pytest.approx(sum(ahead._landing.values()))
+        assert incremental == pytest.approx(sum(ahead._landing.values()))
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,4 +1,4 @@
-"""Length penalties against their papers' formulas in float64, and what is made of them."""
+"""Length penalties, compared with the formulas of their papers in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
 relaxed = settings(deadline=None)
@@ -25,7 +25,7 @@ members = st.lists(st.tuples(st.integers(1, 60), st.floats(-1, 2, width=32), st.
 
 
 def group_of(made: list[Member]) -> RolloutGroup:
-    """A rollout of two sequences for each (sampled tokens, reward, turns); the tokens are spread over both."""
+    """Return one rollout with two sequences for each (sampled tokens, reward, turns)."""
     return RolloutGroup("g", "e", 0, 0, tuple(rollout(*member) for member in made))
 
 
@@ -47,9 +47,9 @@ def lost(made: list[Member], penalty: dict[str, Any]) -> list[float]:
     before = group_of(made)
     after = apply_length_penalty(before, environment)
     assert [trace[0].info.reward for trace in after.traces] == [reward for _, reward, _ in made]
-    found = [{one.info.length_penalty for one in trace} for trace in after.traces]
-    assert all(len(values) == 1 for values in found), "all sequences of a trace lose the same"
-    amounts = [value for values in found for value in values]
+    penalties = [{one.info.length_penalty for one in trace} for trace in after.traces]
+    assert all(len(values) == 1 for values in penalties), "all sequences of a trace have the same penalty"
+    amounts = [value for values in penalties for value in values]
     assert after.rewards == [reward - amount for (_, reward, _), amount in zip(made, amounts, strict=True)]
     assert RolloutGroup.from_bytes(after.to_bytes()).rewards == after.rewards, "a stored group keeps its penalty"
     return amounts
@@ -59,7 +59,7 @@ def lost(made: list[Member], penalty: dict[str, Any]) -> list[float]:
 @given(made=members, buffer=st.integers(1, 20), factor=st.sampled_from([1.0, 0.3]))
 def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -> None:
     longest = 30
-    for (tokens, _, _), found in zip(
+    for (tokens, _, _), amount in zip(
         made, lost(made, {"type": "overlong", "max_tokens": longest, "buffer": buffer, "factor": factor}), strict=True
     ):
         if tokens <= longest - buffer:
@@ -68,7 +68,7 @@ def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -
             exact = ((longest - buffer) - tokens) / buffer
         else:
             exact = -1.0
-        assert found == pytest.approx(-factor * exact)
+        assert amount == pytest.approx(-factor * exact)
 
 
 @relaxed
@@ -76,9 +76,9 @@ def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -
 def test_relative_follows_kimi(made: list[Member]) -> None:
     lengths = [tokens for tokens, _, _ in made]
     shortest, longest = min(lengths), max(lengths)
-    for (tokens, reward, _), found in zip(made, lost(made, {"type": "relative", "factor": 0.2}), strict=True):
+    for (tokens, reward, _), amount in zip(made, lost(made, {"type": "relative", "factor": 0.2}), strict=True):
         share = 0.5 - (tokens - shortest) / (longest - shortest) if longest > shortest else 0.0
-        assert -found == pytest.approx(0.2 * (share if reward >= 0.5 else min(0.0, share)))
+        assert -amount == pytest.approx(0.2 * (share if reward >= 0.5 else min(0.0, share)))
 
 
 @relaxed
@@ -86,8 +86,8 @@ def test_relative_follows_kimi(made: list[Member]) -> None:
 def test_cost_grows_with_the_solve_rate(made: list[Member]) -> None:
     rate = np.clip(np.mean([np.float64(reward) for _, reward, _ in made]), 0, 1)
     longest, most = (max(member[i] for member in made) for i in (0, 2))
-    for (tokens, _, turns), found in zip(made, lost(made, {"type": "cost", "tokens": 0.4, "turns": 0.2}), strict=True):
-        assert found == pytest.approx(rate * (0.4 * tokens / longest + 0.2 * turns / most))
+    for (tokens, _, turns), amount in zip(made, lost(made, {"type": "cost", "tokens": 0.4, "turns": 0.2}), strict=True):
+        assert amount == pytest.approx(rate * (0.4 * tokens / longest + 0.2 * turns / most))
 
 
 def test_advantages_use_net_rewards_and_metrics_given_ones() -> None:
@@ -95,12 +95,12 @@ def test_advantages_use_net_rewards_and_metrics_given_ones() -> None:
     group = group_of([(10, 1.0, 1), (30, 1.0, 1)])
     assert not group.has_signal
     after = apply_length_penalty(group, environment)
-    assert after.has_signal, "a group that solves all can still learn to be brief"
+    assert after.has_signal, "a group that solves the task still differs in length"
     (credits,) = Grpo().assign([after])
     assert [float(credit.advantages[0]) for credit in credits] == [0.5, 0.5, -0.5, -0.5]
     metrics = batch_metrics([after], 1, 64)
     assert metrics["reward/mean"] == 1.0 and metrics["e/reward"] == 1.0
-    assert after.given_rewards == [1.0, 1.0], "what is solved stays solved"
+    assert after.given_rewards == [1.0, 1.0], "the given reward is unchanged"
     assert metrics["length_penalty/mean"] == 0.0 and metrics["length_penalty/fraction"] == 0.5
     assert apply_length_penalty(group, Environment(id="e")) is group
 

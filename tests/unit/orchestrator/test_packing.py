@@ -15,7 +15,8 @@ from primeslurm.orchestrator.batching.batches import Batches, StepShard, documen
 from primeslurm.orchestrator.batching.packing import Document, cost
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import RankShard, Rollout, RolloutInfo, Row
+from primeslurm.wire.batches.batch import RankShard, Row
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack, received
 
 SEQ_LEN = 32
@@ -28,8 +29,8 @@ def document(start: int, length: int) -> Document:
     return Document(tokens, mask, -tokens.astype(np.float32), np.full(length, start, np.float32), on_policy=False)
 
 
-def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
-    """The documents of a row, cut where positions restart; the last may be padding."""
+def documents_of(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
+    """Return the documents of a row, cut where positions restart. The last one may be padding."""
     starts = [i for i, position in enumerate(row.positions) if position == 0]
     pieces = [slice(a, b) for a, b in zip(starts, [*starts[1:], SEQ_LEN], strict=True)]
     return [
@@ -52,7 +53,7 @@ def test_every_token_is_packed_once(lengths: list[int], ranks: int) -> None:
     rows = [row for mine in packed for row in mine]
     assert all(len(getattr(row, name)) == SEQ_LEN for row in rows for name in ("token_ids", "positions", "mask"))
     assert all((row.temperatures == np.float32(0.7)).all() for row in rows)
-    pieces = sorted(piece for row in rows for piece in found(row) if any(piece[0]))
+    pieces = sorted(piece for row in rows for piece in documents_of(row) if any(piece[0]))
     expected = sorted(
         (doc.token_ids.tolist(), doc.mask.tolist(), doc.logprobs.tolist(), set(doc.advantages.tolist())) for doc in docs
     )
@@ -76,9 +77,9 @@ def test_pieces_are_the_rows_and_one_more_token(lengths: list[int], pieces: int,
     for number, row in enumerate(whole):
         length = len(row.positions) // pieces
         for cp in range(pieces):
-            mine, expected = cut[cp][number], row.piece(cp, pieces)
-            assert np.array_equal(mine.positions, row.positions), "documents are known whole"
-            assert len(mine.token_ids) == length + (cp < pieces - 1), "and what the last token predicts"
+            mine, expected = cut[cp][number], row.cp_shard(cp, pieces)
+            assert np.array_equal(mine.positions, row.positions), "positions are of the whole row"
+            assert len(mine.token_ids) == length + (cp < pieces - 1), "with the target of the last token"
             for name, array in expected.arrays().items():
                 assert np.array_equal(array, getattr(mine, name)), name
 
@@ -88,9 +89,9 @@ def test_pieces_are_the_rows_and_one_more_token(lengths: list[int], pieces: int,
 def test_rows_are_no_longer_than_needed(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     fixed, packed = (pack(docs, SEQ_LEN, ranks, 0.7, quantum) for quantum in (None, 4))
-    assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more to do than before"
-    found = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
-    assert found == sorted(int(token) for doc in docs for token in doc.token_ids)
+    assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more rows"
+    tokens = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
+    assert tokens == sorted(int(token) for doc in docs for token in doc.token_ids)
     for row in (row for mine in packed for row in mine):
         used = int(np.flatnonzero(row.token_ids)[-1]) + 1 if row.token_ids.any() else 0
         assert len(row.positions) == max(4, -(-used // 4) * 4) <= SEQ_LEN
@@ -104,7 +105,7 @@ def test_documents_are_spread_over_all_ranks() -> None:
     assert max(costs) - min(costs) <= cost([8]) * 1.001
     for mine in packed:
         lengths = [row.length for row in mine]
-        assert lengths == sorted(lengths, reverse=True), "ranks that wait for one another have like rows"
+        assert lengths == sorted(lengths, reverse=True), "rows of a round cost about the same"
 
 
 @pytest.mark.parametrize(
@@ -141,11 +142,11 @@ def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
 
 
 def advantages(whole: RolloutGroup, algorithm: Algorithm) -> list[float]:
-    """One per rollout."""
+    """Return one advantage per rollout."""
     (credits,) = algorithm.assign([whole])
-    found = [set(credit.advantages.tolist()) for credit in credits]
-    assert all(len(values) == 1 for values in found)
-    return [value for values in found for value in values]
+    per_rollout = [set(credit.advantages.tolist()) for credit in credits]
+    assert all(len(values) == 1 for values in per_rollout)
+    return [value for values in per_rollout for value in values]
 
 
 def test_advantages_follow_the_algorithm() -> None:
@@ -155,12 +156,12 @@ def test_advantages_follow_the_algorithm() -> None:
     assert advantages(rare, MaxRl()) == [-1.0, -1.0, -1.0, 3.0]
     assert advantages(group(lengths, [0.5] * 4), MaxRl()) == [0.0] * 4
     assert advantages(group(lengths, [-1.0, 0.0, 0.0, 1.0]), MaxRl()) == [0.0] * 4
-    found = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
-    assert found == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
+    centred = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
+    assert centred == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
 
 
 def scored(whole: RolloutGroup) -> RolloutGroup:
-    """The token at position i has the log-probability -i / 4 by the teacher."""
+    """Give the token at position i the teacher log-probability -i / 4."""
     rollouts = []
     for (branch,) in whole.rollouts:
         ref = np.where(branch.mask, -np.arange(len(branch.mask)) / 4, 0).astype(np.float32)
@@ -181,7 +182,7 @@ def test_distillation_advantage_is_the_distance_to_the_teacher(share: float) -> 
         exact = np.where(doc.mask, -position / 4 - doc.logprobs.astype(np.float64), 0) + share * reward
         assert doc.advantages.dtype == np.float32
         assert np.abs(doc.advantages - exact).max() < 1e-6
-    assert not docs[0].advantages[[0, 1, 4]].any() or share, "tokens that are not trained are not distilled"
+    assert not docs[0].advantages[[0, 1, 4]].any() or share, "masked tokens have no advantage"
     with pytest.raises(ValueError, match="r0: no teacher was asked"):
         documents([whole], SEQ_LEN, 0, Opd())
 
@@ -220,7 +221,7 @@ def test_routed_experts_stay_with_their_tokens() -> None:
     def choices(length: int, start: int) -> np.ndarray:
         return (np.arange(start, start + length, dtype=np.uint16)[:, None, None] + np.zeros((3, 2), np.uint16)).copy()
 
-    # the third comes from before the run replayed
+    # the third has no routed experts
     replayed = [replace(first, routed_experts=choices(6, 100)), replace(second, routed_experts=choices(96, 500)), third]
     docs = documents([replace(whole, rollouts=tuple((r,) for r in replayed))], SEQ_LEN, 0, Grpo())
     long, short = (rows[0] for rows in pack(docs, SEQ_LEN, 2, 1.0))
@@ -253,7 +254,7 @@ def test_batch_is_the_same_at_every_request() -> None:
     for rank in range(2):
         a, b = first.get(StepShard(1, RankShard(rank, 2))), second.get(StepShard(1, RankShard(rank, 2)))
         assert a is not None and b is not None and [*map(bytes, a)] == [*map(bytes, b)]
-        assert first.get(StepShard(1, RankShard(rank, 2))) is a, "a repeat is answered with what is encoded"
+        assert first.get(StepShard(1, RankShard(rank, 2))) is a, "a repeat returns the encoded shard"
         info = received(a).info
         assert info.loss_tokens == 4 + 8 + 29 and info.max_steps == 10
     first.add(2, groups)
@@ -267,7 +268,7 @@ def test_tokens_keep_the_temperature_of_their_environment() -> None:
     docs = documents(groups, SEQ_LEN, 0, Grpo(), {"cold": 0.25, "warm": 1.5})
     ((row,),) = pack(docs, SEQ_LEN, 1, 0.7)
     starts = np.flatnonzero(row.positions == 0)
-    found = [float(row.temperatures[start]) for start in starts]
+    temperatures = [float(row.temperatures[start]) for start in starts]
     ends = [*starts[1:], SEQ_LEN]
     assert all((row.temperatures[a:b] == row.temperatures[a]).all() for a, b in zip(starts, ends, strict=True))
-    assert sorted(found) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])
+    assert sorted(temperatures) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])
