@@ -54,6 +54,7 @@ def from_recipe(recipe: Recipe) -> Algorithm:
             for each in recipe.environments
         }
         algorithm = ByEnvironment(by_label)
+    # The weights come last, because they also scale the cross-entropy that echo adds.
     if options.echo is not None:
         algorithm = Echo(algorithm, options.echo)
     weights = {environment.label: environment.weight for environment in recipe.environments}

@@ -64,6 +64,7 @@ class Custom(Algorithm):
             raise self._error(
                 f"assign returned {fault}", "return one list for each group, with a Credit for each sequence"
             )
+        # Check the arrays here: in the trainer, a wrong shape or a NaN would end the run without naming the algorithm.
         for group, of_group in zip(groups, credits, strict=True):
             for sequence, credit in zip(group.sequences, of_group, strict=True):
                 if fault := next(_credit_faults(sequence, credit), None):
@@ -109,7 +110,6 @@ def _is_memory(value: object) -> bool:
 
 
 def _shape_faults(groups: Sequence[RolloutGroup], credits: object) -> Iterator[str]:
-    """Yield what is wrong with the nesting and the lengths of the lists of credits."""
     if not isinstance(credits, Sequence):
         yield f"a {type(credits).__name__}"
     elif len(credits) != len(groups):
@@ -123,7 +123,7 @@ def _shape_faults(groups: Sequence[RolloutGroup], credits: object) -> Iterator[s
 
 
 def _credit_faults(sequence: Rollout, credit: object) -> Iterator[str]:
-    """Yield what is wrong with the credit of a sequence. Later checks rely on earlier ones, so only use the first."""
+    """Yield faults in the credit of a sequence. Later checks rely on earlier ones, so only use the first fault."""
     if not isinstance(credit, Credit):
         yield f"a {type(credit).__name__}, not a Credit"
         return

@@ -127,13 +127,14 @@ def by_role(group: RolloutGroup, rule: AdvantageRule, within_rollout: Sequence[s
     """Compute advantages that compare the traces of the same agent.
 
     Args:
-        group: whose traces are compared.
-        rule: computes the advantages.
+        group: group of rollouts, each with one or more traces.
+        rule: maps the rewards of compared traces to advantages.
         within_rollout: agents whose traces are only compared with those of the same rollout.
 
     Returns:
         One advantage for each trace, in the order of `group.traces`.
     """
+    # Traces with the same key are compared: the agent, and for some agents also the rollout.
     compared: dict[Hashable, list[int]] = defaultdict(list)
     rewards: list[float] = []
     for number, rollout in enumerate(group.rollouts):

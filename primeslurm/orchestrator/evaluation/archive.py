@@ -116,6 +116,7 @@ class Archive:
         """Write the results. If this raises OSError, the evaluation is not finished."""
         directory = records.step_dir(self._run_dir, record.step)
         in_order = sorted(samples, key=lambda each: (each.label, each.example, each.sample))
+        # The summary is written last: it makes the evaluation count as finished.
         for label, of_label in groupby(in_order, key=lambda each: each.label):
             write_atomic(directory / f"{label}.jsonl", _example_lines(list(of_label)))
         durable.write(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")

@@ -99,7 +99,7 @@ class EvaluationOrchestrator:
         for event in self._workers.expire():
             self._handle(event)
         self._check()
-        version = self._policy.current_version
+        version = self._policy.current_version  # None until the engines have loaded their weights
         cancelled, self._cancelled = self._cancelled, []
         await self._workers.cancel(cancelled)
         if version is not None:

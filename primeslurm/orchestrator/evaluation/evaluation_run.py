@@ -34,8 +34,8 @@ class EvaluationRun:
     Args:
         step: training step whose policy is evaluated.
         version: policy version of the engines at the start.
-        environments: to evaluate on.
-        max_inflight: most rollouts in flight.
+        environments: environments of the recipe's `evaluation` section.
+        max_inflight: largest number of rollouts in flight.
         routers: routers of the replicas that share the rollouts.
         salt: prefix of all cache salts. Training rollouts must not have it.
         incarnation: makes job ids unique across restarts of the orchestrator.
@@ -79,7 +79,6 @@ class EvaluationRun:
 
     @property
     def inflight(self) -> int:
-        """Number of rollouts in flight."""
         return len(self._jobs)
 
     @property
@@ -89,21 +88,17 @@ class EvaluationRun:
 
     @property
     def total(self) -> int:
-        """Number of samples."""
         return sum(examples * samples for examples, samples in self._sizes.values())
 
     @property
     def complete(self) -> bool:
-        """Whether all samples have ended."""
         return len(self.samples) == self.total
 
     @property
     def labels(self) -> Collection[str]:
-        """Labels of the environments."""
         return self._sizes.keys()
 
     def runs(self, job: str) -> bool:
-        """Tell whether a job is in flight."""
         return job in self._jobs
 
     def limit(self, tasks: Mapping[str, int]) -> None:
@@ -124,7 +119,7 @@ class EvaluationRun:
 
         Args:
             available: labels of the environments that have a worker.
-            version: policy version of the engines.
+            version: policy version that the engines have now.
 
         Returns:
             None if no rollout may start now.
@@ -151,6 +146,7 @@ class EvaluationRun:
             False if the job is not of this evaluation, its sample has ended or is in flight, or its replica is lost.
         """
         sample = job.id.rpartition(".")[2]
+        # The cache salt names the run, attempt and step of the evaluation that dispatched the job.
         if not job.cache_salt.startswith(f"{self._salt}:") or job.task is None or not sample.isdecimal():
             return False
         key = (job.environment, job.task, int(sample))
@@ -171,7 +167,7 @@ class EvaluationRun:
         self._failures[key, cause] += 1
         if self._failures[key, cause] >= MAX_FAILURES[cause]:
             return self._end(_failed_sample(key, error))
-        self._todo[key[0]].append(key)
+        self._todo[key[0]].append(key)  # at the end, so that a bad example does not delay the others
         return None
 
     def lost(self, job: str) -> None:
@@ -192,7 +188,7 @@ class EvaluationRun:
         jobs = [job for job, (_, job_router) in self._jobs.items() if job_router == router]
         for job in jobs:
             key = self._take(job)
-            self._todo[key[0]].appendleft(key)
+            self._todo[key[0]].appendleft(key)  # in front, because they had started already
         return jobs
 
     def expire(self) -> tuple[list[Sample], list[str]]:
