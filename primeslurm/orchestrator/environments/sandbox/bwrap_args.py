@@ -77,7 +77,7 @@ def bwrap_args(
     shown = list(outermost(path for path in absolute if path.exists() and not path.is_relative_to("/usr")))
     args += [arg for path in shown for arg in ("--ro-bind", str(path), str(path))]
     for path in outermost(path.resolve() for path in hidden):
-        # An empty read-only directory covers a hidden one. If a visible directory is below it, nothing can cover it.
+        # An empty read-only directory covers a hidden one, unless that would also cover a visible directory below it.
         is_below = any(path.is_relative_to(other.resolve()) for other in shown)
         if is_below and path.exists() and not any(other.resolve().is_relative_to(path) for other in shown):
             args += ["--tmpfs", str(path), "--remount-ro", str(path)]
