@@ -125,7 +125,7 @@ async def test_a_server_that_stood_still_itself_blames_nobody(engine: Engine) ->
 
 async def test_the_orchestrator_takes_it_for_silent_and_no_other_error_for_that(engine: Engine) -> None:
     client = EngineClient(lambda: "http://engine", "/model")
-    client._looking = engine.http
+    client._polling = engine.http
     assert (await client.status()).version == 0
     engine.core.clear()
     await engine.look(int(UNRESPONSIVE_S) + 2)
