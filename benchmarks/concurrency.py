@@ -27,7 +27,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.testbed.fakes.simulated_engine import PrefillDecode, SimulatedEngine, Turn
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "concurrency.json"

@@ -32,26 +32,27 @@ import numpy as np
 
 from primeslurm.base.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
 from primeslurm.orchestrator.dispatch.group_queues import ReadyGroups
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"
 MEDIAN_S, TRAINER_S = 600.0, 240.0
 GROUP = 16
-# In policy versions.
 STALENESS = 8
+"""In policy versions."""
 WARM_UP, STEPS = 12, 40
-# Steps after which an example should have been trained even if it was dropped once; at most half of all steps.
 SETTLED = 24
+"""Steps after which an example should have been trained even if it was dropped once; at most half of all steps."""
 SIGMAS = (0.3, 0.6, 1.0, 1.3)
-# Columns of a result row that describe the setting.
 SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "surplus", "steps")
+"""Columns of a result row that describe the setting."""
 LARGE, LARGE_STEPS = 10_000, 12
-# Long tails first.
 LARGE_SIGMAS = (1.0, 1.3, 0.3, 0.6)
+"""Long tails first."""
 TOKENS = np.ones(2, np.int32)
 
 
@@ -175,13 +176,20 @@ class GroupsHoldPlaces(Dispatcher):
 class WheneverThereIsRoom(Dispatcher):
     """prime-rl's rule, as far as known: a group starts whenever a slot is free, and is dropped when too old."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.age_limit = self.limits.age_limit  # which drops an example again and again
+    def __init__(self, limits: DispatchLimits, *args: Any, **options: Any) -> None:
+        super().__init__(limits, *args, **options)
+        self.age_limit = NeverLate(limits.max_off_policy_steps, limits.staleness)
         self.ready = ReadyGroups(self.age_limit.version_of)
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         return ["e"]
+
+
+class NeverLate(AgeLimit):
+    """Drops a group that is too old, however often."""
+
+    def finishes_late(self, environment: str, example: int, name: str) -> bool:
+        return False
 
 
 OTHERS: dict[str, type[Dispatcher]] = {each.__name__: each for each in (GroupsHoldPlaces, WheneverThereIsRoom)}
@@ -208,9 +216,12 @@ def measure(
     """Simulate one setting.
 
     Args:
+        inflight: number of slots.
+        sigma: deviation of the log durations.
         rule: a staleness rule of recipes, or the name of one of the other rules here.
         shared: share of the variance of log durations that belongs to the example.
         extra_rollouts: rollouts per group beyond those that are trained.
+        surplus: how extra rollouts are handled.
         steps: steps to measure after the warm-up.
     """
     batch = max(2 * GROUP, inflight // 2 // GROUP * GROUP)

@@ -25,7 +25,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.records import metrics
 from primeslurm.run.directory import create
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 
 RESULT = Path(__file__).resolve().parent / "results" / "durable_writes.json"

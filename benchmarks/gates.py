@@ -120,7 +120,7 @@ def _stores(rounds: int) -> dict[str, Any]:
     kept = serve_store(HOST, port := free_port())
     clients = {
         "bare": dist.TCPStore(HOST, bare.port, is_master=False),
-        "kept": dist.TCPStore(HOST, rendezvous.passage(HOST, port, 10), is_master=False),
+        "kept": dist.TCPStore(HOST, rendezvous.tunnel(HOST, port, 10), is_master=False),
     }
 
     def operate(client: dist.TCPStore) -> dict[str, float]:

@@ -43,7 +43,9 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.interrupt import SIGNAL
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 
 UPDATES = 5
 SEQ_LEN = 1024

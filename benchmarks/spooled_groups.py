@@ -28,7 +28,7 @@ from primeslurm.orchestrator.pipeline.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, begin, digest_of
 from primeslurm.orchestrator.rollouts.spool import Spool, open_group
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 TOKENS, LAYERS, TOP_K, MEMBERS = 131_072, 75, 8, 16
 LABEL = "reverse-text"

@@ -198,7 +198,7 @@ def random_batch(
     """
     import numpy as np
 
-    from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
+    from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 
     rng = np.random.default_rng([dp_rank, seed] if seed else dp_rank)
 

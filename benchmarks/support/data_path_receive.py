@@ -25,10 +25,11 @@ from benchmarks.support.ports import HOST, free_port
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 131_072, 75, 8, 256

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.ports import HOST
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker.generate_endpoint import Completion
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.emulated.rollout_script import Script

@@ -14,7 +14,7 @@ import zmq
 from zmq.utils import z85
 
 from primeslurm.inference import guards
-from primeslurm.wire.transport.handshake import key_for
+from primeslurm.wire.transport.secret import key_for
 
 # Socket types that connect if vLLM does not say whether to bind or connect.
 _CONNECT = (zmq.PUSH, zmq.SUB, zmq.XSUB)

@@ -45,7 +45,7 @@ class GatedStore(dist.TCPStore):
             gate = _listening(host_name, port, master_listen_fd)
             self._gate = int(gate.getsockname()[1]) if gate else port
             _stores.append(serve_store(host_name, self._gate, gate))
-        local_port = rendezvous.passage(host_name, self._gate, timeout.total_seconds())
+        local_port = rendezvous.tunnel(host_name, self._gate, timeout.total_seconds())
         super().__init__("127.0.0.1", local_port, world_size, False, timeout, False)
 
     @property

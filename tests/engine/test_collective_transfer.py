@@ -16,7 +16,9 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.weight_transfer.collective import Channel, TransferError
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.engine.conftest import STATUS_S, tiny_recipe

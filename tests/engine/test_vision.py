@@ -26,7 +26,7 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.engine.conftest import STATUS_S, ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking

@@ -22,7 +22,9 @@ from benchmarks.support.shared_gpu import nccl_version
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens

@@ -23,7 +23,7 @@ from primeslurm.records.fleet import Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from tests.power.cutter import PARTS, points

@@ -14,7 +14,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import rows
 from primeslurm.records.reading import whole_lines
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
@@ -123,7 +123,7 @@ def of_progress(place: Place, told: list[dict[str, Any]]) -> list[str]:
         return []
     last = recorded[-1]
     with contextlib.suppress(OSError, DamagedError):
-        if value((place.run.path / PROGRESS).read_bytes(), RunProgress).attempt > last["attempt"]:
+        if decode_msgpack((place.run.path / PROGRESS).read_bytes(), RunProgress).attempt > last["attempt"]:
             return []  # a new attempt resumes from the committed step, and was about to report it
     now = restore(place.run.path, last["attempt"])
     if now.next_step < last["next_step"]:

@@ -22,8 +22,8 @@ import msgspec
 import psutil
 
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.batches.rollouts import RankShard
-from primeslurm.wire.link.trainer_link import GetBatch
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.link.messages import GetBatch
 
 WRONG = "0" * 64
 """Has the form of a run's secret."""

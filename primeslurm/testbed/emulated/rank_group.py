@@ -24,8 +24,8 @@ import time
 from types import FrameType
 
 from primeslurm.records.heartbeats import liveness
-from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, check, key_for, proof
-from primeslurm.wire.transport.secret import HANDSHAKE_S
+from primeslurm.wire.transport.rendezvous import NONCE_BYTES, PROOF_BYTES, check, proof
+from primeslurm.wire.transport.secret import HANDSHAKE_S, key_for
 
 # Longest wait for all ranks [s], as in torch's rendezvous.
 JOIN_TIMEOUT_S = 600.0

@@ -33,7 +33,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.testbed.emulated.rank_group import LostRankError, Ranks
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem

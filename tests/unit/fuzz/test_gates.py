@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from benchmarks.support.ports import free_port
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
 from primeslurm.wire.transport import rendezvous, secret
-from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
-from primeslurm.wire.transport.handshake import proof
+from primeslurm.wire.transport.rendezvous import NONCE_BYTES as NONCE
+from primeslurm.wire.transport.rendezvous import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
 
 HOST = "127.0.0.1"
@@ -194,7 +194,7 @@ class Impostor:
 def passage() -> Iterator[tuple[Impostor, int]]:
     impostor = Impostor()
     listener = Listener(impostor)
-    yield impostor, rendezvous.passage(HOST, listener.port, 60)
+    yield impostor, rendezvous.tunnel(HOST, listener.port, 60)
     listener.close()
 
 

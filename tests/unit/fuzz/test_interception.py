@@ -26,7 +26,7 @@ from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
 from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
-from primeslurm.orchestrator.worker.token_client import LARGEST_QUESTION, TokenClient, bound_questions
+from primeslurm.orchestrator.worker.token_client import LARGEST_REQUEST_BYTES, TokenClient, limit_requests
 from tests.support.conversations import ScriptedEngine, answering, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
@@ -77,7 +77,7 @@ class Intercepted:
 
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        bound_questions()
+        limit_requests()
         self.largest, server.MAX_REQUEST_BODY = server.MAX_REQUEST_BODY, SHORT
         async with self._engine.serving(), InterceptionServer() as found:
             cache_conversations(found, ROLLOUT_DIALECTS)
@@ -158,7 +158,7 @@ def test_other_routes_answer_too(intercepted: Intercepted, path: str) -> None:
 
 
 def test_oversized_request_is_refused(intercepted: Intercepted) -> None:
-    assert intercepted.largest == LARGEST_QUESTION
+    assert intercepted.largest == LARGEST_REQUEST_BYTES
     long = json.dumps({**VALID, "padding": "x" * SHORT}).encode()
     assert intercepted.ask(intercepted.session(), long).status_code == 413
     assert intercepted.serves()

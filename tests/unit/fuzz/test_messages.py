@@ -18,10 +18,12 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup, open_group
 from primeslurm.wire import decoding
-from primeslurm.wire.batches import batch_files, data_uri
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
+from primeslurm.wire.batches import batch_files, inline_images
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo, TeacherPrompt
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link.trainer_link import Answer, Request
+from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.stored import digests
 from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
@@ -205,7 +207,7 @@ def test_group_files_whose_head_is_read_first(tmp_path_factory: pytest.TempPathF
 def test_images_within_messages(source: str) -> None:
     told = source
     try:
-        assert len(data_uri.decode(source)) <= len(source)
+        assert len(inline_images.decode(source)) <= len(source)
     except ValueError as error:
         told = str(error)
     assert told.startswith(source[:20])
@@ -216,7 +218,7 @@ def test_images_within_messages(source: str) -> None:
 def test_results_of_workers(parts: list[bytes]) -> None:
     with bounded(sizes(parts)):
         try:
-            head = decoding.value(parts[0] if parts else b"", Result)
+            head = decoding.decode_msgpack(parts[0] if parts else b"", Result)
             found = job_protocol.decode_sequences(head, parts[1:])
         except DamagedError:
             return
@@ -231,7 +233,7 @@ def test_requests_responses_and_worker_messages(data: bytes) -> None:
     for kind in (Request, Answer, job_protocol.ToOrchestrator, job_protocol.ToWorker):
         with bounded(len(data)):
             try:
-                decoding.value(data, kind)  # type: ignore[arg-type]  # a union is no type
+                decoding.decode_msgpack(data, kind)  # type: ignore[arg-type]  # a union is no type
             except DamagedError:
                 continue
 
@@ -307,7 +309,7 @@ def test_large_models_and_long_rollouts_are_accepted() -> None:
     large = replace(plain, routed_experts=np.zeros((tokens, 75, 8), np.uint8))
     parts = job_protocol.encode_result("j", (large,))
     assert max(memoryview(part).nbytes for part in parts) < job_protocol.LARGEST_RESULT / 20
-    result = decoding.value(parts[0], Result)
+    result = decoding.decode_msgpack(parts[0], Result)
     # views of the received frames, and one pass over the tokens
     with bounded(sizes([bytes(parts[0])]), beside=16 << 20):
         (found,) = job_protocol.decode_sequences(result, parts[1:])

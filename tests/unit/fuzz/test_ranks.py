@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.testbed.emulated import rank_group
-from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
-from primeslurm.wire.transport.handshake import PROOF_BYTES as PROOF
-from primeslurm.wire.transport.handshake import proof
+from primeslurm.wire.transport.rendezvous import NONCE_BYTES as NONCE
+from primeslurm.wire.transport.rendezvous import PROOF_BYTES as PROOF
+from primeslurm.wire.transport.rendezvous import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
 from tests.unit.fuzz.test_gates import HOST, exactly, exchange
 

@@ -23,12 +23,17 @@ from hypothesis import strategies as st
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
-from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, PIECE, cut, joined
-from primeslurm.wire.batches.rollouts import Frame, RankShard, Rollout
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, MAX_FRAME_BYTES, join_frames, split_frames
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import trainer_link
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.transport import secret
+from primeslurm.wire.link.messages import LARGEST_REQUEST, Answer, GetBatch, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
+from primeslurm.wire.transport import curve
 from tests.support.port_messages import ASKED, MESSAGES
 from tests.support.worker_pools import CallbackPool
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
@@ -72,7 +77,7 @@ class Served:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
-        return batch().encode() if isinstance(request, trainer_link.GetBatch) else Answer("ok")
+        return batch().encode() if isinstance(request, GetBatch) else Answer("ok")
 
     def _unusable(self, environment: str, worker: int, error: str) -> None:
         self.unusable.append(error)
@@ -103,7 +108,7 @@ def served() -> Iterator[Served]:
 def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
     found: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     try:
-        secret.present(found)
+        curve.secure_client(found)
         found.setsockopt(zmq.LINGER, 0)
         found.connect(address)
         yield found
@@ -157,7 +162,7 @@ def test_every_request_is_answered(served: Served, request_: bytes) -> None:
 def test_invalid_requests_are_ignored(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.link) as peer:
         for parts in wrong:
-            if parts and max(map(len, parts)) <= trainer_link.LARGEST_REQUEST:  # longer ones would close the connection
+            if parts and max(map(len, parts)) <= LARGEST_REQUEST:  # longer ones would close the connection
                 peer.send_multipart(parts)
         peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
         assert next(answers(peer)).kind in {"ok", "batch", "error"}
@@ -190,7 +195,7 @@ def test_invalid_worker_messages_are_ignored(served: Served, wrong: list[list[by
     with dealer(served.pool) as peer:
         for parts in wrong:
             if parts:  # longer ones would close the connection, and the next message with it
-                peer.send_multipart(parts if max(map(len, parts)) <= LARGEST_PART else cut(parts))
+                peer.send_multipart(parts if max(map(len, parts)) <= MAX_FRAME_BYTES else split_frames(parts))
         error = f"last of {len(served.unusable)}"
         peer.send(msgspec.msgpack.encode(job_protocol.Unusable("e", 0, error)))
         until(lambda: error in served.unusable)
@@ -212,7 +217,7 @@ def test_bad_result_costs_only_its_rollout(served: Served, kind: str) -> None:
         elif kind == "damaged":
             parts[0] = b"\x91" * 100_000
         head = Result(job, [] if kind == "missing" else FRAMES)
-        peer.send_multipart(cut([msgspec.msgpack.encode(head), *([] if kind == "missing" else parts)]))
+        peer.send_multipart(split_frames([msgspec.msgpack.encode(head), *([] if kind == "missing" else parts)]))
         found = until(lambda: [outcome for name, outcome in served.results if name == job])
     failure = found[0]
     assert isinstance(failure, job_protocol.JobFailure) and failure.error.startswith("damaged result: ")
@@ -224,11 +229,11 @@ def test_huge_error_is_truncated_by_sender_and_receiver(served: Served) -> None:
     short = job_protocol.shortened(text)
     assert len(short) < 2 * job_protocol.LONGEST_ERROR and short.startswith("begin") and short.endswith("end")
     with dealer(served.pool) as peer:
-        peer.send_multipart(cut([msgspec.msgpack.encode(job_protocol.Unusable("e", 0, text))]))
+        peer.send_multipart(split_frames([msgspec.msgpack.encode(job_protocol.Unusable("e", 0, text))]))
         until(lambda: short in served.unusable)
 
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
 STRANGERS = 50
@@ -238,7 +243,7 @@ STRANGERS = 50
 def test_strangers_cannot_exhaust_the_orchestrators_memory(served: Served, port: str) -> None:
     """A handshake message, which comes before authentication, may be as long as any other frame."""
     host, number = getattr(served, port).removeprefix("tcp://").split(":")
-    largest = {"link": trainer_link.LARGEST_REQUEST, "pool": LARGEST_PART}[port]
+    largest = {"link": LARGEST_REQUEST, "pool": MAX_FRAME_BYTES}[port]
     before = psutil.Process().memory_info().rss
     with contextlib.ExitStack() as strangers:
         for _ in range(STRANGERS):
@@ -270,41 +275,41 @@ def test_result_of_the_longest_rollouts_arrives_in_chunks(served: Served) -> Non
     with dealer(served.pool) as peer:
         peer.send(msgspec.msgpack.encode(Status("good", 20_000, "1", [])))
         give(served, "long")
-        peer.send_multipart(cut(job_protocol.encode_result("long", (long,))), copy=False)
+        peer.send_multipart(split_frames(job_protocol.encode_result("long", (long,))), copy=False)
         (found,) = until(lambda: [outcome for name, outcome in served.results if name == "long"])
     assert not isinstance(found, str)
     assert np.array_equal(found[0].routed_experts, experts)
 
 
 def test_unsplit_frame_is_not_copied() -> None:
-    whole, long = b"w" * PIECE, b"l" * (3 * PIECE + 1)
-    parts = cut([whole, b"", long])
-    assert [len(part) for part in parts[1:]] == [PIECE] * 4 + [1] and max(map(len, parts)) <= LARGEST_PART
-    found = joined([memoryview(part) for part in parts])
+    whole, long = b"w" * CHUNK_BYTES, b"l" * (3 * CHUNK_BYTES + 1)
+    parts = split_frames([whole, b"", long])
+    assert [len(part) for part in parts[1:]] == [CHUNK_BYTES] * 4 + [1] and max(map(len, parts)) <= MAX_FRAME_BYTES
+    found = join_frames([memoryview(part) for part in parts])
     assert [bytes(part) for part in found] == [whole, b"", long]
-    assert cut([whole, b""]) == [whole, b""] == joined([whole, b""])
+    assert split_frames([whole, b""]) == [whole, b""] == join_frames([whole, b""])
 
 
 @fuzzed(0.5)
-@given(st.lists(st.integers(0, 4 * PIECE), min_size=1, max_size=5).map(lambda sizes: [bytes(n) for n in sizes]))
+@given(st.lists(st.integers(0, 4 * CHUNK_BYTES), min_size=1, max_size=5).map(lambda sizes: [bytes(n) for n in sizes]))
 def test_split_messages_are_joined(parts: list[bytes]) -> None:
-    assert [bytes(part) for part in joined(list(cut(parts)))] == parts
+    assert [bytes(part) for part in join_frames(list(split_frames(parts)))] == parts
 
 
-CUT = [bytes(part) for part in cut([b"head", bytes(2 * PIECE + 5), b""])]
+CUT = [bytes(part) for part in split_frames([b"head", bytes(2 * CHUNK_BYTES + 5), b""])]
 
 
 @fuzzed(0.5)
 @given(messages(CUT))
 def test_mismatched_chunks_are_damaged(parts: list[bytes]) -> None:
     with contextlib.suppress(DamagedError):
-        assert sum(map(len, joined(list(parts)))) <= sum(map(len, parts))
+        assert sum(map(len, join_frames(list(parts)))) <= sum(map(len, parts))
 
 
 @pytest.mark.parametrize("lengths", [[2**62], [2**62, -(2**62)], [1] * 5, [0], [], "x", [[1]], [1.5]])
 def test_stated_lengths_are_not_trusted(lengths: object) -> None:
     with pytest.raises(DamagedError):
-        joined([b"\xc1" + msgspec.msgpack.encode(lengths), b"abc"])
+        join_frames([b"\xc1" + msgspec.msgpack.encode(lengths), b"abc"])
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000, GREETING[:20], GREETING * 9])
@@ -319,7 +324,7 @@ def test_client_without_zmq_is_disconnected(served: Served, data: bytes) -> None
 def test_damaged_batch_is_reported_to_the_trainer() -> None:
     """It must not fail with a struct.error, or wait ten minutes for another response."""
     with zmq.Context.instance().socket(zmq.REP) as fake:
-        secret.demand(fake)
+        curve.secure_server(fake)
         fake.setsockopt(zmq.LINGER, 0)
         port = fake.bind_to_random_port("tcp://127.0.0.1")
         parts = [msgspec.msgpack.encode(Answer("batch")), b"\x91" * 100_000]
@@ -328,7 +333,7 @@ def test_damaged_batch_is_reported_to_the_trainer() -> None:
         client = TrainerLink(f"tcp://127.0.0.1:{port}", timeout_s=60)
         with pytest.raises(trainer_link.LinkError, match="the batch of step 1 is damaged"):
             client.get_batch(1, RankShard(0, 1), timeout_s=60)
-        with pytest.raises(trainer_link.LinkError, match="with what is no answer"):
+        with pytest.raises(trainer_link.LinkError, match="sent a damaged answer"):
             client.step_done(1, {})
         client.close()
         thread.join()
@@ -338,7 +343,7 @@ def test_damaged_batch_is_reported_to_the_trainer() -> None:
 def said_to(kind: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
     """Act as an orchestrator that sends arbitrary data to clients with the secret."""
     with zmq.Context.instance().socket(kind) as fake:
-        secret.demand(fake)
+        curve.secure_server(fake)
         fake.setsockopt(zmq.LINGER, 0)
         yield fake, f"tcp://127.0.0.1:{fake.bind_to_random_port('tcp://127.0.0.1')}"
 
@@ -397,7 +402,7 @@ def worker() -> Iterator[tuple[zmq.Socket[bytes], bytes]]:
         raise job_protocol.RolloutError(f"as told: {job.id}")
 
     async def serve(address: str) -> None:
-        serving = asyncio.create_task(job_protocol.JobRunner("e", 0, address, fails).serve())
+        serving = asyncio.create_task(JobRunner("e", 0, address, fails).serve())
         while not ended.is_set() and not serving.done():
             await asyncio.sleep(0.02)
         alive.append(not serving.done())
@@ -447,4 +452,4 @@ def test_strangers_messages_are_accepted_without_a_secret() -> None:
                 assert heard.read(64)[12:16] == b"NULL"
             client.sendall(said[64:])
             assert open_one.poll(WAIT_MS) and open_one.recv_multipart()[1:] == [b"", ASKED]
-    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), trainer_link.GetBatch)
+    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), GetBatch)

@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
 from primeslurm.orchestrator.worker.trace_sequences import LONGEST_NAME, sequences
-from primeslurm.wire.batches.rollouts import MOST_METRICS, Rollout
+from primeslurm.wire.batches.rollout import MAX_METRICS, Rollout
 from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import SCALAR, fuzzed
 from tests.unit.fuzz.test_messages import is_a_rollout, rollout
@@ -71,7 +71,7 @@ def test_invalid_metrics_are_dropped_and_too_many_cost_the_rollout(conversation:
     given_ = {"nan": float("nan"), "inf": float("inf"), "none": None, "good": 0.5, "x" * 9999: 1.0}
     found = sequences(JOB, trace(conversation, metrics=given_), conversation.completions, 1.0, False)
     assert found[0].info.metrics == {"good": 0.5, "x" * LONGEST_NAME: 1.0}
-    many = {str(i): 0.0 for i in range(MOST_METRICS + 1)}
+    many = {str(i): 0.0 for i in range(MAX_METRICS + 1)}
     with pytest.raises(RolloutError, match="it has 1001 metrics"):
         sequences(JOB, trace(conversation, metrics=many), conversation.completions, 1.0, False)
 
