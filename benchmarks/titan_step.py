@@ -35,11 +35,8 @@ class TitanStep(Trainer):
         """Build the model and its optimizer.
 
         Args:
-            flavor: name of torchtitan's Qwen3 model.
             config: number of layers and size of the vocabulary.
             recipe: dtype, lengths, layout and loss chunks; its model is ignored.
-            rows: rows per data-parallel rank.
-            world: the ranks.
         """
         layout = recipe.trainer.parallelism
         self.device = world.device

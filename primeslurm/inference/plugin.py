@@ -8,11 +8,11 @@ import sys
 from primeslurm.base import compiled_code
 from primeslurm.wire.transport import secret
 
+# Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used.
 TRANSFER_ENGINES = {
     "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),
     "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective", "CollectiveTransferEngine"),
 }
-"""Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used."""
 
 _registered = False
 

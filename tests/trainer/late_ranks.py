@@ -21,7 +21,9 @@ from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.optimizers import container, host_states
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Float32, ImageSpan, Int32
+from primeslurm.wire.batches.batch import Batch, BatchInfo
+from primeslurm.wire.batches.frames import Float32, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 from tests.trainer.image_rows import DOCUMENTS, MERGE, packed
 

@@ -29,10 +29,10 @@ from primeslurm.wire.transport import secret
 
 PERIOD_S = 1.0
 ANSWER_S = 5.0
+# Total size of invalid tokens after which the router is restarted, because it caches all of them.
 REMEMBERED_BYTES = 4 * 2**30
-"""Total size of invalid tokens after which the router is restarted, because it caches all of them."""
+# Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run.
 FORGET_AGAIN_S = 600.0
-"""Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run."""
 _log = logging.getLogger(__name__)
 
 
@@ -48,15 +48,11 @@ class Address:
 class RouterSupervisor:
     """Supervises one router process.
 
-    Args:
-        argv: options of vllm-router.
-        router: address of the router.
-        endpoint: address of the health endpoint.
-        journal: gets an event when the router restarts, and when its workers differ from the plan or match it again.
-        remembered_bytes: total size of invalid tokens after which the router restarts.
+    The journal gets an event when the router restarts, and when its workers differ from the plan or match it again.
     """
 
     argv: Sequence[str]
+    """Options of vllm-router."""
     router: Address
     endpoint: Address
     journal: Journal

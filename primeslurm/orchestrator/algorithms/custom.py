@@ -14,7 +14,7 @@ from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.orchestrator import CustomAlgorithm
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 T = TypeVar("T")
 

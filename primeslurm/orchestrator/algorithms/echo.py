@@ -9,7 +9,8 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import Float32, Rollout
+from primeslurm.wire.batches.frames import Float32
+from primeslurm.wire.batches.rollout import Rollout
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from primeslurm.orchestrator.algorithms.grpo import centred
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
 from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, Float32, Rollout
+from primeslurm.wire.batches.frames import Float32
+from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Opd(Algorithm):
 def _gap(sequence: Rollout) -> Float32:
     """How much likelier the teacher finds each sampled token than the engine did; 0 elsewhere.
 
-    Log-probabilities count as LEAST_LOGPROB at least: vLLM says -9999 where a probability is 0, and one such token
+    Log-probabilities count as MIN_LOGPROB at least: vLLM says -9999 where a probability is 0, and one such token
     would have the pull of thousands.
     """
     if sequence.ref_logprobs is None:
         raise ValueError(f"rollout {sequence.info.id}: no teacher was asked about it")
-    teacher, engine = (np.maximum(one, np.float32(LEAST_LOGPROB)) for one in (sequence.ref_logprobs, sequence.logprobs))
+    teacher, engine = (np.maximum(one, np.float32(MIN_LOGPROB)) for one in (sequence.ref_logprobs, sequence.logprobs))
     return np.where(sequence.mask, teacher - engine, np.float32(0))

@@ -10,7 +10,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import Bool, Float32, Rollout
+from primeslurm.wire.batches.frames import Bool, Float32
+from primeslurm.wire.batches.rollout import Rollout
 
 Memory = Mapping[str, float]
 """What an algorithm knows of the batches before: named numbers."""

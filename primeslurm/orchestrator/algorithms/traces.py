@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from primeslurm.orchestrator.algorithms.protocol import Credit
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 Rule = Callable[[Sequence[float]], Sequence[float]]
 

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 Place = tuple[str, int, int]
 """Label, example, sample."""

@@ -29,7 +29,7 @@ from primeslurm.records.events.evaluation import (
 from primeslurm.records.events.training import TaskGivenUp
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 log = logging.getLogger(__name__)
 

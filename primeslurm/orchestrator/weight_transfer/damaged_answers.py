@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts
+from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
 
 WINDOW_S = 120.0
 """AnswerCounts count for this long."""

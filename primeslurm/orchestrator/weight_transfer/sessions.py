@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primeslurm.wire.link.trainer_link import Answer
+from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace, TransferSession
 
 GATHER_S = 3.0

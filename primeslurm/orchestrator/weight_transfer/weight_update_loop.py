@@ -16,6 +16,7 @@ from functools import partial
 from types import MappingProxyType
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
 from primeslurm.orchestrator.weight_transfer.damaged_answers import DamagedAnswers
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
@@ -29,7 +30,6 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
 from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
 from primeslurm.orchestrator.weight_transfer.polling import EventLoopDelay, RateLimiter
 from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError, TransferSessions
-from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.policy import (
     EngineAnswersDamaged,

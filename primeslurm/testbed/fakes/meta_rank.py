@@ -41,8 +41,8 @@ from primeslurm.wire.weight_transfer.catalogue import Catalogue
 
 T = TypeVar("T")
 META = torch.device("meta")
+# Start and end of a box in each dimension.
 Box = tuple[tuple[int, int], ...]
-"""Start and end of a box in each dimension."""
 
 
 class Fake(World):

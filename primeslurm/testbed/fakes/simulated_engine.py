@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 KV_TOKENS = 400_000
 MAX_RUNNING = 256
 PREFILL_TOKENS_PER_S = 20_000.0
+# Duration of a decode step [s]: fixed, per request in it, and per token of KV cache.
 STEP_S, STEP_S_PER_REQUEST, STEP_S_PER_TOKEN = 0.008, 0.0001, 4e-8
-"""Duration of a decode step [s]: fixed, per request in it, and per token of KV cache."""
+# Most prompt tokens per step (vLLM's `max_num_batched_tokens`), which delay the decode steps.
 STEP_PREFILL = 8192
-"""Most prompt tokens per step (vLLM's `max_num_batched_tokens`), which delay the decode steps."""
 
 
 @dataclass(eq=False, slots=True)

@@ -25,7 +25,7 @@ from primeslurm.trainer.components.policy_gradients import (
     outside,
     surrogate,
 )
-from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, MOST_LOGPROB
+from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
 
 MOST_TOWARDS = 15.0
 """Bound of the teacher's log-probability minus the trainer's, either way. Above about 16, float32 has no digit left of
@@ -76,7 +76,7 @@ def from_recipe(config: Loss) -> LossFunction:
     Both add up, each over its own tokens. Metrics that every loss of sampled tokens has are added; echo_loss is the
     part of the cross-entropy.
 
-    A token whose log-probability by the engine is impossible (NaN, infinite, below LEAST_LOGPROB or above MOST_LOGPROB)
+    A token whose log-probability by the engine is impossible (NaN, infinite, below MIN_LOGPROB or above MAX_LOGPROB)
     is not trained: the function gets the trainer's own log-probability in its place, an advantage of 0, and no
     gradient flows back. impossible_fraction counts these tokens.
 
@@ -86,7 +86,7 @@ def from_recipe(config: Loss) -> LossFunction:
     function = _function(config)
 
     def sampled_loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-        possible = (targets.logprobs >= LEAST_LOGPROB) & (targets.logprobs <= MOST_LOGPROB)  # false for NaN
+        possible = (targets.logprobs >= MIN_LOGPROB) & (targets.logprobs <= MAX_LOGPROB)  # false for NaN
         own = logprobs.detach()
         logprobs = torch.where(possible, logprobs, own)
         targets = replace(

@@ -15,8 +15,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
 from primeslurm.base import files
-from primeslurm.wire.batches import data_uri
-from primeslurm.wire.batches.rollouts import Bool, Float32, ImageSpan, Int32
+from primeslurm.wire.batches import inline_images
+from primeslurm.wire.batches.frames import Bool, Float32, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan
 
 KINDS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
 """Of images, in Pillow's words. Others it reads by programs that whoever made the image may have written for (EPS, by
@@ -51,7 +52,7 @@ class ImageReader:
         Raises:
             OSError, ValueError: the image cannot be read.
         """
-        stored = io.BytesIO(data_uri.decode(source)) if data_uri.is_inline(source) else source
+        stored = io.BytesIO(inline_images.decode(source)) if inline_images.is_inline(source) else source
         with _naming(source), Image.open(stored, formats=_kinds()) as image:
             width, height = image.size
             patches = self._processor.get_number_of_image_patches(height, width, {})
@@ -67,7 +68,7 @@ class ImageReader:
             OSError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
         """
         source = image.source
-        data = data_uri.decode(source) if data_uri.is_inline(source) else files.read_bytes(Path(source))
+        data = inline_images.decode(source) if inline_images.is_inline(source) else files.read_bytes(Path(source))
         with _naming(source):
             if image.sha256 is not None and hashlib.sha256(data).hexdigest() != image.sha256:
                 raise ValueError("it has changed since the rollout")
@@ -76,7 +77,7 @@ class ImageReader:
         tokens, wanted = len(pixels) // self._processor.merge_size**2, image.end - image.start
         if tokens != wanted:
             why = "it has changed, or engines and trainer have different image processors"
-            raise ValueError(f"image {data_uri.shown(source)}: {wanted} tokens stand for it, not {tokens}: {why}")
+            raise ValueError(f"image {inline_images.shown(source)}: {wanted} tokens stand for it, not {tokens}: {why}")
         return pixels.astype(np.float32), grid.astype(np.int32)
 
 
@@ -101,7 +102,7 @@ def expand(
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):
         raise ValueError(f"{len(sources)} images, but the chat template renders placeholders for {len(places)}")
-    found = [source if data_uri.is_inline(source) else str(directory / source) for source in sources]
+    found = [source if inline_images.is_inline(source) else str(directory / source) for source in sources]
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [reader.tokens(source) for source in found]
     ends = np.cumsum(counts)
@@ -144,6 +145,6 @@ def _naming(source: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except UnidentifiedImageError as error:  # says which object, not which file
-        raise ValueError(f"image {data_uri.shown(source)}: no image of a known kind") from error
+        raise ValueError(f"image {inline_images.shown(source)}: no image of a known kind") from error
     except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:  # each in its way
-        raise ValueError(f"image {data_uri.shown(source)}: {error}") from error
+        raise ValueError(f"image {inline_images.shown(source)}: {error}") from error

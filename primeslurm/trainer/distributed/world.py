@@ -183,7 +183,7 @@ def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) ->
         _move_near(device)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = serve_store(host, port) if os.environ["RANK"] == "0" else None
-    way = rendezvous.passage(host, port, patience_s)
+    way = rendezvous.tunnel(host, port, patience_s)
     with _store_at(way):
         size = dist_utils.init_distributed(
             CommConfig(init_timeout_seconds=int(patience_s), trace_buf_size=0),

@@ -23,7 +23,7 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)

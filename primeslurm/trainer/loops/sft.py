@@ -23,7 +23,7 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Batch
+from primeslurm.wire.batches.batch import Batch
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, CustomLoss, DppoLoss, GrpoClipLoss, GspoLoss, IpoLoss, Loss
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import Sums, Targets, from_recipe
-from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout, RolloutInfo
 
 TOKENS, ODD = 12, 5
 """Tokens of two sequences of six, and which of them is out of the ordinary."""
@@ -151,5 +151,5 @@ def test_distillation_bounds_what_a_teacher_says(teacher: float, engine: float, 
         ref_logprobs=np.array([0, teacher], np.float32),
     )
     ((credit,),) = Opd().assign([RolloutGroup("g", "e", 0, 0, ((rollout,),))])
-    assert LEAST_LOGPROB == -40
+    assert MIN_LOGPROB == -40
     assert credit.advantages.tolist() == [0, gap]

@@ -17,7 +17,7 @@ from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.collective import Store, TransferError
-from tests.support.doors import MESSAGES
+from tests.support.port_messages import MESSAGES
 
 SOON = timedelta(seconds=5)
 ATTACK = """
@@ -54,7 +54,7 @@ class Meeting:
 def meeting() -> Meeting:
     port = free_port()
     store = serve_store("127.0.0.1", port)
-    return Meeting(store, port, rendezvous.passage("127.0.0.1", port, 10), store.port)
+    return Meeting(store, port, rendezvous.tunnel("127.0.0.1", port, 10), store.port)
 
 
 def test_ranks_meet_through_their_passages(meeting: Meeting) -> None:

@@ -66,7 +66,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("packet", WRONG)
-async def test_what_is_no_answer_ends_the_sandbox(packet: bytes) -> None:
+async def test_invalid_response_ends_the_sandbox(packet: bytes) -> None:
     box = Reading()
     await box.hear(packet)
     assert box.ended
@@ -81,7 +81,7 @@ async def test_what_is_no_answer_ends_the_sandbox(packet: bytes) -> None:
         )
     )
 )
-def test_nothing_else_breaks(packet: bytes) -> None:
+def test_sandbox_reader_handles_any_message(packet: bytes) -> None:
     async def hear() -> None:
         box = Reading()
         asked = box._answers[1] = asyncio.get_running_loop().create_future()

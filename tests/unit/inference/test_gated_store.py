@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 
 from primeslurm.inference.gated_store import GatedStore
-from tests.support.doors import MESSAGES
+from tests.support.port_messages import MESSAGES
 
 HOST = "127.0.0.1"
 SOON = timedelta(seconds=60)
@@ -35,20 +35,20 @@ def store() -> GatedStore:
     return serve()
 
 
-def test_other_processes_of_the_run_find_it_by_its_port(store: GatedStore) -> None:
+def test_other_processes_reach_the_store(store: GatedStore) -> None:
     store.set("asked", "yes")
     subprocess.run([sys.executable, "-c", OTHER, str(store.port)], check=True, timeout=300)
     assert store.get("said") == b"yes"
 
 
-def test_the_rank_that_serves_it_may_connect_anew(store: GatedStore) -> None:
+def test_serving_rank_may_connect_again(store: GatedStore) -> None:
     """NCCL's groups clone the store."""
     clone = store.clone()
     clone.set("cloned", "yes")
     assert store.get("cloned") == b"yes"
 
 
-def test_its_gate_may_listen_already(store: GatedStore) -> None:
+def test_gate_may_use_a_listening_socket(store: GatedStore) -> None:
     listening = socket.create_server((HOST, 0))
     port = listening.getsockname()[1]
     with socket.create_connection((HOST, port), timeout=60) as early:
@@ -61,7 +61,7 @@ def test_its_gate_may_listen_already(store: GatedStore) -> None:
         assert early.recv(8, socket.MSG_WAITALL) != made.num_keys().to_bytes(8, "little"), "a gate, and no store"
 
 
-def test_a_process_that_was_forked_has_a_way_of_its_own(store: GatedStore) -> None:
+def test_forked_process_has_its_own_passage(store: GatedStore) -> None:
     """Engine cores are forked from servers that have created a store already."""
     assert GatedStore(HOST, store.port, timeout=SOON).add("count", 1) == 1
     pid = os.fork()

@@ -50,7 +50,7 @@ def report(rank: int, *failed: str, file_system: str = "", checking: bool = Fals
         ((report(1, "model"), report(2, "model")), Fault.ALIKE),
     ],
 )
-def test_what_all_nodes_of_a_kind_see_is_no_nodes_fault(others: tuple[AgentReport, ...], fault: Fault) -> None:
+def test_a_failure_on_all_nodes_of_a_kind_blames_none(others: tuple[AgentReport, ...], fault: Fault) -> None:
     agents = {0: report(0, "model"), **{other.rank: other for other in others}}
     everybody = range(len(agents))
     assert whose_fault(0, agents, everybody, everybody) is fault
@@ -78,11 +78,11 @@ def test_the_only_node_of_its_kind_is_compared_with_all_others(
     assert whose_fault(0, agents, (0,), range(len(agents))) is fault
 
 
-def test_a_node_of_which_nothing_is_known_yet_keeps_the_verdict_open() -> None:
+def test_an_unknown_node_keeps_the_verdict_open() -> None:
     assert whose_fault(0, {0: report(0, "model")}, (0, 1), (0, 1)) is Fault.OPEN
 
 
-def test_a_full_file_system_is_nobodys_fault_whatever_others_see() -> None:
+def test_a_full_disk_blames_no_node() -> None:
     agents = {0: report(0, "space", file_system=FULL), 1: report(1)}
     assert whose_fault(0, agents, (0, 1), (0, 1)) is Fault.FILE_SYSTEM
 
@@ -98,7 +98,7 @@ def decide(fleet: Fleet, now: float, *reports: AgentReport) -> Ending | None:
     return fleet.decide(now)
 
 
-def test_a_run_waits_for_a_full_file_system_and_goes_on() -> None:
+def test_a_run_waits_for_a_full_disk_and_continues() -> None:
     fleet = fleet_of(2)
     waiting = [report(rank, file_system=FULL, checking=True) for rank in (0, 1)]
     for now in range(0, 900, 60):
@@ -109,14 +109,14 @@ def test_a_run_waits_for_a_full_file_system_and_goes_on() -> None:
     assert not [item for item in fleet.news if item.blamed]
 
 
-def test_a_run_that_has_waited_for_too_long_blames_no_node() -> None:
+def test_the_end_of_the_wait_blames_no_node() -> None:
     fleet = fleet_of(3)
     ending = decide(fleet, 1.0, *(report(rank, "space", file_system=FULL) for rank in range(3)))
     assert ending is not None and (ending.outcome, ending.suspect) == (Outcome.FAILED, FILE_SYSTEM)
     assert fleet.news == []
 
 
-def test_what_all_nodes_lack_ends_the_attempt_and_blames_none() -> None:
+def test_a_failure_on_all_nodes_ends_the_attempt_and_blames_none() -> None:
     fleet = fleet_of(3)
     assert decide(fleet, 1.0, report(0, "model")) is None, "the others have not been heard"
     ending = decide(fleet, 2.0, report(1, "model"), report(2, "model"))
@@ -134,7 +134,7 @@ def one_and_one() -> Fleet:
     return Fleet(made.model_copy(update={"groups": groups, "nodes": nodes}), started_at=0.0)
 
 
-def test_what_one_train_and_one_inference_node_lack_is_no_nodes_fault() -> None:
+def test_a_failure_on_single_nodes_of_two_kinds_blames_none() -> None:
     fleet = one_and_one()
     assert decide(fleet, 1.0, report(0, "model")) is None, "the other has not been heard"
     ending = decide(fleet, 2.0, report(1, "model"))
@@ -144,7 +144,7 @@ def test_what_one_train_and_one_inference_node_lack_is_no_nodes_fault() -> None:
     assert fleet.news == []
 
 
-def test_the_only_node_of_a_job_is_not_excluded_for_what_all_nodes_share() -> None:
+def test_the_only_node_of_a_job_is_not_excluded_for_a_common_check() -> None:
     fleet = fleet_of(1)
     ending = decide(fleet, 1.0, report(0, "address"))
     assert ending is not None and (ending.outcome, ending.final) == (Outcome.FAILED, True)
@@ -155,7 +155,7 @@ def test_the_only_node_of_a_job_is_not_excluded_for_what_all_nodes_share() -> No
 @pytest.mark.parametrize(
     ("failed", "final"), [("address", True), ("model", True), ("versions", True), ("shared file system", False)]
 )
-def test_a_mistake_that_all_nodes_share_ends_the_run_if_it_lasts(failed: str, final: bool) -> None:
+def test_a_common_failure_ends_the_run_if_it_lasts(failed: str, final: bool) -> None:
     fleet = one_and_one()
     ending = decide(fleet, 1.0, report(0, failed), report(1, failed))
     assert ending is not None and ending.final is final
@@ -185,7 +185,7 @@ NO_PYTHON = "Exited with exit code 2"
 
 
 @pytest.mark.parametrize("sizes", [(3,), (1, 1), (2, 1)])
-def test_agents_that_start_on_no_node_but_the_heads_blame_no_node(sizes: tuple[int, ...]) -> None:
+def test_agents_that_start_nowhere_blame_no_node(sizes: tuple[int, ...]) -> None:
     fleet = kinds(*sizes)
     names = fleet.hosts[1:]
     fleet.observe_exits({names[0]: NO_PYTHON}, 1.0)
@@ -197,7 +197,7 @@ def test_agents_that_start_on_no_node_but_the_heads_blame_no_node(sizes: tuple[i
     assert blamed(fleet) == []
 
 
-def test_an_agent_that_starts_on_one_node_of_a_kind_makes_the_others_to_blame() -> None:
+def test_an_agent_that_starts_on_one_node_blames_the_others() -> None:
     fleet = kinds(3)
     fleet.observe_exits({"n1": NO_PYTHON, "n2": NO_PYTHON}, 1.0)
     fleet.observe(report(3), 2.0)
@@ -206,7 +206,7 @@ def test_an_agent_that_starts_on_one_node_of_a_kind_makes_the_others_to_blame() 
 
 
 @pytest.mark.parametrize(("heard", "names"), [((), []), ((3,), ["n1", "n2"])])
-def test_nodes_that_are_all_late_are_not_to_blame(heard: tuple[int, ...], names: list[str]) -> None:
+def test_late_nodes_are_blamed_if_others_are_in_time(heard: tuple[int, ...], names: list[str]) -> None:
     fleet = kinds(3)
     for rank in heard:
         fleet.observe(report(rank), 1.0)
@@ -214,7 +214,7 @@ def test_nodes_that_are_all_late_are_not_to_blame(heard: tuple[int, ...], names:
     assert blamed(fleet) == names
 
 
-def test_the_one_of_two_nodes_that_alone_is_not_fit_is_blamed() -> None:
+def test_the_unfit_one_of_two_nodes_is_blamed() -> None:
     fleet = one_and_one()
     ending = decide(fleet, 1.0, report(0), report(1, "model"))
     assert ending is not None and ending.suspect == "n1"
@@ -252,20 +252,20 @@ def names(found: list[BadNode]) -> list[str]:
     return [entry.node for entry in found]
 
 
-def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared() -> None:
+def test_only_nodes_that_can_be_spared_are_excluded() -> None:
     assert names(spared(plan(("gpu", 4)), BAD, {"gpu": SIX})) == ["n5", "n4"], "the newest entries count"
     assert spared(plan(("gpu", 6)), BAD, {"gpu": SIX}) == []
     assert spared(plan(("gpu", 9)), BAD, {"gpu": SIX}) == []
 
 
-def test_nodes_that_are_down_may_be_missed_when_they_return() -> None:
+def test_excluding_nodes_that_are_down_leaves_enough_when_they_return() -> None:
     """A job that has to wait for one of them is not kept away from both."""
     down = {**SIX, "n4": False, "n5": False}
     assert names(spared(plan(("gpu", 5)), BAD[4:], {"gpu": down})) == ["n5"]
     assert names(spared(plan(("gpu", 4)), BAD[4:], {"gpu": down})) == ["n5", "n4"]
 
 
-def test_nodes_that_are_down_cost_nothing_now_and_nodes_that_were_asked_for_stay() -> None:
+def test_requested_nodes_are_not_excluded() -> None:
     some = {**SIX, "n0": False, "n1": False}
     assert names(spared(plan(("gpu", 3)), BAD, {"gpu": some})) == ["n5", "n1", "n0"]
     assert names(spared(plan(("gpu", 1), nodelist="n[4-5]"), BAD, {"gpu": SIX})) == ["n3", "n2", "n1", "n0"]
@@ -273,7 +273,7 @@ def test_nodes_that_are_down_cost_nothing_now_and_nodes_that_were_asked_for_stay
     assert names(spared(plan(("gpu", 1)), [bad("elsewhere", 1.0)], {"gpu": SIX})) == []
 
 
-def test_partitions_that_share_nodes_are_seen_together() -> None:
+def test_partitions_that_share_nodes_are_counted_together() -> None:
     partitions = {"a": up("n0", "n1", "n2"), "b": up("n1", "n2", "n3")}
     assert names(spared(plan(("a", 2), ("b", 2)), BAD[:4], partitions)) == []
     assert names(spared(plan(("a", 2), ("b", 1)), BAD[:4], partitions)) == ["n3"]
@@ -311,7 +311,7 @@ def test_exclusion_never_makes_a_job_impossible(
         assert fits({entry.node for entry in found}, all_up) or not fits(set(), all_up)
 
 
-def test_what_a_job_is_kept_away_from_is_on_record(tmp_path: Path) -> None:
+def test_excluded_nodes_are_recorded(tmp_path: Path) -> None:
     assert excluded(tmp_path) == []
     record_excluded(tmp_path, BAD[:2])
     assert excluded(tmp_path) == BAD[:2]

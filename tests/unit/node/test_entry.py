@@ -88,7 +88,7 @@ def test_a_run_that_commits_nothing_stops_after_three_attempts(start: Callable[.
     assert last.why_not_requeued == "three failed attempts in a row committed nothing new"
 
 
-def test_a_trainer_that_fails_with_the_same_words_twice_ends_the_run(
+def test_a_trainer_that_fails_twice_with_the_same_error_ends_the_run(
     start: Callable[..., tuple[RunDirectory, str]],
 ) -> None:
     wrong = python("import os; raise ValueError(f'{os.getpid()} rows, but line 7 of data.jsonl has none')")
@@ -135,7 +135,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask
 
 
 @pytest.mark.parametrize(("number", "outcome"), [(signal.SIGTERM, "cancelled"), (signal.SIGUSR2, "preempted")])
-def test_a_signal_that_comes_before_the_agent_is_there_is_heeded(
+def test_a_signal_before_the_agent_exists_is_not_lost(
     number: signal.Signals, outcome: str, alone: AgentTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enter = entry.enter
@@ -159,7 +159,7 @@ def test_a_signal_that_comes_before_the_agent_is_there_is_heeded(
     assert end.requeued is requeued is (number == signal.SIGUSR2)
 
 
-def test_a_warning_just_after_the_end_does_not_requeue_what_is_complete(alone: AgentTask) -> None:
+def test_a_warning_after_the_end_does_not_requeue_a_complete_run(alone: AgentTask) -> None:
     assert alone() == "completed"
     assert alone.checkpoint() is None
 
@@ -181,7 +181,7 @@ class Clock:
 
 
 @pytest.mark.parametrize(("recorded_at", "left_at"), [(0.5, 1.0), (7.0, 7.0), (None, 30.0)])
-def test_agents_leave_as_soon_as_one_has_seen_to_the_job_of_a_dead_head(
+def test_agents_end_once_one_of_them_has_acted_for_a_dead_head(
     recorded_at: float | None, left_at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slurm starts a component of the job again only when all of its agents are gone; the eleventh waits for 30 s."""

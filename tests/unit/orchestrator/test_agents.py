@@ -26,7 +26,7 @@ from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.batches import batch_of

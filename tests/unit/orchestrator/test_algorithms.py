@@ -26,7 +26,7 @@ from primeslurm.orchestrator.algorithms import (
 from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
 relaxed = settings(deadline=None)

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from primeslurm.inference.version_gate import GateState
+from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
 from primeslurm.orchestrator.weight_transfer.damaged_answers import (
     FEW,
     MANY,
@@ -25,13 +26,7 @@ from primeslurm.orchestrator.weight_transfer.damaged_answers import (
 )
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import MISSED_UPDATES, WeightUpdateLoop
-from primeslurm.orchestrator.worker.generate_endpoint import (
-    AnswerCounts,
-    AnswerTally,
-    GenerateEndpoint,
-    NoAnswerError,
-    completion_of,
-)
+from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally, GenerateEndpoint, NoAnswerError, completion_of
 from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.weight_transfer.messages import EngineStatus

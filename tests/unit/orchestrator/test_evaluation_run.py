@@ -21,7 +21,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 
 class Clock:

@@ -24,7 +24,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Harness
 from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.stored import task_images
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.verifiers_restored import restored

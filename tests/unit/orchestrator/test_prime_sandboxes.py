@@ -17,7 +17,7 @@ from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
 from scripts.models import tiny_model
 from tests.support import prime_service

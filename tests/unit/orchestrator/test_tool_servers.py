@@ -105,7 +105,7 @@ async def test_a_server_that_says_what_is_no_port(
     with bounded(0, beside=32 << 20):
         async with provision_runtime(SubprocessConfig()) as runtime:
             text, seconds = await outcome(runtime, monkeypatch, HostileTools)
-    assert text == f"tool server 'hostile_tools' says that its port is {shown!r}"
+    assert text == f"tool server 'hostile_tools' reports an invalid port: {shown!r}"
     assert seconds < LONG_S
     assert looked_at == {str(own / f"vf-port-{name.hex}")}, "who is killed leaves it in the agent's directory"
     assert not any(own.iterdir()), "nothing is left in a directory that all rollouts share"

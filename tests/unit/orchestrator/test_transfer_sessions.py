@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, PATIENCE_S, NoSenderError, TransferSessions
-from primeslurm.wire.link.trainer_link import Answer
+from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
 
 HOLD_S = 0.5
