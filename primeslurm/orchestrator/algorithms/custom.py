@@ -23,10 +23,7 @@ _COUNTER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Custom(Algorithm):
-    """Calls a user's algorithm and validates what it returns.
-
-    Every method raises UsageError with the algorithm's name if the algorithm raises or returns something invalid.
-    """
+    """Calls a user's algorithm. Every method raises UsageError if the algorithm raises or returns something invalid."""
 
     def __init__(self, name: str, inner: Algorithm) -> None:
         self._name = name
@@ -56,7 +53,7 @@ class Custom(Algorithm):
         algorithm = self._call("recalling", lambda: self._inner.recalling(memory))
         if not isinstance(algorithm, Algorithm):
             raise self._error(f"recalling returned a {type(algorithm).__name__}", "return an Algorithm")
-        return Custom(self._name, algorithm)
+        return Custom(self._name, algorithm)  # calls of the returned algorithm are checked, too
 
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
         credits = self._call("assign", lambda: self._inner.assign(groups))
@@ -88,6 +85,7 @@ def load(config: CustomAlgorithm) -> Algorithm:
     def refuse(why: str, fix: str = "") -> UsageError:
         return UsageError([Violation(FIELD, config.function, why, fix)])
 
+    # Three steps with an error each, so that the message says what to correct.
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -37,12 +37,7 @@ RETRY_S = 5.0
 
 
 class Schedule:
-    """The steps that are due, and those that are settled: evaluated or skipped.
-
-    Args:
-        recipe: the run's recipe. Without `evaluation`, no step is ever due.
-        settled: steps that were settled before a restart.
-    """
+    """The steps that are due, and those that are settled: evaluated or skipped."""
 
     def __init__(self, recipe: Recipe, settled: Iterable[int] = ()) -> None:
         self._evaluation = recipe.evaluation
@@ -72,7 +67,6 @@ class Evaluator:
 
     Args:
         recipe: the run's recipe. Without `evaluation`, the evaluator does nothing.
-        arguments: directories, routers and ids of the orchestrator.
         newest: policy version from which the run resumes. Later evaluations are set aside.
         incarnation: makes job ids unique across restarts of the orchestrator.
     """
@@ -106,14 +100,11 @@ class Evaluator:
             self._start(header, [sample for sample in samples if sample.newest_version <= newest])
 
     def follow(self, version: int, tasks: Mapping[str, int]) -> list[str]:
-        """Start the evaluation that is due, and conclude the one that is complete.
+        """Start the evaluation that is due, and conclude the one that is complete. Return the jobs to cancel.
 
         Args:
             version: policy version that all engines have; -1 for none.
             tasks: number of tasks of environments, by label.
-
-        Returns:
-            Jobs to cancel.
         """
         cancelled: list[str] = []
         if self._run is None:
@@ -121,6 +112,7 @@ class Evaluator:
         if self._run is not None and version < 0:
             self._run.wait()
         elif self._run is not None:
+            # Workers report the number of tasks once they have loaded the environment.
             self._run.limit(tasks)
             failed, cancelled = self._run.expire()
             for sample in failed:
@@ -183,6 +175,7 @@ class Evaluator:
         """Return the steps up to `committed` whose checkpoints must stay: the best, and those not evaluated yet."""
         if self._recipe.evaluation is None or self._recipe.evaluation.keep_best is None:
             return []
+        # The evaluation in progress may find a new best step.
         running = [self._run.step] if self._run else []
         best = [self.best.step] if self.best else []
         return sorted({*best, *running, *self._schedule.owing(committed)})
@@ -284,6 +277,7 @@ class Evaluator:
 
     def _record(self, samples: Collection[Sample], header: EvaluationHeader) -> EvaluationRecord:
         assert self._recipe.evaluation is not None
+        # Samples without a token, such as failed ones, have no policy version.
         sampled = [sample for sample in samples if sample.oldest_version >= 0]
         results = []
         for environment in self._recipe.evaluation.environments:
