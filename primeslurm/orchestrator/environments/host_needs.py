@@ -24,8 +24,8 @@ from primeslurm.recipe.sandbox_rules import HARNESSES, PROVIDER_KEYS, WITHOUT_IN
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
+# Harnesses whose packages `primeslurm install --harness NAME` installs.
 LOCKED = ("mini_swe_agent",)
-"""Harnesses whose packages `primeslurm install --harness NAME` installs."""
 _CONTAINERS = ("apptainer", "docker", "podman")
 _RUNTIME = "environments.runtime"
 

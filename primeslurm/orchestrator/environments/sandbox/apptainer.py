@@ -31,15 +31,15 @@ from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
+# Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
+# even if apptainer is installed setuid.
 PRIVATE_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
-"""Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
-even if apptainer is installed setuid."""
+# Command of util-linux that enters namespaces.
 NSENTER = "nsenter"
-"""Command of util-linux that enters namespaces."""
+# Programs that a disk of fixed size needs. Packages of apptainer may bring the first two.
 DISK_PROGRAMS = ("fuse2fs", "fuse-overlayfs", "mke2fs")
-"""Programs that a disk of fixed size needs. Packages of apptainer may bring the first two."""
+# Directories that are not on every user's PATH.
 _ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
-"""Directories that are not on every user's PATH."""
 _ISOLATION = ("--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths,home,tmp", "--no-eval")
 _INODE_BYTES = 4096
 _COPY = 'if [ -d "$1" ]; then cp -R -P "$1"/. "$2"/; fi'

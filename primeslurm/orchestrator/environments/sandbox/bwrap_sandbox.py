@@ -30,8 +30,8 @@ from primeslurm.wire.decoding import DamagedError, decode_json
 
 _START_TIMEOUT_S = 60
 _ANSWER_TIMEOUT_S = 30
+# A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them.
 _JOIN_GROUPS = 'n=$1; shift; while [ "$n" -gt 0 ]; do echo $$ > "$1"; shift; n=$((n - 1)); done; exec "$@"'
-"""A shell script: it enters the control groups and then becomes bubblewrap, which so never runs outside them."""
 
 
 class SandboxProcess:

@@ -28,12 +28,12 @@ GB = 10**9
 WATCH_INTERVAL_S = 0.25
 _GROUP_PREFIX = "primeslurm-"
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+# Files that set the limit of a controller, in version 2 and version 1 of control groups.
 _CONTROLLER_FILES = {
     "memory": ("memory.max", "memory.limit_in_bytes"),
     "pids": ("pids.max",),
     "cpu": ("cpu.max", "cpu.cfs_quota_us"),
 }
-"""Files that set the limit of a controller, in version 2 and version 1 of control groups."""
 
 
 @dataclass(frozen=True)
