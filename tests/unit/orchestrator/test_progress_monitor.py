@@ -139,7 +139,7 @@ def test_hours_without_a_finished_rollout_are_no_stall_while_engines_compute(tmp
     for _ in range(21):
         watch.engines_seen(stuck)
         clock.now += 5.0
-    with pytest.raises(StallError, match=r"no token was generated.*8 requests that run and 2 that wait; suspect: them"):
+    with pytest.raises(StallError, match=r"no token was generated.*8 running and 2 waiting requests; suspect: them"):
         check(watch, "them")
     watch.engines_seen({"decode-r0-0": {"generated": tokens}})
     with pytest.raises(StallError, match="engines have no requests"):

@@ -20,8 +20,8 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
     FEW_KILLERS,
     MANY_KILLERS,
-    MANY_UNFIT,
-    MOST_KINDS,
+    MANY_OVERFLOWS,
+    MAX_KINDS,
     Hopeless,
     RolloutFailures,
     headline,
@@ -273,21 +273,21 @@ def test_failures_are_counted_by_environment_with_the_most_frequent_reason() -> 
 
 def test_kinds_of_failures_that_are_counted_are_bounded() -> None:
     flight = Flight()
-    for task in range(3 * MOST_KINDS):
+    for task in range(3 * MAX_KINDS):
         word = "".join(chr(ord("a") + int(digit)) for digit in str(task))
         flight.fail(flight.start(task), f"{word}Error: {word}")
     known = flight.failures._environments["a"]
-    assert len(known.reasons) <= MOST_KINDS and known.total == 3 * MOST_KINDS
+    assert len(known.reasons) <= MAX_KINDS and known.total == 3 * MAX_KINDS
 
 
 def test_prompts_that_are_too_long_are_no_fault_of_the_environment() -> None:
     """Only an environment without any task that fits is of no use."""
     flight = Flight()
-    for task in range(MANY_UNFIT - 1):
+    for task in range(MANY_OVERFLOWS - 1):
         flight.fail(flight.start(task), "PromptError: the prompt has 99 tokens", "prompt")
         flight.now += 10
     assert flight.verdict is None and flight.failures.streak()[1] == 0
-    flight.fail(flight.start(MANY_UNFIT), "PromptError: the prompt has 99 tokens", "prompt")
+    flight.fail(flight.start(MANY_OVERFLOWS), "PromptError: the prompt has 99 tokens", "prompt")
     verdict = flight.verdict
     assert verdict is not None and "the prompt has 99 tokens" in str(verdict)
 
