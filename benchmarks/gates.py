@@ -32,8 +32,8 @@ from primeslurm.testbed.emulated import http_server
 from primeslurm.wire.transport import rendezvous, secret
 
 RESULT = Path(__file__).resolve().parent / "results" / "gates.json"
+# Concurrent clients, requests per round, and tokens per prompt.
 CLIENTS, REQUESTS, TOKENS = 8, 400, 2048
-"""Concurrent clients, requests per round, and tokens per prompt."""
 OPERATIONS = 500
 
 

@@ -42,8 +42,8 @@ RECIPE = {
     "orchestrator": {"batch_size": 256, "group_size": MEMBERS},
     "deployment": {"train": {"nodes": 1, "gpus_per_node": 1}, "inference": {"type": "multi_node", "gpus_per_node": 1}},
 }
+# Frames of a spool file before its rollouts.
 HEADS = 4
-"""Frames of a spool file before its rollouts."""
 
 
 def made(example: int) -> RolloutGroup:

@@ -27,8 +27,8 @@ from primeslurm.wire.transport import curve
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "worker_pool.json"
+# Nodes, workers, rollouts in flight.
 SIZES = ((16, 64, 512), (16, 512, 512), (16, 512, 10_000), (64, 2_048, 10_000))
-"""Nodes, workers, rollouts in flight."""
 SECONDS = 10.0
 GROUP = 16
 

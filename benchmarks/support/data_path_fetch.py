@@ -40,10 +40,10 @@ TOKENS, LAYERS, TOP_K = 131_072, 75, 8
 DP, CP, GROUP = 12, 8, 16
 PROCESSES = 2
 LOOK_S = 0.005
+# Repetitions of a single measurement; the best one had the least other load.
 TIMES = 11
-"""Repetitions of a single measurement; the best one had the least other load."""
+# Niceness of ranks, which in a run are on other nodes.
 GIVE_WAY = 9
-"""Niceness of ranks, which in a run are on other nodes."""
 
 
 def measure(rollouts: int) -> dict[str, Any]:

@@ -35,10 +35,10 @@ from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.link.trainer_link import TrainerLink
 
 HOLD_S = 4.0
+# Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited.
 LARGE = 20 << 20
-"""Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited."""
+# Ranks of a process that read at a time, for the same reason.
 AT_ONCE = 4
-"""Ranks of a process that read at a time, for the same reason."""
 TIMES = 11
 
 

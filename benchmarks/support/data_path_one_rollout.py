@@ -23,8 +23,8 @@ from primeslurm.orchestrator.worker.generate_endpoint import completion_of
 from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.wire.decoding import decode_msgpack
 
+# Tokens of a completion that samples a rollout in one turn. With tools it has a few thousand.
 SAMPLED = 130_000
-"""Tokens of a completion that samples a rollout in one turn. With tools it has a few thousand."""
 
 
 def measure(rollouts: int) -> dict[str, Any]:

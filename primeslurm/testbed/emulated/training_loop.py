@@ -40,8 +40,8 @@ from primeslurm.wire.weight_transfer import filesystem
 
 log = logging.getLogger("primeslurm.testbed.emulated.trainer")
 
+# Shortest duration of a step [s].
 STEP_S = 0.5
-"""Shortest duration of a step [s]."""
 TOKENS_PER_S_AND_RANK = 500.0
 
 

@@ -27,6 +27,9 @@ COMPILED = sorted(
     {ALIKE.get(model_type, model_type) for model_type, can in model_types(bundled()).items() if can.compile}
 )
 
+# Cases that are traced for every commit. Campaigns trace the others.
+QUICK = ("glm4_moe", "qwen3")
+
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
@@ -69,7 +72,9 @@ def test_gradients_of_compiled_layers_are_as_near_to_the_exact_ones(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", COMPILED)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.campaign) for case in COMPILED]
+)
 def test_layers_of_every_family_that_can_be_compiled_are_traced(
     case: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

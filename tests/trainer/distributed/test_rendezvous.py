@@ -17,7 +17,7 @@ from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.collective import Store, TransferError
-from tests.support.doors import MESSAGES
+from tests.support.port_messages import MESSAGES
 
 SOON = timedelta(seconds=5)
 ATTACK = """

@@ -117,7 +117,7 @@ def restated(draw: st.DrawFn, valid: list[bytes]) -> list[bytes]:
 
 @fuzzed(1)
 @given(restated(ROLLOUT))
-def test_rollouts_whose_header_says_something_else(parts: list[bytes]) -> None:
+def test_rollouts_with_other_headers(parts: list[bytes]) -> None:
     with bounded(sizes(parts)):
         try:
             found = Rollout.decode(parts)
@@ -184,7 +184,7 @@ def test_spooled_groups(data: bytes) -> None:
 
 @fuzzed(2)
 @given(texts(GROUP))
-def test_files_of_groups_of_which_the_head_is_read_first(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_group_files_whose_head_is_read_first(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "e-0.group"
     path.write_bytes(data)
     with bounded(len(data)):
@@ -229,7 +229,7 @@ def test_results_of_workers(parts: list[bytes]) -> None:
 
 @fuzzed(1)
 @given(st.sampled_from(WORDS).flatmap(lambda word: trees(word).map(msgspec.msgpack.encode).flatmap(maybe_cut)))
-def test_requests_answers_and_what_workers_say(data: bytes) -> None:
+def test_requests_responses_and_worker_messages(data: bytes) -> None:
     for kind in (Request, Answer, job_protocol.ToOrchestrator, job_protocol.ToWorker):
         with bounded(len(data)):
             try:
@@ -255,7 +255,7 @@ LYING = {
 
 
 @pytest.mark.parametrize("lie", list(LYING.values()), ids=list(LYING))
-def test_what_a_header_states_of_an_array_is_not_believed(lie: tuple[str, list[int]]) -> None:
+def test_stated_array_sizes_are_not_trusted(lie: tuple[str, list[int]]) -> None:
     header: dict[str, Any] = msgspec.msgpack.decode(ROLLOUT[0])
     place = next(i for i, spec in enumerate(header["arrays"]) if spec["name"] == "token_ids")
     header["arrays"][place] |= {"dtype": lie[0], "shape": lie[1]}
@@ -296,13 +296,13 @@ NO_ROLLOUT = {
 
 
 @pytest.mark.parametrize("parts", list(NO_ROLLOUT.values()), ids=list(NO_ROLLOUT))
-def test_a_rollout_that_cannot_be_trained_on_is_refused(parts: list[bytes]) -> None:
+def test_untrainable_rollout_is_refused(parts: list[bytes]) -> None:
     assert Rollout.decode(ROLLOUT).info.reward == 0.5
     with pytest.raises(DamagedError):
         Rollout.decode(parts)
 
 
-def test_large_models_and_long_rollouts_are_taken() -> None:
+def test_large_models_and_long_rollouts_are_accepted() -> None:
     """GLM-5 with router replay: 131,072 tokens, 75 layers, 8 experts each. 79 MB."""
     tokens = 131_072
     plain = rollout(tokens)

@@ -54,7 +54,7 @@ def test_a_run_keeps_its_secret_to_its_owner_and_in_one_file(tmp_path: Path) -> 
     assert secret.read(run) == own  # a resumed run keeps it
 
 
-def test_every_run_has_another(tmp_path: Path) -> None:
+def test_every_run_has_its_own_secret(tmp_path: Path) -> None:
     assert made(tmp_path / "a")[1] != made(tmp_path / "b")[1]
 
 
@@ -105,7 +105,7 @@ def started(pid: int) -> list[Path]:
     return [Path(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "cmdline")]
 
 
-def test_processes_are_handed_it_and_proc_never_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_get_the_secret_and_proc_never_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, "of the one who submits")
     (tmp_path / "reads.py").write_text(READS)
     argv = (sys.executable, str(tmp_path / "reads.py"), str(tmp_path))
@@ -132,7 +132,7 @@ def test_processes_are_handed_it_and_proc_never_shows_it(tmp_path: Path, monkeyp
         processes.children["p"].kill()
 
 
-def test_a_descriptor_that_is_something_else_by_now_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unrelated_descriptor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(secret.VARIABLE)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -145,7 +145,7 @@ def test_a_descriptor_that_is_something_else_by_now_is_not_read(monkeypatch: pyt
         assert theirs.recv(1) == b"x"
 
 
-def test_a_command_line_cannot_hold_it(tmp_path: Path) -> None:
+def test_a_command_line_cannot_contain_the_secret(tmp_path: Path) -> None:
     process = Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log")
     processes, addresses = crew_of(tmp_path, process)
     with pytest.raises(UnknownPlaceholder):
@@ -166,7 +166,7 @@ def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Sock
         return True
 
 
-def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
+def test_zmq_peers_need_the_secret() -> None:
     def wrong(client: zmq.Socket[Any]) -> None:
         public, private = zmq.curve_keypair()
         client.curve_publickey, client.curve_secretkey, client.curve_serverkey = public, private, public
@@ -180,7 +180,7 @@ def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
         assert reaches(server, address, curve.secure_client)
 
 
-def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_a_handshake_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret, "HANDSHAKE_S", 0.1)
     with zmq.Context.instance().socket(zmq.ROUTER) as server:
         curve.secure_server(server)
@@ -214,9 +214,7 @@ def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) ->
         secret.header()
 
 
-def test_a_variable_to_pass_on_must_be_set_and_its_value_is_in_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passed_variables_must_be_set_and_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_recipe(tmp_path / "r.yaml", pass_env=["WANDB_API_KEY"])
     recipe = load_recipe(path)
     plan = derive(recipe, site(pass_env=["HF_TOKEN"]), tmp_path / "run")

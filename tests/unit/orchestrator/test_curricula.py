@@ -52,9 +52,7 @@ def test_first_epoch_has_every_task_once(tasks: int, window: int, seed: int) -> 
     assert sorted(order) == list(range(tasks))
     assert all(abs(task - position) < window for position, task in enumerate(order))
     whole = tasks // window * window
-    assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], (
-        "whether or not the end is known"
-    )
+    assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], "known end or not"
 
 
 def test_solve_rate_decides_the_pool() -> None:

@@ -13,7 +13,6 @@ from weakref import ReferenceType, ref
 import numpy as np
 import pytest
 
-from primeslurm.base import durable
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.batching.shard_files import ShardFiles
@@ -93,9 +92,7 @@ def test_shard_is_written_once(tmp_path: Path) -> None:
         assert set(paths) == {paths[0]}
         restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
         assert await path_of(restarted, shard) == paths[0]
-        assert await path_of(restarted, shard, unreadable=True) == paths[0], (
-            "the file is whole; the reader had a temporary fault"
-        )
+        assert await path_of(restarted, shard, unreadable=True) == paths[0], "the file itself is whole"
         assert paths[0].stat().st_ino == first.st_ino
         assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
         restarted.close()
@@ -153,11 +150,9 @@ def test_write_waits_for_a_full_or_read_only_disk(
         assert [record.message for record in caplog.records].count(
             f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
-        assert durable.fill_reserve(tmp_path, 1 << 20) and files.release_reserve(tmp_path)
+        (tmp_path / ".reserve").write_bytes(b"")  # released
         full[0] = False
-        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), (
-            "the reserve is for records"
-        )
+        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), "records come first"
         (tmp_path / ".reserve").unlink()
         assert (await path_of(files, shard)).exists()
 
