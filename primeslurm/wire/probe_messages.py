@@ -15,8 +15,7 @@ from primeslurm.base.errors import Violation
 from primeslurm.wire.decoding import DamagedError
 
 T = TypeVar("T")
-UNKNOWN = "no such environment"
-"""Why an environment does not load that is neither bundled nor an importable module."""
+UNKNOWN = "no such environment"  # why an environment does not load that is neither bundled nor an importable module
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
@@ -29,64 +28,50 @@ class ProbeRequest(msgspec.Struct, frozen=True):
 class EnvironmentAnswer(msgspec.Struct, frozen=True):
     """Result of loading an environment and its first task."""
 
-    violations: list[Violation] = []
-    """Problems on any host."""
-    missing: list[Violation] = []
-    """Software that this host lacks."""
-    notes: list[Violation] = []
-    """Side effects of rollouts that a user should know."""
-    tools: list[tuple[str, str]] = []
-    """Recipe field and name of each harness that offers the model tools."""
+    violations: list[Violation] = []  # problems on any host
+    missing: list[Violation] = []  # software that this host lacks
+    notes: list[Violation] = []  # side effects of rollouts that a user should know
+    tools: list[tuple[str, str]] = []  # recipe field and name of each harness that offers the model tools
+    # Number of tasks in the local file that the environment reads. None: it reads none, or the file has more tasks than
+    # were read.
     tasks: int | None = None
-    """Number of tasks in the local file that the environment reads. None: it reads none, or the file has more tasks
-    than were read."""
 
 
 class ModelAnswer(msgspec.Struct, frozen=True):
     """Result of selecting a model's renderer."""
 
-    violations: list[Violation] = []
-    """Why no renderer can be selected."""
-    no_tools: str = ""
-    """Why the selected renderer cannot render tools; "" if it can."""
+    violations: list[Violation] = []  # why no renderer can be selected
+    no_tools: str = ""  # why the selected renderer cannot render tools; "" if it can
 
 
 class ProbeResult(msgspec.Struct, Generic[T], frozen=True):
     """Result for one environment or the model. Each is probed in its own process."""
 
-    answer: T | None
-    """None if its process failed."""
-    code: int
-    """Exit code of its process; negative: ended by that signal."""
+    answer: T | None  # None if its process failed
+    code: int  # exit code of its process; negative: ended by that signal
     stderr: str
 
 
 class ProbeResults(msgspec.Struct, frozen=True):
     """The answer to a ProbeRequest."""
 
-    environments: list[ProbeResult[EnvironmentAnswer]]
-    """In the order of the request."""
+    environments: list[ProbeResult[EnvironmentAnswer]]  # in the order of the request
     model: ProbeResult[ModelAnswer]
 
 
 class DataRequest(msgspec.Struct, frozen=True):
     """SFT data to render as the trainer does."""
 
-    path: str
-    """JSONL file."""
-    model: str
-    """Directory of the tokenizer."""
-    every: bool
-    """Whether every answer of the assistant is trained, or only the last."""
-    sees: bool
-    """Whether images are trained."""
+    path: str  # JSONL file
+    model: str  # directory of the tokenizer
+    every: bool  # whether every answer of the assistant is trained, or only the last
+    sees: bool  # whether images are trained
 
 
 class DataAnswer(msgspec.Struct, frozen=True):
     """Result of rendering SFT data."""
 
-    violations: list[Violation] = []
-    """Problems that would end the run, with the first line of each kind."""
+    violations: list[Violation] = []  # problems that would end the run, with the first line of each kind
     warnings: list[Violation] = []
     notes: list[Violation] = []
 
@@ -97,7 +82,6 @@ def encoded(message: msgspec.Struct) -> str:
 
 
 def decoded(text: str, kind: type[T]) -> T:
-    """Decode a message of type `kind`. Raise DamagedError."""
     try:
         return msgspec.convert(json.loads(text), kind)
     except (ValueError, msgspec.ValidationError, RecursionError) as error:

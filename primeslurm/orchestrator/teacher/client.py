@@ -34,10 +34,8 @@ from primeslurm.wire.transport.retry import retry_with_backoff
 
 log = logging.getLogger(__name__)
 
-AVOID_S = 5.0
-"""An engine that failed a request gets no other one for this long, if there are other engines."""
-MAX_DAMAGED = 3
-"""Damaged answers to one prompt after which the attempt ends."""
+AVOID_S = 5.0  # an engine that failed a request gets no other one for this long, if there are other engines
+MAX_DAMAGED = 3  # damaged answers to one prompt after which the attempt ends
 
 
 class TeacherError(PrimeslurmError):
@@ -50,13 +48,11 @@ class _Logprob(msgspec.Struct):
     logprob: float
 
 
-_Entry = dict[str, _Logprob] | None
-"""Log-probabilities of a position by token; None for the first position."""
+_Entry = dict[str, _Logprob] | None  # log-probabilities of a position by token; None for the first position
 
 
 class _Choice(msgspec.Struct):
-    prompt_logprobs: list[msgspec.Raw]
-    """An `_Entry` for each token."""
+    prompt_logprobs: list[msgspec.Raw]  # an `_Entry` for each token
 
 
 class _Answer(msgspec.Struct):
@@ -68,9 +64,7 @@ class Teacher:
 
     Args:
         where: Returns the current base URLs (`.../v1`) of its engines. The engine with the fewest requests is used.
-        http: Client with the headers that authenticate to it.
         model: Name of the served model; None: the only one.
-        clock: Returns the time [s].
     """
 
     def __init__(
@@ -118,7 +112,6 @@ class Teacher:
         raise AssertionError("unreachable")
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._http.aclose()
 
     def _engine(self) -> str | None:

@@ -27,11 +27,8 @@ class Scoring:
     """Scores groups in the order of their completion, up to `concurrency` sequences at once.
 
     Args:
-        teacher: The teacher.
-        concurrency: Sequences that are scored at once.
         seq_len: Tokens after it are not trained, and not scored.
         on_scored: Called with each scored group, unless it was dropped.
-        clock: Returns the time [s].
         longest: Maximum number of tokens of a request. Default: seq_len.
         on_damaged: Called with a group on disk that cannot be read, and the error.
     """
@@ -49,8 +46,7 @@ class Scoring:
         self._teacher = teacher
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
-        self._in_progress = 0
-        """Sequences of groups that are being scored."""
+        self._in_progress = 0  # sequences of groups that are being scored
         self._progressed = asyncio.Event()
         self._seq_len = seq_len
         self._longest = longest or seq_len
@@ -58,14 +54,12 @@ class Scoring:
         self._on_damaged = on_damaged
         self._clock = clock
         self._added: asyncio.Queue[RolloutGroup] = asyncio.Queue()
-        self._wanted: dict[str, asyncio.Task[None] | None] = {}
-        """Scoring task by group; None before it starts."""
+        self._wanted: dict[str, asyncio.Task[None] | None] = {}  # scoring task by group; None before it starts
         self._seconds = 0.0
         self._tokens = 0
         self._unscored = 0
 
     def add(self, group: RolloutGroup) -> None:
-        """Score a group."""
         self._wanted[group.id] = None
         self._added.put_nowait(group)
 

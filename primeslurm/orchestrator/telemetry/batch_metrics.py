@@ -13,12 +13,10 @@ from primeslurm.wire.batches.rollout import Rollout
 
 
 def reward_mean(groups: Sequence[RolloutGroup]) -> float:
-    """Return the metric reward/mean of a batch."""
     return float(np.mean([reward for group in groups for reward in group.given_rewards]))
 
 
 def oldest_age(groups: Sequence[RolloutGroup], step: int) -> float:
-    """Return the metric staleness/max of a batch [policy versions]."""
     return float(max(step - 1 - group.opened_version for group in groups))
 
 
@@ -26,11 +24,6 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
     """Return the metrics of a batch. Staleness is in policy versions: step s trains version s-1.
 
     For a large batch with a teacher it takes 0.1 s, so call it outside of the event loop.
-
-    Args:
-        groups: Groups of the batch.
-        step: Step that trains the batch.
-        seq_len: Longest document [tokens]. Longer sequences are counted.
     """
     rewards = np.array([reward for group in groups for reward in group.given_rewards])
     branches = [branch for group in groups for branch in group.sequences]

@@ -13,11 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from primeslurm.orchestrator.weight_transfer.polling import UNRESPONSIVE_S
 
-Sample = dict[str, float]
-"""Values of one engine at one moment: gauges, and counters since the engine's start."""
+Sample = dict[str, float]  # values of one engine at one moment: gauges, and counters since the engine's start
 
-ENGINE = re.compile(r"^(?P<role>\w+?)-r(?P<replica>\d+)-")
-"""Beginning of the process name of a replica's engine."""
+ENGINE = re.compile(r"^(?P<role>\w+?)-r(?P<replica>\d+)-")  # beginning of the process name of a replica's engine
 GAUGES = ("running", "waiting", "waiting_capacity", "waiting_deferred", "kv_usage")
 COUNTERS = (
     "generated",
@@ -29,7 +27,7 @@ COUNTERS = (
     "external_queries",
     "external_hits",
 )
-_FIELDS = {
+_FIELDS = {  # metrics that are summed over all their labels
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
     "vllm:kv_cache_usage_perc": "kv_usage",
@@ -41,26 +39,22 @@ _FIELDS = {
     "vllm:external_prefix_cache_queries_total": "external_queries",
     "vllm:external_prefix_cache_hits_total": "external_hits",
 }
-"""Metrics that are summed over all their labels."""
-_LABELLED = {
+_LABELLED = {  # metrics with one label that selects the value
     ("vllm:num_requests_waiting_by_reason", "reason", "capacity"): "waiting_capacity",
     ("vllm:num_requests_waiting_by_reason", "reason", "deferred"): "waiting_deferred",
     ("vllm:prompt_tokens_by_source_total", "source", "local_compute"): "computed",
 }
-"""Metrics with one label that selects the value."""
 _LINE_STARTS = tuple(f"{name}{end}" for name in {*_FIELDS, *(name for name, _, _ in _LABELLED)} for end in ("{", " "))
 
-_CONCURRENT = 32
-"""Engines that are asked at once. A thousand answers together would block the event loop."""
+_CONCURRENT = 32  # Engines that are asked at once. A thousand answers together would block the event loop.
 
 
 class EngineMetrics(NamedTuple):
     """Samples of all engines at one moment."""
 
-    samples: dict[str, Sample]
-    """Samples of engines that answered, by name."""
+    samples: dict[str, Sample]  # samples of engines that answered, by name
+    # Engines that accepted the connection and did not answer in time. Other missing engines are down.
     unresponsive: frozenset[str] = frozenset()
-    """Engines that accepted the connection and did not answer in time. Other missing engines are down."""
 
 
 def parse(text: str) -> Sample:
@@ -98,13 +92,6 @@ class LastSamples:
 
 
 async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str], timeout_s: float = 2.0) -> EngineMetrics:
-    """Fetch the metrics of engines.
-
-    Args:
-        client: Client for requests within the run.
-        engines: URLs by name.
-        timeout_s: Timeout of each answer.
-    """
     limit = asyncio.Semaphore(_CONCURRENT)
     unresponsive = []
 

@@ -12,8 +12,7 @@ import msgspec
 from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, ENGINE, GAUGES, Sample
 from primeslurm.records.state import Load
 
-WINDOW_S = 60.0
-"""Length of the window for means and rates, so long that a weight update does not look like a trend."""
+WINDOW_S = 60.0  # length of the window for means and rates, so long that a weight update does not look like a trend
 
 
 class _Engine:
@@ -77,11 +76,9 @@ class LoadWindow:
         return sum(engine.tokens for engine in self._engines.values())
 
     def by_role(self) -> dict[str, Load]:
-        """Return the load of each role."""
         return {role: _sum(engines) for (role,), engines in self._grouped("role").items()}
 
     def by_replica(self) -> dict[str, dict[str, Load]]:
-        """Return the load of each role, by index of the inference replica."""
         loads: dict[str, dict[str, Load]] = {}
         for (replica, role), engines in self._grouped("replica", "role").items():
             loads.setdefault(replica, {})[role] = _sum(engines)
@@ -96,8 +93,6 @@ class LoadWindow:
 
 
 def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
-    """Round the values of loads for a state file."""
-
     def round_value(value: Any) -> Any:
         return round(value, 4) if isinstance(value, float) else value
 

@@ -24,16 +24,14 @@ from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.http import internal_client
 
 STATE_INTERVAL_S = 1.0
-FAILED_BATCHES = 4
-"""If rollouts for this many batches fail or are rejected in a row, without a success, the run ends."""
+FAILED_BATCHES = 4  # if rollouts for this many batches fail or are rejected in a row, without a success, the run ends
 SCRAPE_INTERVAL_S = 5.0
+# Maximum rate. A thousand engines are scraped every 20 s, so that this stays a small part of the process's work.
 SCRAPES_PER_S = 50.0
-"""Maximum rate. A thousand engines are scraped every 20 s, so that this stays a small part of the process's work."""
-_ROW_LOADS = (
+_ROW_LOADS = (  # values of a role's load that are metrics of each step
     *("running_mean", "waiting_mean", "kv_usage_mean", "busy_mean", "generated_per_s", "computed_per_s"),
     *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
 )
-"""Values of a role's load that are metrics of each step."""
 
 
 class StallError(PrimeslurmError):
@@ -52,12 +50,7 @@ class ProgressMonitor:
     """Counts events and decides when the run has stalled.
 
     Args:
-        recipe: The run's recipe.
-        journal: Receives events and the orchestrator's state.
-        engines: Returns the URLs of engines by name.
-        clock: Returns the time [s].
         resumed: Whether the run has trained a step before, so that its environments are known to work.
-        looked: Called with the latest samples of engines.
     """
 
     def __init__(
@@ -74,8 +67,7 @@ class ProgressMonitor:
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
         workers = {each.label: each.workers for each in recipe.environments}
         self._failures = RolloutFailures(self._max_failures, workers, hopeful=workers if resumed else ())
-        self._rejected: Counter[str] = Counter()
-        """Rejected groups by reason, since a group was kept."""
+        self._rejected: Counter[str] = Counter()  # rejected groups by reason, since a group was kept
         self._rejected_rollouts = 0
         self._rejecting_since = 0.0
         self._journal = journal
@@ -88,8 +80,7 @@ class ProgressMonitor:
         self._replicas: dict[str, dict[str, Load]] = {}
         self._tokens = 0
         self._tokens_per_s = 0.0
-        self._moved_at: float | None = None
-        """Time of the last progress; None before the first policy."""
+        self._moved_at: float | None = None  # time of the last progress; None before the first policy
         self._row_at = clock()
         self._reported_at = 0.0
         self._wanted_at: tuple[int, float] | None = None
@@ -112,7 +103,6 @@ class ProgressMonitor:
         """Record samples of engines by name. While engines compute, the run makes progress.
 
         Args:
-            samples: Samples of engines that answered.
             silent: Engines that accepted the connection and did not answer. They are busy, and keep their last samples.
         """
         before = self._window.tokens
@@ -123,14 +113,12 @@ class ProgressMonitor:
         self._looked(self._last_samples.fill(self._clock(), samples, silent))
 
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
-        """Record a successful rollout."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
         self._moved_at = self._clock()
         for first in sequences[:1]:
             self._failures.finished(first.info.id, first.info.environment, self._moved_at)
 
     def rollout_started(self, job: Job) -> None:
-        """Record that a rollout was given to a worker."""
         self._failures.started(job, self._clock())
 
     def rollout_failed(self, job: str, failure: JobFailure) -> None:
@@ -139,55 +127,38 @@ class ProgressMonitor:
         self._journal.write(RolloutFailed(job, headline(failure.error), environment))
 
     def task_given_up(self, environment: str, example: int, reason: str, task: int | None, *, kills: bool) -> None:
-        """Record that a task is given up.
-
-        Args:
-            environment: Label of its environment.
-            example: Position in the environment's stream.
-            reason: Why it is given up.
-            task: Index in the taskset, if it was chosen.
-            kills: Whether its rollouts kill their workers.
-        """
         self._failures.given_up(environment, self._clock(), killer=reason if kills else "")
         self._journal.write(TaskGivenUp(environment, example, reason, task))
 
     @property
     def failures(self) -> dict[str, FailedRollouts]:
-        """Return the failures of each environment that has any."""
         return self._failures.report
 
     def worker_failed(self, environment: str, worker: int, error: str) -> None:
-        """Record that a worker could not start its environment."""
         self._failures.not_started(environment, worker, error, self._clock())
 
     def group_kept(self) -> None:
-        """Record that a group may be trained."""
         self._rejected.clear()
         self._rejected_rollouts = 0
 
     def group_rejected(self, reason: str, rollouts: int) -> None:
-        """Record that a group of this many rollouts was rejected."""
         if not self._rejected:
             self._rejecting_since = self._clock()
         self._rejected[reason] += 1
         self._rejected_rollouts += rollouts
 
     def policy_wanted(self, version: int) -> None:
-        """Record that a policy was published."""
         self._wanted_at = (version, self._clock())
 
     def policy_current(self, version: int) -> None:
-        """Record that all engines serve a policy."""
         self._moved_at = self._clock()
         if self._wanted_at is not None and self._wanted_at[0] == version:
             self._update_s = self._moved_at - self._wanted_at[1]
 
     def batch_given(self, step: int) -> None:
-        """Record that the trainer has the batch of a step."""
         self._given = step
 
     def step_done(self, step: int, row: Row) -> None:
-        """Record that the trainer has reported a step."""
         self._done = step
         self._last_row = row
         self._journal.write(StepReported(step, row.get("reward/mean")))
@@ -197,8 +168,6 @@ class ProgressMonitor:
 
         Args:
             counts: Counters of the dispatcher since the start of the process.
-            queues: Present queue lengths of the dispatcher.
-            version: Policy version of all engines.
         """
         now = self._clock()
         self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
@@ -228,7 +197,6 @@ class ProgressMonitor:
         return row
 
     def report(self, state: Callable[[], OrchestratorState]) -> None:
-        """Write the state file if it is older than a second."""
         if self._clock() - self._reported_at >= STATE_INTERVAL_S:
             self._reported_at = self._clock()
             self.write_state(state())
@@ -255,11 +223,6 @@ class ProgressMonitor:
 
     def check_stall(self, suspect: Callable[[], str], runs: Callable[[str], bool], served: Collection[str]) -> None:
         """End a run without progress. Time counts from the first policy.
-
-        Args:
-            suspect: Returns the process that all others wait for.
-            runs: Returns whether a job is in flight.
-            served: Environments with a live worker.
 
         Raises:
             UnrecoverableError: An environment has always failed in the same way.
@@ -300,7 +263,6 @@ class ProgressMonitor:
         raise StallError(text)
 
     async def scrape(self) -> None:
-        """Scrape the engines' load every few seconds until cancelled."""
         # Connections are not kept, because uvicorn closes idle ones before the next scrape.
         async with internal_client(SCRAPE_INTERVAL_S, keep=0) as client:
             while True:

@@ -16,23 +16,16 @@ from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, RolloutErr
 from primeslurm.records.state import FailedRollouts
 
 FEW_FAILURES = 8
-FEW_TASKS = 3
-"""This many failures, of this many tasks, suffice if everything fails."""
-FEW_KILLERS = 8
-"""This many tasks that kill their workers suffice if no rollout has ever succeeded."""
-MANY_KILLERS = 24
-"""This many in a row without a success suffice if rollouts have succeeded before."""
-MANY_OVERFLOWS = 1000
-"""This many tasks in a row whose own prompts are too long suffice, without a success between them."""
-MAX_KINDS = 100
-"""Kinds of failures of an environment that are counted separately."""
-FEW_STARTS = 2
-"""Workers of an environment may fail to start this often, each at least once, while no worker serves it."""
+FEW_TASKS = 3  # this many failures, of this many tasks, suffice if everything fails
+FEW_KILLERS = 8  # this many tasks that kill their workers suffice if no rollout has ever succeeded
+MANY_KILLERS = 24  # this many in a row without a success suffice if rollouts have succeeded before
+MANY_OVERFLOWS = 1000  # this many tasks in a row whose own prompts are too long suffice, without a success between them
+MAX_KINDS = 100  # kinds of failures of an environment that are counted separately
+FEW_STARTS = 2  # workers of an environment may fail to start this often, each at least once, while no worker serves it
 SLACK = 2.0
-SLACK_S = 5.0
-"""A rollout that has run longer than SLACK times the longest failure plus SLACK_S may still succeed."""
+SLACK_S = 5.0  # a rollout that has run longer than SLACK times the longest failure plus SLACK_S may still succeed
+# Number of running rollouts from which cancelled and lost ones are removed; then twice the number that remains.
 PRUNE_SIZE = 1024
-"""Number of running rollouts from which cancelled and lost ones are removed; then twice the number that remains."""
 _LONGEST = 500
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Timeout)\b(: |$)")
 
@@ -42,11 +35,9 @@ class Hopeless:
     """An environment without any successful rollout."""
 
     environment: str
-    error: str
-    """Type and message of the last failure."""
+    error: str  # type and message of the last failure
     failures: int
-    may_pass: bool = False
-    """Whether another attempt may succeed, because the environment has worked before."""
+    may_pass: bool = False  # whether another attempt may succeed, because the environment has worked before
 
     def __str__(self) -> str:
         return f"environment {self.environment} fails every time ({self.failures} failures, no success): {self.error}"
@@ -67,24 +58,17 @@ class _Environment:
     """Outcomes of the rollouts of one environment."""
 
     first_at: float
-    has_succeeded: bool = False
-    """Whether a rollout has succeeded, in this attempt or an earlier one."""
-    kinds: dict[str, _Alike] = field(default_factory=dict)
-    """Failures by kind since the last success."""
-    streak: int = 0
-    """Number of failures since the last success."""
+    has_succeeded: bool = False  # whether a rollout has succeeded, in this attempt or an earlier one
+    kinds: dict[str, _Alike] = field(default_factory=dict)  # failures by kind since the last success
+    streak: int = 0  # number of failures since the last success
     error: str = ""
-    killers: int = 0
-    """Tasks that killed their workers since the last success."""
-    overflows: int = 0
-    """Tasks with too long prompts since the last success."""
+    killers: int = 0  # tasks that killed their workers since the last success
+    overflows: int = 0  # tasks with too long prompts since the last success
     total: int = 0
-    given_up: int = 0
-    """Tasks that were given up."""
+    given_up: int = 0  # tasks that were given up
+    # Number of failures and the last error text of each kind.
     reasons: dict[str, tuple[int, str]] = field(default_factory=dict)
-    """Number of failures and the last error text of each kind."""
-    failed_starts: Counter[int] = field(default_factory=Counter)
-    """Failed starts by number of the worker."""
+    failed_starts: Counter[int] = field(default_factory=Counter)  # failed starts by number of the worker
 
 
 class RolloutFailures:
@@ -92,7 +76,6 @@ class RolloutFailures:
 
     Args:
         many: Number of failures of one kind that suffices, whatever else is still running.
-        workers: Number of workers of each environment.
         hopeful: Environments that are known to work, because a step was trained.
     """
 
@@ -105,12 +88,10 @@ class RolloutFailures:
         self._prune_size = PRUNE_SIZE
 
     def started(self, job: Job, now: float) -> None:
-        """Record that a rollout was given to a worker."""
         self._environment(job.environment, now)
         self._running[job.id] = job, now
 
     def finished(self, job: str, environment: str, now: float) -> None:
-        """Record a successful rollout."""
         self._running.pop(job, None)
         record = self._environment(environment, now)
         record.has_succeeded, record.streak, record.killers, record.overflows = True, 0, 0, 0
@@ -118,12 +99,6 @@ class RolloutFailures:
 
     def failed(self, job: str, error: str, now: float, cause: Cause = "environment") -> str:
         """Record a failed rollout.
-
-        Args:
-            job: The rollout's job.
-            error: The error text from its worker.
-            now: The time [s].
-            cause: What caused the failure.
 
         Returns:
             The label of its environment; empty if unknown.
@@ -156,7 +131,6 @@ class RolloutFailures:
 
     @property
     def report(self) -> dict[str, FailedRollouts]:
-        """Return the failures of each environment that has any."""
         return {
             label: FailedRollouts(
                 record.total, *max(record.reasons.values(), default=(0, record.error)), record.given_up
@@ -166,7 +140,6 @@ class RolloutFailures:
         }
 
     def not_started(self, environment: str, worker: int, error: str, now: float) -> None:
-        """Record that a worker could not start its environment."""
         record = self._environment(environment, now)
         record.failed_starts[worker] += 1
         record.error = headline(error)
@@ -175,9 +148,7 @@ class RolloutFailures:
         """Return an environment whose rollouts will all fail, or None.
 
         Args:
-            now: The time [s].
             runs: Returns whether a job is in flight. Other jobs were cancelled or lost.
-            served: Environments with a live worker.
         """
         self._prune(runs)
         live = set(served)

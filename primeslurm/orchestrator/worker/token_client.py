@@ -51,28 +51,26 @@ from primeslurm.orchestrator.worker.generate_endpoint import (
 from primeslurm.recipe import sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
+# Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds.
 MULTIPLEX = 1_000_000
-"""Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds."""
 
+# Maximum size of a request of a program to its model. A million tokens have about five megabytes, images have more.
 LARGEST_REQUEST_BYTES = 128 << 20
-"""Maximum size of a request of a program to its model. A million tokens have about five megabytes, images have more."""
 
+# A message keeps a view of a turn's experts if the turn's new messages have at least this fraction of its rows.
+# Otherwise it keeps a copy, so that the other rows can be freed.
 VIEW_FRACTION = 0.5
-"""A message keeps a view of a turn's experts if the turn's new messages have at least this fraction of its rows.
-Otherwise it keeps a copy, so that the other rows can be freed."""
 
 
 class TurnRows(NamedTuple):
     """Routed experts of a turn, in place of verifiers' own format."""
 
-    rows: RoutedExperts
-    """[tokens, layers, top_k]; those of the last token are unknown."""
-    start: int
-    """Position of the first row's token in the sequence."""
+    rows: RoutedExperts  # [tokens, layers, top_k]; those of the last token are unknown
+    start: int  # position of the first row's token in the sequence
 
 
+# Receives the routed experts of the turn that this context requests.
 posted: ContextVar[list[TurnRows] | None] = ContextVar("posted", default=None)
-"""Receives the routed experts of the turn that this context requests."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +81,7 @@ class Reply:
 
 
 class RendererEndpoint:
-    """The HTTP client of a TrainClient: it posts through a GenerateEndpoint and keeps the completions.
-
-    Args:
-        base_url: Placeholder for the router in posted URLs.
-        endpoint: Endpoint of the router.
-        model: Name of the model in requests.
-    """
+    """The HTTP client of a TrainClient: it posts through a GenerateEndpoint and keeps the completions."""
 
     def __init__(self, base_url: str, endpoint: GenerateEndpoint, model: str) -> None:
         self.base_url = base_url
@@ -98,7 +90,6 @@ class RendererEndpoint:
         self._completions: dict[str, list[Completion]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """Return the list of models, from which `renderers` takes the context window."""
         return model_cards(self._model, self._endpoint.max_len)
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
@@ -127,11 +118,9 @@ class RendererEndpoint:
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
-        """Return all completions of a session (a verifiers trace id) so far, and forget them."""
         return self._completions.pop(session, [])
 
     async def close(self) -> None:
-        """Close the connections."""
         await self._endpoint.close()
 
 
@@ -139,18 +128,10 @@ class TokenClient(TrainClient):  # type: ignore[misc]
     """A TrainClient that posts through a RendererEndpoint.
 
     Args:
-        router: Process name of the router.
-        where: Returns the router's current URL.
-        model: Directory of the tokenizer.
-        max_len: Longest sequence that an engine accepts [tokens].
-        timeout_s: Longest wait for one answer, with retries.
-        routed: Answers must have routed experts.
         images: Messages may have images. Raises ValueError if `renderers` cannot render images for the model.
         rendering: How to render messages. Default: `select_renderer` chooses it by model.
         trained: The recipe's sampling parameters, which requests of trained agents must not change. None: no agent is
             trained.
-        tally: Counts answers by engine.
-        vocab: Number of tokens of the model; None: unknown.
     """
 
     def __init__(
@@ -271,11 +252,7 @@ def _attribute(trace: Trace, prefix: list[int], new: list[int], path_len: int, p
     """Give each new message of a turn its rows, in place of `graph._attribute_routed_experts`.
 
     Args:
-        trace: Trace of the rollout.
-        prefix: Indices of the nodes before the turn.
         new: Indices of the nodes that the turn added, the answer last.
-        path_len: Tokens of the prefix.
-        payload: Routed experts of the turn.
     """
     if not isinstance(payload, TurnRows):
         _attribute_encoded(trace, prefix, new, path_len, payload)
