@@ -104,9 +104,7 @@ class SpooledGroup(RolloutGroup):
 def open_group(path: Path) -> SpooledGroup:
     """Read and check the head of a group's file.
 
-    Raises:
-        DamagedError: The head is damaged, or the file has another size.
-        OSError: The file cannot be read.
+    Raise DamagedError if the head is damaged, or the file has another size, and OSError if the file cannot be read.
     """
     return files.reading(path, lambda file: _opened(path, file))
 

@@ -84,10 +84,8 @@ class Teacher:
     async def logprobs(self, token_ids: Sequence[int]) -> Float32:
         """Return the log-probability of each token given the tokens before it: [tokens], 0 for the first.
 
-        It retries without limit while engines do not answer.
-
-        Raises:
-            TeacherError: The teacher refuses the request, or MAX_DAMAGED answers have no log-probabilities.
+        It retries without limit while engines do not answer. Raise TeacherError if the teacher refuses the request, or
+        MAX_DAMAGED answers have no log-probabilities.
         """
         # One token is the least that can be requested. It is not even turned into text.
         body: dict[str, object] = {
@@ -145,11 +143,8 @@ def _logprobs_in(content: bytes, token_ids: Sequence[int]) -> Float32:
     """Decode an answer about a prompt of these tokens.
 
     It takes 0.1 s for 131,072 tokens, so it runs in a thread. Entries are decoded one by one, because decoding all at
-    once would hold the interpreter's lock.
-
-    Raises:
-        LookupError: A token has no log-probability.
-        ValueError: The answer is invalid, or has another number of tokens.
+    once would hold the interpreter's lock. Raise LookupError if a token has no log-probability, and ValueError if the
+    answer is invalid, or has another number of tokens.
     """
     entries = decode_json(content, _Answer).choices[0].prompt_logprobs
     values = [0.0, *(_logprob_in(entry, token) for token, entry in zip(token_ids[1:], entries[1:], strict=True))]

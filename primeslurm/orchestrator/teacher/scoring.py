@@ -158,8 +158,7 @@ def scoring_of(
 ) -> Scoring | None:
     """Create the scoring of a recipe, and add the groups that wait already. Return None without a teacher.
 
-    Raises:
-        TeacherError: The variable of its key is not set.
+    Raise TeacherError if the variable of its key is not set.
     """
     if recipe.teacher is None:
         return None

@@ -224,9 +224,8 @@ class ProgressMonitor:
     def check_stall(self, suspect: Callable[[], str], runs: Callable[[str], bool], served: Collection[str]) -> None:
         """End a run without progress. Time counts from the first policy.
 
-        Raises:
-            UnrecoverableError: An environment has always failed in the same way.
-            StallError: No token, rollout or policy came for too long, all rollouts fail, or all groups are rejected.
+        Raise UnrecoverableError if an environment has always failed in the same way, and StallError if no token,
+        rollout or policy came for too long, all rollouts fail, or all groups are rejected.
         """
         if (hopeless := self._failures.hopeless(self._clock(), runs, served)) is not None:
             self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))

@@ -95,9 +95,8 @@ class RendererEndpoint:
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
         """Generate a completion.
 
-        Raises:
-            APIStatusError: The request is wrong (4xx).
-            APIConnectionError: There was no usable answer before the deadline.
+        Raise APIStatusError if the request is wrong (4xx), and APIConnectionError if there was no usable answer before
+        the deadline.
         """
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
@@ -178,10 +177,9 @@ class TokenClient(TrainClient):  # type: ignore[misc]
     ) -> Response:
         """Sample the next message of a conversation.
 
-        Raises:
-            ContextOverflowError: The prompt leaves no room for an answer.
-            ProviderError: The model's renderer cannot render the offered tools, the environment samples with other
-                parameters than the recipe, or the engine refuses the request.
+        Raise ContextOverflowError if the prompt leaves no room for an answer, and ProviderError if the model's renderer
+        cannot render the offered tools, the environment samples with other parameters than the recipe, or the engine
+        refuses the request.
         """
         self._refuse_other_sampling(sampling, turn)
         if self._no_tools and turn is not None and turn.tools:
@@ -225,10 +223,8 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
     """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients.
 
     verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
-    client per config, so ours must be there before the first rollout uses its config.
-
-    Raises:
-        TypeError: `env` is not configured with a single interception server.
+    client per config, so ours must be there before the first rollout uses its config. Raise TypeError if `env` is not
+    configured with a single interception server.
     """
     limit_requests()
     context_window.install()

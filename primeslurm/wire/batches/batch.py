@@ -156,8 +156,7 @@ class Batch:
     def cp_shard(self, rank: int, ranks: int) -> Batch:
         """Return the shards of the rows for one of `ranks` context-parallel ranks, or the batch if it has them already.
 
-        Raises:
-            ValueError: The batch has the shards of another rank.
+        Raise ValueError if the batch has the shards of another rank.
         """
         if (self.info.cp_rank, self.info.cp_world) == (rank, ranks):
             return self

@@ -63,9 +63,7 @@ def read(
 ) -> Batch:
     """Read a file, each byte once and directly into its array.
 
-    Raises:
-        DamagedError: The content is damaged.
-        OSError: The file cannot be read.
+    Raise DamagedError if the content is damaged, and OSError if the file cannot be read.
     """
     incoming = files.reading(path, lambda file: _incoming(file, empty, most, on_block))
     return Batch.decode(incoming.frames())

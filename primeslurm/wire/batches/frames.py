@@ -55,8 +55,7 @@ def encode_header(meta: Any, specs: Sequence[ArraySpec]) -> bytes:
 def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
     """Decode a message into metadata of type `kind` and arrays, which are read-only views of the frames.
 
-    Raises:
-        DamagedError: The header is damaged, or the frames do not match it.
+    Raise DamagedError if the header is damaged, or the frames do not match it.
     """
     if not frames:
         raise DamagedError("a message without a header")
@@ -90,8 +89,7 @@ def _array(spec: ArraySpec, frame: Any) -> NDArray[Any]:
 class IncomingArrays:
     """Buffers of a message whose bytes arrive in chunks.
 
-    Raises:
-        DamagedError: The header is damaged, or announces more than `most` bytes.
+    Raise DamagedError if the header is damaged, or announces more than `most` bytes.
     """
 
     def __init__(self, header: Any, empty: Callable[[int], NDArray[np.uint8]], most: int) -> None:

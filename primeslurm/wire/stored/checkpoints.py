@@ -107,8 +107,7 @@ def set_asides(run_dir: Path) -> list[str]:
 def newest_whole(run_dir: Path) -> int | None:
     """Return the newest committed step without damage, as `damage_at_sight` defines it. None if there is none.
 
-    Raises:
-        NotVisibleError: This node does not see all of a newer checkpoint, which is not known to be damaged.
+    Raise NotVisibleError if this node does not see all of a newer checkpoint, which is not known to be damaged.
     """
     return _newest_whole(run_dir, lambda step, why: None)
 
@@ -284,8 +283,7 @@ def damage_at_sight(directory: Path) -> list[str]:
 def proven_differences(directory: Path, parts: Sequence[FileRecord]) -> list[str]:
     """Read parts of a checkpoint, those that differ a second time, and return the texts of the differences.
 
-    Raises:
-        NotVisibleError: A part is not visible, and no other part differs.
+    Raise NotVisibleError if a part is not visible, and no other part differs.
     """
 
     def look() -> list[str] | None:

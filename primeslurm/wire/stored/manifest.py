@@ -85,9 +85,7 @@ def read(path: Path, kind: type[T]) -> T | None:
 def parsed(path: Path, kind: type[T]) -> T | None:
     """Read a manifest. Return None if it does not exist.
 
-    Raises:
-        DamagedError: The file exists, but is no valid manifest.
-        OSError: The file cannot be read.
+    Raise DamagedError if the file exists, but is no valid manifest, and OSError if the file cannot be read.
     """
     try:
         return decode_json(files.read_bytes(path), kind)

@@ -42,8 +42,7 @@ class AddressBook:
     def url(self, name: str) -> str:
         """Return the base URL of a process's `http` port.
 
-        Raises:
-            LookupError: The process has no such port, or no addresses were published yet.
+        Raise LookupError if the process has no such port, or no addresses were published yet.
         """
         addresses = self._read()
         return f"http://{addresses.hosts[name]}:{addresses.ports[name]['http']}"

@@ -45,8 +45,7 @@ class TransferError(RuntimeError):
 class Store:
     """The trainer's store, where senders and receivers exchange everything but tensors.
 
-    Raises:
-        TransferError: The store does not answer.
+    Raise TransferError if the store does not answer.
     """
 
     def __init__(self, address: str, timeout_s: float, arrive_s: float = ARRIVE_S) -> None:
