@@ -270,7 +270,7 @@ class Engine:
 
 
 class Loop:
-    """A policy loop over two engines."""
+    """A weight update loop over two engines."""
 
     def __init__(self, directory: Path) -> None:
         self.engines = {"a": Engine(), "b": Engine()}
