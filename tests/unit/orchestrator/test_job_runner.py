@@ -101,7 +101,7 @@ async def test_any_exception_of_a_rollout_becomes_a_failure(error: Any, words: s
     worker._send = say  # type: ignore[method-assign]
     worker.handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=60)
-    assert not worker._running and not worker._running
+    assert not worker._running and not worker._jobs
     assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
 
 
@@ -121,7 +121,7 @@ async def test_cancelled_job_has_no_result(address: str) -> None:
     await asyncio.sleep(0)
     worker.handle(Cancel(["j"]))
     await asyncio.wait([task], timeout=60)
-    assert task.cancelled() and not said and not worker._running
+    assert task.cancelled() and not said and not worker._jobs
 
 
 async def test_worker_serves_until_it_is_cancelled(address: str) -> None:
@@ -142,19 +142,19 @@ async def test_result_is_held_until_it_is_cancelled(address: str, monkeypatch: p
     for name in ("a", "b", "c", "bad"):
         worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
         await asyncio.wait(list(worker._running.values()), timeout=60)
-    assert list(worker._unsent) == list(worker._running) == ["a", "b", "c"], "a failure is not kept"
+    assert list(worker._unsent) == list(worker._jobs) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
         await worker._send_result(name)
     assert not worker._unsent
-    assert list(worker._held) == list(worker._running) == ["b", "c"], "the oldest is given up"
+    assert list(worker._held) == list(worker._jobs) == ["b", "c"], "the oldest is given up"
     worker.handle(Cancel(["b"]))
-    assert list(worker._held) == list(worker._running) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
+    assert list(worker._held) == list(worker._jobs) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
     worker.handle(Cancel(["c"]))
     assert not worker._held and worker._held_bytes == 0
     worker.handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
     await asyncio.wait(list(worker._running.values()), timeout=20)
     worker.handle(Cancel(["unasked"]))
-    assert not worker._unsent and not worker._running and worker._held_bytes == 0
+    assert not worker._unsent and not worker._jobs and worker._held_bytes == 0
 
 
 async def test_worker_on_the_same_node_uses_a_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
