@@ -37,7 +37,7 @@ from primeslurm.trainer.checkpoints.shards import (
     wait_with_heartbeats,
 )
 from primeslurm.trainer.checkpoints.staging import copies_fit
-from primeslurm.trainer.distributed.space import MOST_TRIES, for_want_of_space, is_away, waiting_for_space
+from primeslurm.trainer.distributed.space import MAX_ATTEMPTS, is_disk_full, is_unreachable, retry_while_full
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
@@ -216,7 +216,7 @@ class Checkpoints:
         def save() -> None:
             self._begin_save(step, learner, timer)
 
-        waiting_for_space(self._world, self._run_dir, save, directory, pause_s=self._pause_s)
+        retry_while_full(self._world, self._run_dir, save, directory, pause_s=self._pause_s)
 
     def _begin_save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         directory = checkpoints.step_dir(self._run_dir, step)
@@ -266,9 +266,9 @@ class Checkpoints:
         try:
             self._commit_pending(timer)
         except RankError as error:
-            full = for_want_of_space(self._world, self._run_dir, error)
+            full = is_disk_full(self._world, self._run_dir, error)
             self._lost_in_a_row += not full
-            if pending is None or not (full or (is_away(self._world, error) and self._lost_in_a_row < MOST_TRIES)):
+            if pending is None or not (full or (is_unreachable(self._world, error) and self._lost_in_a_row < MAX_ATTEMPTS)):
                 raise
             log.warning("step %d is not saved: %s", pending.step, error)
             if self._world.is_main:

@@ -32,7 +32,7 @@ from torch.serialization import set_crc32_options
 
 from primeslurm.base import files
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.distributed.cores import allowed
+from primeslurm.trainer.distributed.cores import threads_of_a_rank as threads_of_a_rank
 from primeslurm.wire.stored import digests, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
@@ -324,12 +324,6 @@ class _MemoryFile(io.RawIOBase):
         target[: len(source)] = source
         self._at += len(source)
         return len(source)
-
-
-def threads_of_a_rank() -> int:
-    """Return the number of files that a rank reads or writes in parallel: its share of the CPUs, at most four."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or max(1, torch.cuda.device_count()))
-    return max(1, min(4, len(allowed()) // ranks))
 
 
 def wait_with_heartbeats(work: Iterable[ThreadFuture[Any]], counter: ByteCounter) -> None:

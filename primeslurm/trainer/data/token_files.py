@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from primeslurm.base import durable, files
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
-from primeslurm.trainer.distributed.space import waiting_for_space
+from primeslurm.trainer.distributed.space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.batches.rollouts import ImageSpan
 from primeslurm.wire.decoding import DamagedError, decode_json, value
@@ -98,7 +98,7 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
     record = world.share(world.attempt(lambda: _read(directory, made_of) if world.is_main else None, _DOING))
     if record is None:
         make = partial(_make, directory, conversations, made_of, world)
-        record = waiting_for_space(world, run_dir, make, directory)
+        record = retry_while_full(world, run_dir, make, directory)
     return TokenFiles(directory, record.parts)
 
 

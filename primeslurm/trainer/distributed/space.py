@@ -1,4 +1,4 @@
-"""What all ranks write together waits while the file system is full or read-only."""
+"""Retries for writes that all ranks do together, while the file system is full, read-only or unreachable."""
 
 from __future__ import annotations
 
@@ -14,51 +14,52 @@ from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_byt
 from primeslurm.trainer.distributed.world import RankError, World
 
 T = TypeVar("T")
-MOST_TRIES = 5
-"""How often something is written again that was lost because the file system was away, as after a failed flush."""
-_NUMBERS = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO)
-_AWAY = re.compile("|".join(re.escape(os.strerror(number)) for number in _NUMBERS))
+MAX_ATTEMPTS = 5
+"""Attempts to write to a file system that is unreachable."""
+_UNREACHABLE = (errno.EIO, errno.ESTALE, errno.ESHUTDOWN, errno.EREMOTEIO)
+_UNREACHABLE_TEXT = re.compile("|".join(re.escape(os.strerror(number)) for number in _UNREACHABLE))
 
 
-def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
-    """Whether something failed because the file system is full or read-only; every rank is told the same.
-
-    Not all libraries say why they could not write (torch's zip files do not): too little that is free says so, too.
-    """
+def is_disk_full(world: World, run_dir: Path, error: RankError) -> bool:
+    """Return whether a write failed because the file system is full or read-only. Rank 0 decides for all ranks."""
+    # Some libraries hide the errno (torch's zip writer does), so little free space counts as the cause, too.
     free = free_bytes(run_dir)
     return bool(world.decide(int(may_pass(error) or (free is not None and free < RESERVE_BYTES))))
 
 
-def is_away(world: World, error: RankError) -> bool:
-    """Whether something failed because a rank's node did not reach the file system; every rank is told the same."""
-    return bool(world.decide(int(bool(_AWAY.search(str(error))))))
+def is_unreachable(world: World, error: RankError) -> bool:
+    """Return whether a write failed because a node lost the file system. Rank 0 decides for all ranks."""
+    return bool(world.decide(int(bool(_UNREACHABLE_TEXT.search(str(error))))))
 
 
-def waiting_for_space(
+def retry_while_full(
     world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = PAUSE_S
 ) -> T:
-    """Write until the file system takes it; five times at most if it is not full. All ranks call this together.
+    """Call `write` until it succeeds. A full disk is waited for without limit, an unreachable one for MAX_ATTEMPTS.
+
+    A collective.
 
     Args:
-        world: the ranks.
-        run_dir: in whose file system they write.
-        write: what they do; it begins anew each time.
-        partial: directories that a failed try leaves, and that only take space then.
-        pause_s: between two tries.
+        world: The ranks.
+        run_dir: Run directory. Its file system is the one that may be full.
+        write: Does the complete write, from the beginning on each call.
+        partial: Directories to delete after a failed attempt, to free their space.
+        pause_s: Pause between attempts [s].
 
     Raises:
-        RankError: it failed for another reason.
+        RankError: The write failed for another reason, or too often.
     """
-    reserve, lost = Reserve(run_dir), 0
+    reserve, failed_attempts = Reserve(run_dir), 0
     while True:
-        while world.decide(int(reserve.given_up)):  # what is left is for records
+        # The reserve was released, so the remaining space belongs to records.
+        while world.decide(int(reserve.given_up)):
             pause(pause_s)
         try:
             return write()
         except RankError as error:
-            full = for_want_of_space(world, run_dir, error)
-            lost += not full
-            if not full and not (is_away(world, error) and lost < MOST_TRIES):
+            full = is_disk_full(world, run_dir, error)
+            failed_attempts += not full
+            if not full and not (is_unreachable(world, error) and failed_attempts < MAX_ATTEMPTS):
                 raise
             warn(error)
             if world.is_main:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from primeslurm.base import durable, files
 from primeslurm.records.reserve import until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.distributed.space import waiting_for_space
+from primeslurm.trainer.distributed.space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft
 from primeslurm.trainer.weights.export import Encoding, parts
@@ -54,7 +54,7 @@ class Publisher:
         """
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
-        return waiting_for_space(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
+        return retry_while_full(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
 
     def _publish(self, version: int, partial: Path, final: Path) -> Path:
         self._world.agree(
