@@ -21,7 +21,7 @@ from torch.nn.functional import grouped_mm
 from primeslurm.nn.kernels.fp8 import blocks as quantiser
 from primeslurm.nn.kernels.fp8.backend import backend
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise
-from primeslurm.trainer.components import fp8
+from primeslurm.nn.layers import fp8
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16384 if DEVICE == "cuda" else 256

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from benchmarks.trainer_layouts import trainer_gpus
 from primeslurm.models import model_builder
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.testbed.fakes.meta_rank import _group, _in_transformers, config_of
@@ -35,7 +36,7 @@ from primeslurm.trainer.assembly import build
 from primeslurm.trainer.checkpoints.staging import tensor_bytes
 from primeslurm.trainer.weights import four_bits, loading
 from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE, in_fp8
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 T = TypeVar("T")
 FILE_BYTES = 5 << 30

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-FP8_BLOCK = 128
-"""Rows, and columns, of a block of weights in FP8 that has one scale."""
+from primeslurm.nn.block_sizes import FP8_BLOCK
 
 
 def storage(stored: Mapping[str, Any]) -> str | None:

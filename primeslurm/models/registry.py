@@ -8,21 +8,20 @@ from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from pathlib import Path
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.models.family import GENERIC, Capabilities, Family, Parsers
 
-ENTRY_POINTS = "primeslurm.models"
+ENTRY_POINTS = "primeslurm.families"
 """Group of the entry points by which packages add families; each names a `Family`."""
 
 
 @cache
 def bundled() -> tuple[Family, ...]:
     """List the families of this package: what its modules call FAMILY."""
-    here = pkgutil.iter_modules([str(Path(__file__).parent)])
-    modules = [import_module(f"{__package__}.{module.name}") for module in here]
-    return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
+    package = import_module("primeslurm.models")
+    folders = (module.name for module in pkgutil.iter_modules(package.__path__) if module.ispkg)
+    return tuple(import_module(f"{package.__name__}.{folder}.spec").FAMILY for folder in folders)
 
 
 @cache

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-RECURRENCE_CHUNK_TOKENS = 2048
-"""Tokens, of all rows together, that a recurrent layer computes at once, and anew in the backward pass.
-
-The inside of such a part takes some hundred kilobytes a token.
-"""
-KERNEL_CHUNK_TOKENS = 16384
-"""The same where GPUs have kernels for the recurrence: these keep less of a token, and shorter parts take longer to
-launch than to compute."""
-DELTA_CHUNK = 64
-"""Positions of a part that a gated delta net takes together; a matter of speed alone."""
-
 
 @dataclass(frozen=True)
 class Mla:

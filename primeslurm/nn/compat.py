@@ -91,7 +91,6 @@ from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
 from primeslurm.nn import expert_fsdp  # noqa: E402
 from primeslurm.nn.kernels import flash_attention, on_host  # noqa: E402
-from primeslurm.trainer.assembly.draft import ModelDraft  # noqa: E402
 
 if not ON_CPU:
     _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)
@@ -264,11 +263,11 @@ def forget_deepep_handles() -> None:
     deepep._handle_cache.clear()
 
 
-def convert(draft: ModelDraft) -> None:
-    """Swap in the modules of this file where a model needs them here."""
-    swap(draft.config, GroupedExperts, AnyDtypeExperts)
+def replace_modules(model_config: Any) -> None:
+    """Replace modules of a model config by those of this file, where this machine needs them."""
+    swap(model_config, GroupedExperts, AnyDtypeExperts)
     if ON_CPU:
-        swap(draft.config, titan_attention.FlexAttention, DenseAttention)
+        swap(model_config, titan_attention.FlexAttention, DenseAttention)
 
 
 def _sum_gradients(model: torch.nn.Module) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 from torch.distributed.tensor import DTensor, Shard
 
-from primeslurm.models.expert_sharding import split_dimension
+from primeslurm.nn.expert_splits import split_dimension
 
 
 def fully_shard(module: Any, *, mesh: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ from primeslurm.nn.kernels.fp8.blocks import (
     quantise_transposed,
     scales_of,
 )
-from primeslurm.trainer.components import fp8
+from primeslurm.nn.layers import fp8
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 

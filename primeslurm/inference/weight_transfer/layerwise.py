@@ -30,8 +30,9 @@ from vllm.platforms import current_platform
 
 from primeslurm.inference.guards import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.testbed.cpu_engine import patches
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _ELEMENTS_AT_ONCE = 2**25
 """How much of a stack of FP8 weights is in float32 at a time."""

@@ -1,1 +1,1 @@
-"""Afmoe."""
+"""AFMoE (Arcee Trinity)."""

@@ -1,1 +1,1 @@
-"""Deepseek v3."""
+"""DeepSeek-V3 and R1."""

@@ -1,1 +1,1 @@
-"""Deepseek v32."""
+"""DeepSeek-V3.2."""

@@ -1,1 +1,1 @@
-"""Glm4 moe."""
+"""GLM-4.5 to GLM-4.7, and INTELLECT-3."""

@@ -1,1 +1,1 @@
-"""Glm moe dsa."""
+"""GLM-5 and GLM-5.1."""

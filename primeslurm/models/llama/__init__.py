@@ -1,1 +1,1 @@
-"""Llama."""
+"""Llama 2 and 3, and the models that share their architecture."""

@@ -1,1 +1,1 @@
-"""Minimax m2."""
+"""MiniMax-M2."""

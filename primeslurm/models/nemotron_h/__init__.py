@@ -1,1 +1,1 @@
-"""Nemotron h."""
+"""Nemotron-H and Nemotron 3."""

@@ -1,1 +1,1 @@
-"""Qwen3."""
+"""Qwen3 and Qwen3-MoE."""

@@ -1,1 +1,1 @@
-"""Qwen3 vl."""
+"""Qwen3-VL and Qwen3-VL-MoE."""

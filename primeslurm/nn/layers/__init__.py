@@ -1,1 +1,1 @@
-"""Layers."""
+"""Layers that the model families are built of."""

@@ -10,7 +10,7 @@ from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
-from primeslurm.models.shape import DELTA_CHUNK
+from primeslurm.nn.block_sizes import DELTA_CHUNK
 from primeslurm.nn.kernels import linear_attention
 from primeslurm.nn.layers.gated_norm import gated, normed_before
 from primeslurm.nn.layers.recurrence import gated_delta_rule

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from primeslurm.models.shape import KERNEL_CHUNK_TOKENS, RECURRENCE_CHUNK_TOKENS
+from primeslurm.nn.block_sizes import KERNEL_CHUNK_TOKENS, RECURRENCE_CHUNK_TOKENS
 from primeslurm.nn.kernels import linear_attention
 from primeslurm.nn.layers.recurrence import causal_conv
 

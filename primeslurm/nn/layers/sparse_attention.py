@@ -23,7 +23,7 @@ from torchtitan.protocols.module import Module
 from primeslurm.nn import compat
 from primeslurm.nn.kernels.head_products import head_products
 from primeslurm.nn.kernels.sparse_mla import dense_mla, sparse_mla
-from primeslurm.trainer.components.fp8 import FP8Linear, rounded
+from primeslurm.nn.layers.fp8 import FP8Linear, rounded
 
 SCORES = 2**28
 """Index scores held at once, before they are summed over heads; 1 GiB."""

@@ -22,7 +22,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from primeslurm.nn import compat
 from primeslurm.nn.adapters.table import TableAdapter
-from primeslurm.trainer.assembly.draft import ModelDraft
 
 
 @dataclass(frozen=True)
@@ -120,17 +119,6 @@ class Decoder(titan.Decoder):
 def document_positions(positions: torch.Tensor) -> torch.Tensor:
     """Return positions [rows, length] in documents, out of the positions that layers get."""
     return positions if positions.ndim == 2 else positions[..., 0]
-
-
-def convert(draft: ModelDraft) -> None:
-    """Let a model's encoder be trained, if the recipe says so. Raises ValueError if it has none, but needs one."""
-    settings = draft.recipe.model.vlm
-    if settings is None:
-        return
-    vision = getattr(draft.config, "vision", None)
-    if vision is None:
-        raise ValueError("model.vlm: the model has no vision encoder")
-    vision.frozen = settings.freeze_vision_encoder
 
 
 def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, ac_config: Any, **rest: Any) -> Any:

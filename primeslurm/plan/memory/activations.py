@@ -7,15 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from primeslurm.models.shape import (
-    DELTA_CHUNK,
-    KERNEL_CHUNK_TOKENS,
-    RECURRENCE_CHUNK_TOKENS,
-    DeltaNets,
-    Mamba,
-    ModelShape,
-    Vision,
-)
+from primeslurm.models.shape import DeltaNets, Mamba, ModelShape, Vision
+from primeslurm.nn.block_sizes import DELTA_CHUNK, KERNEL_CHUNK_TOKENS, RECURRENCE_CHUNK_TOKENS
 
 KERNEL_BYTES = 9.2
 """Of a token inside a part, for each element of all heads' queries, keys and values: the more of two that were measured

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.models.quantization import FP8_BLOCK
 from primeslurm.models.shape import Mla, ModelShape
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.parameters import count
 

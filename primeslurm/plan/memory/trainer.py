@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from primeslurm.models.expert_sharding import shards_have_whole_blocks
-from primeslurm.models.quantization import FP8_BLOCK
 from primeslurm.models.shape import ModelShape
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.plan.memory.activations import images_of, layers_of
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
 from primeslurm.recipe import Recipe

@@ -10,10 +10,25 @@ from collections.abc import Callable
 import torch
 
 from primeslurm.nn import compat
-from primeslurm.nn.layers import vision
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.components import fp8, logprobs, lora, router_replay, single_products, varlen_attention
 from primeslurm.trainer.distributed import deepep, token_order
+
+
+def replace_modules(draft: ModelDraft) -> None:
+    """Replace the modules of torchtitan that do not work on this machine or in this dtype."""
+    compat.replace_modules(draft.config)
+
+
+def freeze_vision_encoder(draft: ModelDraft) -> None:
+    """Freeze or train the vision encoder as `model.vlm` says. Raise ValueError if the model has no encoder."""
+    settings = draft.recipe.model.vlm
+    if settings is None:
+        return
+    vision = getattr(draft.config, "vision", None)
+    if vision is None:
+        raise ValueError("model.vlm: the model has no vision encoder")
+    vision.frozen = settings.freeze_vision_encoder
 
 
 def fit(draft: ModelDraft) -> None:
@@ -30,13 +45,13 @@ def build(draft: ModelDraft) -> None:
 
 CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
     # The config. Each of these replaces modules of torchtitan's that no other one looks for.
-    compat.convert,
+    replace_modules,
     varlen_attention.convert,
     deepep.convert,
     token_order.convert,  # after deepep has said which
     logprobs.convert,
     router_replay.convert,
-    vision.convert,
+    freeze_vision_encoder,
     fit,  # sets up token dispatchers: after deepep has said which
     build,
     # The model.

@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from primeslurm.models.expert_sharding import whole_blocks
+from primeslurm.nn.expert_splits import whole_blocks
 from primeslurm.nn.kernels.fp8 import hollow
 from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, Quantised, amax_of_blocks, encode_blocks, scales_of
+from primeslurm.nn.layers.fp8 import FP8Experts
 from primeslurm.trainer.components import lora
-from primeslurm.trainer.components.fp8 import FP8Experts
 
 
 class _Stack:

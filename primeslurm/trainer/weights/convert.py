@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 
 from primeslurm.base import durable
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
 from primeslurm.trainer.weights import four_bits, huggingface
 from primeslurm.trainer.weights.four_bits import FourBits
@@ -29,7 +30,7 @@ from primeslurm.trainer.weights.headers import TensorLocation
 from primeslurm.trainer.weights.loading import dequantised
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 AT_ONCE = 1 << 24
 """Elements that a thread has in memory, but for matrices of a stack, which are turned whole."""

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from primeslurm.nn import compat
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
 from primeslurm.trainer.distributed.world import host_memory
@@ -30,7 +31,7 @@ from primeslurm.trainer.weights import four_bits
 from primeslurm.trainer.weights.four_bits import FourBits
 from primeslurm.trainer.weights.headers import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 PIECE = 8 << 20
 """Bytes that a thread reads at once; what is quantised takes four times as many when it is so no longer."""

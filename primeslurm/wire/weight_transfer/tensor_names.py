@@ -5,10 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-from primeslurm.models import quantization
-
-FP8_BLOCK = quantization.FP8_BLOCK
-"""Rows and columns of a block of an FP8 weight, which share a scale."""
 FP8_SCALE = "_scale_inv"
 """What follows the name of an FP8 weight in the name of its scales."""
 _PRODUCTS = re.compile(

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from primeslurm.models import model_types
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints import export as checkpoint_export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.components import fp8
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner

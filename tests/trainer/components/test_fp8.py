@@ -19,9 +19,10 @@ from primeslurm.models import capabilities
 from primeslurm.nn.kernels.fp8.backend import Emulated
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise, quantise_groups, quantise_groups_transposed
 from primeslurm.nn.kernels.fp8.last_result import LastResult
+from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.components import fp8
+from primeslurm.trainer.components.fp8 import adapt
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
 from tests.support import block_fp8 as exact
@@ -271,7 +272,7 @@ def test_what_attention_absorbs_is_rounded_and_has_the_weights_gradient() -> Non
 
 def test_only_what_a_checkpoint_stores_in_fp8_computes_in_it(world: World, tmp_path: Path) -> None:
     policy = build(make_recipe(write(next(case for case in CASES if case.name == "qwen3"), tmp_path)), world)
-    fp8.adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
+    adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
     names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
     assert names == ["layers.0.feed_forward.w3"]
 

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.models.expert_sharding import split_dimension
-from primeslurm.trainer.components.fp8 import _mixed
+from primeslurm.nn.expert_splits import split_dimension
+from primeslurm.nn.layers.fp8 import with_fp8_products
 from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
@@ -31,7 +31,7 @@ class Model(nn.Module):
         config = GroupedExperts.Config(dim=dim, hidden_dim=width, num_experts=experts)
         self.experts = nn.ModuleList(config.build() for _ in range(2))
         for layer in self.experts:
-            layer.__class__ = _mixed(GroupedExperts)
+            layer.__class__ = with_fp8_products(GroupedExperts)
         self.head = nn.Linear(dim, 8)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

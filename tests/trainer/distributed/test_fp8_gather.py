@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from primeslurm.models.expert_sharding import whole_blocks
+from primeslurm.nn.expert_splits import whole_blocks
 from primeslurm.nn.kernels.fp8 import hollow
 from primeslurm.nn.kernels.fp8.blocks import BLOCKS, Quantised, amax_of_blocks, encode_blocks, quantise, scales_of
 from tests.support.block_fp8 import matrix

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from primeslurm.nn.kernels.fp8 import ops
-from primeslurm.trainer.components import fp8
+from primeslurm.nn.layers import fp8
 
 Tensors = list[torch.Tensor]
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.nn.kernels import on_host
 from primeslurm.nn.kernels.fp8 import hollow
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
 
 BLOCK = FP8_BLOCK
 ROWS, BLOCKS = (1, BLOCK), (BLOCK, BLOCK)

@@ -21,7 +21,7 @@ def builder(model_type: str) -> Builder | None:
     family = family_of(model_type)
     if family is None:
         return None
-    build: Builder = import_module(family.builder or f"{__name__}.{family.name}").spec
+    build: Builder = import_module(family.builder or f"{__package__}.{family.name}.model").spec
     return build
 
 
