@@ -186,9 +186,9 @@ def dequantising(rows: int = 2048, columns: int = 6144) -> dict[str, float]:
     scales = torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     codes, of_groups = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8), (rows, columns // _GROUP)
     ways: dict[str, Callable[[], object]] = {
-        "fp8": lambda: loading.dequantised(raw, scales, 0, 0),
-        "mxfp4": partial(four_bits.dequantised, "mxfp4", codes, torch.randint(110, 130, of_groups, dtype=torch.uint8)),
-        "int4": partial(four_bits.dequantised, "int4", codes, torch.rand(of_groups).bfloat16()),
+        "fp8": lambda: loading.dequantize(raw, scales, 0, 0),
+        "mxfp4": partial(four_bits.dequantize, "mxfp4", codes, torch.randint(110, 130, of_groups, dtype=torch.uint8)),
+        "int4": partial(four_bits.dequantize, "int4", codes, torch.rand(of_groups).bfloat16()),
     }
     found = {}
     for name, way in ways.items():

@@ -22,7 +22,7 @@ from torchtitan.trainer import Trainer
 
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 from primeslurm.trainer.components import activation_checkpointing
 from primeslurm.trainer.distributed.world import World
 

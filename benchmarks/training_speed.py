@@ -4,8 +4,8 @@
     python -m benchmarks training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
 
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
-runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
-other is torchtitan's `Trainer.train_step`, and `--compile` is for both; or, with `--against eager`, ours without it.
+runs train with: `TrainStep.train` with the recipe's loss, from arrays in host memory to updated weights and metrics.
+The other is torchtitan's `Trainer.train_step`, and `--compile` is for both; or, with `--against eager`, ours without.
 Both have their models in memory at once and take turns; where memory holds one, `--instead torchtitan` in a second call
 times the other. The ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others
 disturb less.
@@ -122,12 +122,12 @@ def ours(
     """Build our step on random rows, and the model. The first step fills `first` with its metrics, each `last`."""
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
+    from primeslurm.trainer.base.phase_timer import PhaseTimer
     from primeslurm.trainer.components.loss import from_recipe
-    from primeslurm.trainer.loops.phase_timer import PhaseTimer
-    from primeslurm.trainer.loops.step import Learner
+    from primeslurm.trainer.policy.train_step import TrainStep
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
     batches = itertools.cycle(
         random_batch(
             recipe.seq_len,
@@ -144,7 +144,7 @@ def ours(
     timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
-        metrics = learner.train(next(batches), timer)
+        metrics = train_step.train(next(batches), timer)
         _add_compiles(first, metrics)
         first.update({name: value for name, value in metrics.items() if name not in first})
         last.update(metrics)

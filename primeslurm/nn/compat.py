@@ -90,7 +90,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
 from primeslurm.nn import expert_fsdp  # noqa: E402
-from primeslurm.nn.kernels import flash_attention, on_host  # noqa: E402
+from primeslurm.nn.kernels import flash_attention, host_value_cache  # noqa: E402
 
 if not ON_CPU:
     _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)
@@ -183,7 +183,7 @@ class AnyDtypeExperts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Run tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
-        offsets = on_host.ends(num_tokens_per_expert_E)
+        offsets = host_value_cache.ends(num_tokens_per_expert_E)
         gate = self.project("w1_EFD", x_RD, offsets)
         up = self.project("w3_EFD", x_RD, offsets)
         return self.project("w2_EDF", F.silu(gate) * up, offsets)

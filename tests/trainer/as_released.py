@@ -28,7 +28,7 @@ def change_config(directory: Path, **values: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """E4M3 values, the scale of each block of 128 x 128, and what the two stand for, block by block."""
     rows, columns = weight.shape
     scales = torch.empty(-(-rows // 128), -(-columns // 128))
@@ -49,7 +49,7 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
         if tensor.ndim != 2 or any(part in name for part in KEPT):
             stored[name] = meant[name] = tensor
         else:
-            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
+            stored[name], stored[name + FP8_SCALE], meant[name] = quantize(tensor)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     modules = [
         name.removesuffix(".weight") for name in stored if name.endswith(".weight") and name + FP8_SCALE not in stored

@@ -21,7 +21,7 @@ from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from scripts.models import tiny_model

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.data.image_positions import Images, vision_input
-from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, join
-from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import reduce_after
 from primeslurm.wire.batches.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.image_rows import DOCUMENTS, packed
@@ -133,7 +133,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     directory = arguments.table.parent
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     for settings in json.loads(arguments.table.read_text()):
         layout = Layout(**settings)
         mine = gradients(layout, directory, world)

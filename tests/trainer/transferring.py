@@ -8,8 +8,8 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
@@ -21,7 +21,7 @@ def main() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     link = TrainerLink(sys.argv[1])
     gather = DTensor.full_tensor
     gathered = []

@@ -17,7 +17,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from primeslurm.nn.adapters.table import TableAdapter
-from primeslurm.nn.kernels import on_host
+from primeslurm.nn.kernels import host_value_cache
 from primeslurm.nn.layers.common import MATRIX, ends, linear, norm, refuse
 from primeslurm.nn.layers.moe import local, routed, spread
 
@@ -49,7 +49,7 @@ class GptOssExperts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Run tokens sorted by expert, [rows, dim], through their experts."""
         gate_up, gate_up_bias, down, down_bias = (local(getattr(self, name), x_RD.dtype) for name in _PARAMETERS)
-        offsets = on_host.ends(num_tokens_per_expert_E)
+        offsets = host_value_cache.ends(num_tokens_per_expert_E)
 
         def of_rows(bias: torch.Tensor) -> torch.Tensor:
             return torch.repeat_interleave(bias, num_tokens_per_expert_E.long(), dim=0, output_size=x_RD.shape[0])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from primeslurm.nn.kernels.fp8.deep_gemm import index_library
-from primeslurm.nn.kernels.index_rounding import quantise, rounded
+from primeslurm.nn.kernels.index_rounding import quantize, rounded
 
 QUERIES, KEYS = 64, 128
 """A tile."""
@@ -36,10 +36,10 @@ def index_scores(
     library = index_library()
     if library is None or query.shape[2] != SIZE or query.shape[1] not in HEADS:
         return triton_scores(rounded(query), rounded(keys), weight, first, last)
-    data, scales = quantise(query)
+    data, scales = quantize(query)
     seen = first.int(), last.int() + 1
     scores: torch.Tensor = library.fp8_fp4_mqa_logits(
-        (data, None), quantise(keys), weight.float() * scales, *seen, clean_logits=True
+        (data, None), quantize(keys), weight.float() * scales, *seen, clean_logits=True
     )
     return _whole(scores)
 

@@ -13,7 +13,7 @@ SMALLEST_AMAX = 1e-4
 """No row counts as smaller, as in vLLM's kernel for the keys."""
 
 
-def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Round rows [..., size]: e4m3 of that shape and float32 scales [...], powers of two (vLLM's `ue8m0`)."""
     scales = rows.abs().amax(-1).float().clamp_min(SMALLEST_AMAX).div(LARGEST).log2().ceil().exp2()
     return (rows.float() / scales.unsqueeze(-1)).to(torch.float8_e4m3fn), scales
@@ -21,5 +21,5 @@ def quantise(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def rounded(rows: torch.Tensor) -> torch.Tensor:
     """What rounded rows stand for, exact in bfloat16."""
-    data, scales = quantise(rows)
+    data, scales = quantize(rows)
     return (data.float() * scales.unsqueeze(-1)).to(rows.dtype)

@@ -23,25 +23,25 @@ from primeslurm.nn.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Groups,
-    Quantised,
-    quantise,
-    quantise_both_ways,
-    quantise_groups,
-    quantise_groups_both_ways,
-    quantise_groups_transposed,
-    quantise_transposed,
+    Quantized,
+    quantize,
+    quantize_both_ways,
+    quantize_groups,
+    quantize_groups_both_ways,
+    quantize_groups_transposed,
+    quantize_transposed,
 )
-from primeslurm.nn.kernels.fp8.last_result import LastResult
+from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
 
 # Of what several products share: their input, by rows for themselves and by columns for their weights' gradients.
-_rows, _columns, _group_rows, _group_columns = (LastResult[Quantised]() for _ in range(4))
+_rows, _columns, _group_rows, _group_columns = (QuantizedCache[Quantized]() for _ in range(4))
 
 
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        return _times(_rows.of(rows, _quantised), quantise(weight, BLOCKS), rows)
+        return _times(_rows.of(rows, _quantised), quantize(weight, BLOCKS), rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -49,9 +49,9 @@ class _LinearProduct(torch.autograd.Function):
         for_rows = for_weight = None
         by_rows, by_columns = _forms(gradient.flatten(0, -2), *ctx.needs_input_grad)
         if by_rows:
-            for_rows = _times(by_rows, quantise(weight.mT, BLOCKS), gradient)
+            for_rows = _times(by_rows, quantize(weight.mT, BLOCKS), gradient)
         if by_columns:
-            right = _columns.of(rows, lambda t: quantise_transposed(t.flatten(0, -2)))
+            right = _columns.of(rows, lambda t: quantize_transposed(t.flatten(0, -2)))
             for_weight = backend(rows.device.type).outer(by_columns, right).to(weight.dtype)
         return for_rows, for_weight
 
@@ -61,8 +61,8 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups = Groups.of(offsets)
-        quantised = _group_rows.of(rows, lambda t: quantise_groups(t, ctx.groups), ctx.groups)
-        return _grouped_times(quantised, quantise(weight, BLOCKS), ctx.groups, rows.dtype)
+        quantised = _group_rows.of(rows, lambda t: quantize_groups(t, ctx.groups), ctx.groups)
+        return _grouped_times(quantised, quantize(weight, BLOCKS), ctx.groups, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -70,9 +70,9 @@ class _GroupedProduct(torch.autograd.Function):
         for_rows = for_weight = None
         by_rows, by_columns = _group_forms(gradient, ctx.groups, *ctx.needs_input_grad[:2])
         if by_rows:
-            for_rows = _grouped_times(by_rows, quantise(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
+            for_rows = _grouped_times(by_rows, quantize(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
         if by_columns:
-            right = _group_columns.of(rows, lambda t: quantise_groups_transposed(t, ctx.groups), ctx.groups)
+            right = _group_columns.of(rows, lambda t: quantize_groups_transposed(t, ctx.groups), ctx.groups)
             for_weight = backend(rows.device.type).grouped_outer(by_columns, right, ctx.groups).to(weight.dtype)
         return for_rows, for_weight, None
 
@@ -80,7 +80,7 @@ class _GroupedProduct(torch.autograd.Function):
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
-        return quantise(weight, BLOCKS).values().to(weight.dtype)
+        return quantize(weight, BLOCKS).values().to(weight.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
@@ -109,36 +109,36 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return _Rounded.apply(weight)
 
 
-def _quantised(rows: torch.Tensor) -> Quantised:
-    return quantise(rows.flatten(0, -2), ROWS)
+def _quantised(rows: torch.Tensor) -> Quantized:
+    return quantize(rows.flatten(0, -2), ROWS)
 
 
-def _forms(gradient: torch.Tensor, rows: bool, columns: bool) -> tuple[Quantised | None, Quantised | None]:
+def _forms(gradient: torch.Tensor, rows: bool, columns: bool) -> tuple[Quantized | None, Quantized | None]:
     """A gradient [rows, n] as its products want it: by rows, and by columns."""
     if rows and columns:
-        return quantise_both_ways(gradient)
-    return quantise(gradient, ROWS) if rows else None, quantise_transposed(gradient) if columns else None
+        return quantize_both_ways(gradient)
+    return quantize(gradient, ROWS) if rows else None, quantize_transposed(gradient) if columns else None
 
 
 def _group_forms(
     gradient: torch.Tensor, groups: Groups, rows: bool, columns: bool
-) -> tuple[Quantised | None, Quantised | None]:
+) -> tuple[Quantized | None, Quantized | None]:
     """The same for the rows of groups."""
     if rows and columns:
-        return quantise_groups_both_ways(gradient, groups)
+        return quantize_groups_both_ways(gradient, groups)
     return (
-        quantise_groups(gradient, groups) if rows else None,
-        quantise_groups_transposed(gradient, groups) if columns else None,
+        quantize_groups(gradient, groups) if rows else None,
+        quantize_groups_transposed(gradient, groups) if columns else None,
     )
 
 
-def _times(quantised: Quantised, weight: Quantised, rows: torch.Tensor) -> torch.Tensor:
+def _times(quantised: Quantized, weight: Quantized, rows: torch.Tensor) -> torch.Tensor:
     """The product, with leading dimensions and dtype of the rows that were quantised."""
     product = backend(rows.device.type).product(quantised, weight)
     return product.to(rows.dtype).view(*rows.shape[:-1], -1)
 
 
-def _grouped_times(rows: Quantised, weight: Quantised, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+def _grouped_times(rows: Quantized, weight: Quantized, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
     product = backend(rows.data.device.type).grouped_product(rows, weight, groups)
     return groups.compact(product).to(dtype)
 

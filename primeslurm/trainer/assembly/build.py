@@ -20,16 +20,15 @@ from primeslurm.nn.adapters.stacked import adapter_for_checkpoint
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory
+from primeslurm.trainer.assembly import generic_model
 from primeslurm.trainer.assembly.converters import CONVERTERS
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.components import activation_checkpointing, lora
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.components import activation_checkpointing, fp8_gather, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
-from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.generic import generic_model
-from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights import model_directory
 from primeslurm.trainer.weights.export import by_layer
 from primeslurm.trainer.weights.loading import Loader
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
@@ -52,7 +51,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
         ValueError: the model, the parallelism or the checkpoint does not fit.
     """
     source = locate(recipe.model.path)
-    config = huggingface.load_config(source)
+    config = model_directory.load_config(source)
     files = TensorFiles.shared(source, world)
     policy = _with_unchanged(assemble(config, source, recipe, world, attention, files), files, world)
     _load(policy, config, files)
@@ -95,7 +94,7 @@ def assemble(
             host_states=memory.optimizer_state_offload,
         )
     spec = model_builder.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
-    stored = files.fp8_names() if files and huggingface.is_quantized(config) else frozenset()
+    stored = files.fp8_names() if files and model_directory.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
         convert(draft)
@@ -245,7 +244,7 @@ def _ignored(hf_config: Any) -> re.Pattern[str]:
     """Names of tensors that are no weights of the model, and of layers that predict further ahead."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
-    endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
+    endings = _DERIVED + ((FP8_SCALE,) if model_directory.is_quantized(hf_config) else ())
     return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.components import fp8, logprobs, lora, router_replay, single_products, varlen_attention
-from primeslurm.trainer.distributed import deepep, token_order
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.components import fp8, logprobs, lora, per_expert_products, router_replay, varlen_attention
+from primeslurm.trainer.distributed import deepep, token_permutation
 
 
 def replace_modules(draft: ModelDraft) -> None:
@@ -48,15 +48,15 @@ CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
     replace_modules,
     varlen_attention.convert,
     deepep.convert,
-    token_order.convert,  # after deepep has said which
+    token_permutation.convert,  # after deepep has said which
     logprobs.convert,
     router_replay.convert,
     freeze_vision_encoder,
     fit,  # sets up token dispatchers: after deepep has said which
     build,
     # The model.
-    deepep.cut,
-    single_products.convert,
+    deepep.split_into_chunks,
+    per_expert_products.convert,
     fp8.convert,  # knows projections by torchtitan's own classes: before adapters change these
     lora.convert,  # freezes whatever is no adapter: after all that may add parameters
 )

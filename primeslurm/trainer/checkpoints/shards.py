@@ -32,7 +32,6 @@ from torch.serialization import set_crc32_options
 
 from primeslurm.base import files
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.distributed.cores import threads_of_a_rank as threads_of_a_rank
 from primeslurm.wire.stored import digests, manifest
 from primeslurm.wire.stored.manifest import FileRecord
 
@@ -50,7 +49,7 @@ class DamagedShardError(Exception):
 
 @dataclass
 class ByteCounter:
-    """Bytes that this rank's threads have read or written so far. It shows whoever waits for them that they progress."""
+    """Bytes that this rank's threads have read or written so far, as a sign of their progress."""
 
     bytes: int = 0
 

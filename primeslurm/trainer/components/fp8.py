@@ -9,7 +9,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.nn.layers.fp8 import FP8Linear, with_fp8_products
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common import Linear
 
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 

@@ -23,7 +23,7 @@ from torchtitan.models.common import Linear
 from primeslurm.nn import compat
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe.sections.trainer import Lora
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 A, B = "_lora_a", "_lora_b"
 EXPERTS = "experts"

@@ -17,7 +17,7 @@ import torch
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 
 class ReplayRouter(TokenChoiceTopKRouter):

@@ -13,7 +13,7 @@ from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 _SIZES = (64, 128, 256)
 """Of heads, for which newer kernels are known to compile."""

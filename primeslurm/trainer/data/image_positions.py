@@ -89,7 +89,7 @@ def place(positions: Int32, images: Images | None, merge: int) -> tuple[Int32, I
         used += count
         row, column = np.divmod(np.arange(count), width)
         coordinates[start:end] = coordinates[start] + np.stack([np.zeros_like(row), row, column], axis=1)
-        # An image advances the position by its longer side only (M-RoPE, Qwen2-VL), so the rest of its document moves up.
+        # An image advances positions by its longer side only (M-RoPE, Qwen2-VL), so the rest of the document moves up.
         later = begins[begins > start]
         coordinates[end : later[0] if len(later) else None] -= count - max(height, width)
     return features, coordinates

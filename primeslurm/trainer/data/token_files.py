@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from primeslurm.base import durable, files
 from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
-from primeslurm.trainer.distributed.space import retry_while_full
+from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.batches.rollouts import ImageSpan
 from primeslurm.wire.decoding import DamagedError, decode_json, value

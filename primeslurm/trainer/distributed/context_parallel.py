@@ -2,8 +2,8 @@
 
 There are two styles:
 
-- `ulysses`: an all-to-all before attention gives each rank whole rows of some heads, and another one after attention
-  restores the shards. It moves less data and balances causal attention, but needs at least as many query heads as ranks.
+- `ulysses`: an all-to-all before attention gives each rank whole rows of some heads, and a second one after it
+  restores the shards. It moves less data and balances causal attention, but needs as many query heads as ranks.
 - `allgather`: each rank gathers all keys and values of a layer and attends from its own queries. The backward pass
   reduce-scatters the gradients.
 

@@ -12,7 +12,7 @@ from torchtitan.models.common.moe import RoutedExperts
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher, EPDispatchMetadata
 
 from primeslurm.nn import compat
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 
 class DeepEPDispatcher(DeepEPTokenDispatcher):

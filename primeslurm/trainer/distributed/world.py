@@ -22,8 +22,8 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.nn import compat
 from primeslurm.recipe.sections.trainer import CONTEXT_BYTES, ENGINE_CONTEXT_BYTES
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.distributed import collective_count, cores
-from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.base.interrupt import Interrupt
+from primeslurm.trainer.distributed import collective_count, cpu_affinity
 from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.transport.rendezvous_store import serve_store
 
@@ -51,7 +51,7 @@ class World:
     interrupt: Interrupt
     store: str
     """host:port of rank 0's TCPStore, which other processes can join."""
-    patience_s: float = 1800.0
+    timeout_s: float = 1800.0
     """Timeout of `control` [s]."""
     host: torch.device = _HOST
     """Device of offloaded state."""
@@ -164,12 +164,12 @@ def host_memory(device: torch.device) -> Callable[[int], NDArray[np.uint8]]:
     return pinned
 
 
-def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) -> World:
+def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> World:
     """Join the process groups described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
         interrupt: Is connected to the other ranks.
-        patience_s: Timeout of the control group, and of all other groups until `tighten` [s].
+        timeout_s: Timeout of the control group, and of all other groups until `tighten` [s].
         host_tensors: Whether meshes also have to reduce tensors in host memory.
     """
     device = torch.device("cpu")
@@ -181,16 +181,16 @@ def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) ->
         _pin_to_near_cores(device)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = serve_store(host, port) if os.environ["RANK"] == "0" else None
-    gate_port = rendezvous.passage(host, port, patience_s)
+    gate_port = rendezvous.passage(host, port, timeout_s)
     with _store_behind_gate(gate_port):
         size = dist_utils.init_distributed(
-            CommConfig(init_timeout_seconds=int(patience_s), trace_buf_size=0),
+            CommConfig(init_timeout_seconds=int(timeout_s), trace_buf_size=0),
             enable_cpu_backend=host_tensors and device.type == "cuda",
         )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     interrupt.share(store or dist.TCPStore("127.0.0.1", gate_port, is_master=False))
     collective_count.report(liveness())
-    return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", patience_s)
+    return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", timeout_s)
 
 
 def bound_memory(device: torch.device, share: float) -> None:
@@ -210,7 +210,7 @@ def _pin_to_near_cores(device: torch.device) -> None:
     # Before large allocations, so that their pages come from the GPU's NUMA node.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
     try:
-        affinity = cores.move_near(cores.pci_address(device.index), ranks)
+        affinity = cpu_affinity.move_near(cpu_affinity.pci_address(device.index), ranks)
     except OSError as error:
         log.warning("cannot find the cores nearest to GPU %d: %s", device.index, error)
         return

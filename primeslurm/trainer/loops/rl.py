@@ -17,11 +17,11 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.prefetch import Prefetch
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
@@ -65,7 +65,7 @@ class RlTask:
     def __init__(
         self,
         recipe: Recipe,
-        learner: Learner,
+        train_step: TrainStep,
         transfer: WeightTransfer,
         saver: Checkpoints,
         world: World,
@@ -73,13 +73,13 @@ class RlTask:
         journal: Journal,
     ) -> None:
         self._recipe = recipe
-        self._learner = learner
+        self._learner = train_step
         self._transfer = transfer
         self._saver = saver
         self._world = world
         self._link = link
         self._journal = journal
-        policy = learner.policy
+        policy = train_step.policy
         self._shard = RankShard(policy.dp_rank, policy.dp_world, policy.cp_rank, policy.cp_world)
         self._prefetch = Prefetch(link, self._shard, recipe.trainer.batch_timeout_s)
         self._limits = PhaseLimits.of(recipe)

@@ -16,11 +16,11 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch
@@ -35,7 +35,7 @@ class SftTask:
         self,
         recipe: Recipe,
         run_dir: Path,
-        learner: Learner,
+        train_step: TrainStep,
         publisher: Publisher,
         saver: Checkpoints,
         world: World,
@@ -44,7 +44,7 @@ class SftTask:
     ) -> None:
         self._recipe = recipe
         self._run_dir = run_dir
-        self._learner = learner
+        self._learner = train_step
         self._publisher = publisher
         self._saver = saver
         self._world = world

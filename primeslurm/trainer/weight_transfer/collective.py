@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from primeslurm.records.reserve import until_written
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, ExportedTensor, parts
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink

@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 
 from primeslurm.base import durable, files
 from primeslurm.records.reserve import until_written
-from primeslurm.trainer.assembly.policy_model import PolicyModel
-from primeslurm.trainer.distributed.space import retry_while_full
+from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights import huggingface, peft
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.weights import model_directory, peft
 from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import manifest
@@ -116,7 +116,7 @@ class Publisher:
         encoding, total_size = self._encoding, sum(of_rank.size for of_rank in written)
         quantization = encoding.quantization(set(index))
         companions = (self._policy.source, partial, index, total_size, encoding.dtype_name, quantization)
-        files.retrying(partial, lambda: huggingface.write_companions(*companions))
+        files.retrying(partial, lambda: model_directory.write_companions(*companions))
         records = [record for of_rank in written for record in of_rank.records]
         filesystem.complete(partial, version, encoding.dtype_name, records)
         _remove(final)

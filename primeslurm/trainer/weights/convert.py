@@ -23,11 +23,11 @@ import torch
 
 from primeslurm.base import durable
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
-from primeslurm.trainer.weights import four_bits, huggingface
+from primeslurm.trainer.distributed.cpu_affinity import io_threads
+from primeslurm.trainer.weights import four_bits, model_directory
 from primeslurm.trainer.weights.four_bits import FourBits
-from primeslurm.trainer.weights.headers import TensorLocation
-from primeslurm.trainer.weights.loading import dequantised
+from primeslurm.trainer.weights.loading import dequantize
+from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire import exit_codes
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
@@ -83,7 +83,7 @@ class Conversion:
             count = min(step, rows - row)
             raw = self.opened.part(name, row * width, count * width).view(count, width)
             scales = self.opened.at(codes.scales, row * groups, count * groups).view(count, groups)
-            values = four_bits.dequantised(codes.code, raw, scales).bfloat16()
+            values = four_bits.dequantize(codes.code, raw, scales).bfloat16()
             yield values.mT if codes.turned else values
 
     def _of_fp8(self, name: str, place: TensorLocation) -> Iterator[torch.Tensor]:
@@ -95,7 +95,7 @@ class Conversion:
             raw = self.opened.part(name, row * columns, count * columns).view(count, columns)
             first, last = row // FP8_BLOCK, -(-(row + count) // FP8_BLOCK)
             scales = self.opened.part(name + FP8_SCALE, first * blocks, (last - first) * blocks).view(-1, blocks)
-            yield dequantised(raw, scales, 0, 0).bfloat16()
+            yield dequantize(raw, scales, 0, 0).bfloat16()
 
     def write(self, names: list[str], path: Path) -> None:
         """Write weights to a file, which is there when all of it is on disk. Raises OSError."""
@@ -135,7 +135,7 @@ def convert(source: Path, out: Path) -> None:
         names = conversion.names()
         missing = [file for file in names if not (partial / file).exists()]
         _make_room(partial, sum(conversion.entry(name)[2] for file in missing for name in names[file]))
-        with ThreadPoolExecutor(threads_of_a_rank(), "converting") as threads:
+        with ThreadPoolExecutor(io_threads(), "converting") as threads:
             written = [threads.submit(conversion.write, names[file], partial / file) for file in missing]
             try:
                 for number, done in enumerate(as_completed(written), len(names) - len(missing) + 1):
@@ -146,7 +146,7 @@ def convert(source: Path, out: Path) -> None:
                 raise
     index = {name: file for file, of_file in names.items() for name in of_file}
     total_size = sum(conversion.entry(name)[2] for name in index)
-    huggingface.write_companions(source, partial, index, total_size, "bfloat16")
+    model_directory.write_companions(source, partial, index, total_size, "bfloat16")
     for code in source.glob(_CODE):
         shutil.copyfile(code, partial / code.name)
     (partial / _RECORD).unlink()

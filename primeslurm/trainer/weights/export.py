@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, quantize
 from primeslurm.recipe import Recipe
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
@@ -162,7 +162,7 @@ class Encoding:
         alone = (name.format(experts[0]), tensor[0]) if experts else (name, tensor)
         if not self._in_fp8(*alone):
             return {name: cast(name, tensor, self.dtype)}
-        quantised = quantise(tensor.to(self.gathered), BLOCKS)
+        quantised = quantize(tensor.to(self.gathered), BLOCKS)
         return {name: quantised.data, name + FP8_SCALE: quantised.scales}
 
     def quantization(self, names: set[str]) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from primeslurm.trainer.weights.headers import TensorLocation
+from primeslurm.trainer.weights.safetensors_header import TensorLocation
 
 Code = Literal["int4", "mxfp4"]
 VALUES: Mapping[Code, tuple[float, ...]] = {
@@ -99,7 +99,7 @@ def _fit(scales: TensorLocation, rows: tuple[int, ...], columns: int) -> bool:
 
 
 @torch.no_grad()
-def dequantised(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantize(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """What codes stand for: each is looked up, and multiplied by its group's scale.
 
     Args:
@@ -139,7 +139,7 @@ def columns_of(
     groups = slice(columns.start // size, -(-columns.stop // size))
     begin = groups.start * size
     raw, scales = raw[..., begin // 2 : groups.stop * size // 2], scales[..., groups]
-    values = dequantised(codes.code, raw.to(device), scales.to(device))
+    values = dequantize(codes.code, raw.to(device), scales.to(device))
     return values[..., columns.start - begin : columns.stop - begin]
 
 

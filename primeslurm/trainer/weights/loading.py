@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from primeslurm.nn import compat
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.checkpoints.shards import threads_of_a_rank
+from primeslurm.trainer.distributed.cpu_affinity import io_threads
 from primeslurm.trainer.distributed.world import host_memory
 from primeslurm.trainer.weights import four_bits
 from primeslurm.trainer.weights.four_bits import FourBits
-from primeslurm.trainer.weights.headers import TensorLocation
+from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
@@ -84,7 +84,7 @@ class Loader:
     def __init__(self, files: TensorFiles, device: torch.device) -> None:
         self._files, self._device = files, device
         self._open = OpenFiles(files)
-        self._threads = ThreadPoolExecutor(threads_of_a_rank(), "loading")
+        self._threads = ThreadPoolExecutor(io_threads(), "loading")
         self._space = threading.local()
 
     def __enter__(self) -> Loader:
@@ -279,7 +279,7 @@ def pieces(place: TensorLocation, region: Region, whole_rows: bool = False) -> I
             yield RowSlice(slab, row, min(at_once, rows.stop - row))
 
 
-def dequantised(raw: torch.Tensor, scales: torch.Tensor, row: int, column: int) -> torch.Tensor:
+def dequantize(raw: torch.Tensor, scales: torch.Tensor, row: int, column: int) -> torch.Tensor:
     """What FP8 values stand for, in float32.
 
     Args:
@@ -300,7 +300,7 @@ def dequantised(raw: torch.Tensor, scales: torch.Tensor, row: int, column: int) 
 
 def _values(part: ShardRead, raw: torch.Tensor, scales: torch.Tensor | None, row: int) -> torch.Tensor:
     """What stored elements stand for; the first is in row `row` of the tensor."""
-    return raw if scales is None else dequantised(raw, scales, row % FP8_BLOCK, part.region[1].start)
+    return raw if scales is None else dequantize(raw, scales, row % FP8_BLOCK, part.region[1].start)
 
 
 def _put_numbers(part: ShardRead, piece: RowSlice, raw: torch.Tensor, scales: torch.Tensor) -> None:

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from primeslurm.base import files
 from primeslurm.nn.adapters import stacked
 from primeslurm.recipe.sections.trainer import Lora
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora as adapters
+from primeslurm.trainer.policy.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
 _STACKS = f"experts.{stacked.GATE_UP}", f"experts.{stacked.DOWN}"

@@ -18,7 +18,7 @@ from primeslurm.base import files
 from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.four_bits import FourBits, unpacked
-from primeslurm.trainer.weights.headers import TensorLocation, read_header
+from primeslurm.trainer.weights.safetensors_header import TensorLocation, read_header
 from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 

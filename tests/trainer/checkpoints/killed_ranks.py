@@ -31,10 +31,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints import checkpoint, local_copies, shards
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from primeslurm.wire.stored import checkpoints
 
@@ -59,9 +59,9 @@ WORK = {
     "prune": "pruning",
     "commit": "committing",
     "_load": "reading",
-    "_fill": "reading",
+    "_read_checked": "reading",
     "_move": "copying from node to node",
-    "_newest_whole": "looking for the newest",
+    "_newest_undamaged": "looking for the newest",
     "_write": "writing",
     "_begin": "beginning",
 }
@@ -83,14 +83,14 @@ def die_at_byte(fatal: int, told: int) -> None:
     """Be killed when so many bytes have been written and read."""
     seen = [0]
 
-    class Counted(shards.Moved):
+    class Counted(shards.ByteCounter):
         def __setattr__(self, name: str, value: int) -> None:
             seen[0] += value - getattr(self, "bytes", 0)
             if seen[0] >= fatal:
                 die(told)
             super().__setattr__(name, value)
 
-    checkpoint.Moved = local_copies.Moved = Counted  # type: ignore[misc]
+    checkpoint.ByteCounter = local_copies.ByteCounter = Counted  # type: ignore[misc]
 
 
 def die_at_file(fatal: int, root: Path, told: int) -> None:
@@ -119,24 +119,24 @@ def join(rank: int, store: Path, run: Path, config: Checkpoint) -> tuple[Weights
     model = Weights()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    learner: Any = SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=scheduler)
+    train_step: Any = SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=scheduler)
     saver = Checkpoints(run, os.getppid(), config, world, None)
-    return model, learner, saver, PhaseTimer(Journal(store.parent, f"rank-{rank}"), record=False)
+    return model, train_step, saver, PhaseTimer(Journal(store.parent, f"rank-{rank}"), record=False)
 
 
 def rank_main(rank: int, store: Path, run: Path, newest: int, told: int, config: Checkpoint) -> None:
     """Resume from the newest, and make some steps with a checkpoint each; rank 0 says which are committed."""
-    model, learner, saver, timer = join(rank, store, run, config)
-    step = saver.restore(learner)
+    model, train_step, saver, timer = join(rank, store, run, config)
+    step = saver.restore(train_step)
     assert step == newest and model.values() == {float(step)}, f"resumed at {step}, committed {newest}"
     for _ in range(STEPS):
         step += 1
         with torch.no_grad():
             model.matrix.fill_(step)
-        saver.after(step, learner, timer)
+        saver.after(step, train_step, timer)
         if rank == 0:
             os.write(told, f"{step - 1 if config.asynchronous else step}\n".encode())
-    saver.finish(step, learner, timer)
+    saver.finish(step, train_step, timer)
     os.write(told, f"{step}\n".encode())
 
 
@@ -211,7 +211,7 @@ def check(run: Path, told: int, before: int) -> int:
         directory = checkpoints.step_dir(run, step)
         assert checkpoints.damage(directory) == []
         found = {"model": {"matrix": torch.full((ROWS, WIDTH), -1.0)}}
-        reader = shards.ShardReader(directory / "trainer", shards.Moved(), 1)
+        reader = shards.ShardReader(directory / "trainer", shards.ByteCounter(), 1)
         dcp.load(found, storage_reader=reader, no_dist=True)
         assert found["model"]["matrix"].unique().tolist() == [float(step)], f"step {step} has other values"
     return newest
@@ -221,7 +221,7 @@ def main() -> None:
     """So many rounds, one after the other in one run directory."""
     root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
-    shards.PIECE = 1 << 12
+    shards.CHUNK_BYTES = 1 << 12
     shards.FILE_BYTES = 1 << 17
     choose, newest, began, kills = random.Random(seed), 0, time.monotonic(), Counter[str]()
     (run := root / "run").mkdir()

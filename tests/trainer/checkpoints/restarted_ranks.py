@@ -26,27 +26,27 @@ from tests.trainer.checkpoints.killed_ranks import RANKS, join
 def rank_main(rank: int, root: Path, number: int, told: int) -> None:
     """Resume, save two steps, tell, and wait to be killed."""
     readers: list[shards.ShardReader] = []
-    moved = shards.Moved()
+    moved = shards.ByteCounter()
 
     class Kept(shards.ShardReader):
-        def __init__(self, directory: Path, _: shards.Moved, threads: int, copies: dict[str, Path]) -> None:
+        def __init__(self, directory: Path, _: shards.ByteCounter, threads: int, copies: dict[str, Path]) -> None:
             super().__init__(directory, moved, threads, copies)
             readers.append(self)
 
     checkpoint.ShardReader = Kept  # type: ignore[misc]
     os.environ[LOCAL_CHECKPOINTS] = str(root / "nodes" / str(rank))
     config = Checkpoint(interval=1, asynchronous=bool(number % 2), local=str(root))
-    model, learner, saver, timer = join(rank, root / f"store-{number}", root / "run", config)
-    resumed = saver.restore(learner)
+    model, train_step, saver, timer = join(rank, root / f"store-{number}", root / "run", config)
+    resumed = saver.restore(train_step)
     assert resumed == 2 * number and model.values() == {float(resumed)}, f"resumed at {resumed}: {model.values()}"
     for step in (resumed + 1, resumed + 2):
         with torch.no_grad():
             model.matrix.fill_(step)
-        saver.after(step, learner, timer)
-    saver._conclude(timer)
+        saver.after(step, train_step, timer)
+    saver._commit_pending(timer)
     assert saver._copies is not None
-    saver._copies.settle()
-    near = sum(reader.bytes_of_copies for reader in readers)
+    saver._copies.wait()
+    near = sum(reader.bytes_from_copies for reader in readers)
     os.write(told, f"{rank} {near / moved.bytes if moved.bytes else 0.0}\n".encode())
     signal.pause()
 

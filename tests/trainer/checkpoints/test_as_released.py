@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.models import model_types
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints import export as checkpoint_export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding, export, published
 from primeslurm.wire.stored import checkpoints
@@ -109,11 +109,11 @@ def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tm
     run, out = tmp_path / "run", tmp_path / "out"
     recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     timer = make_timer(run)
-    learner.train(make_batch(1), timer)
+    train_step.train(make_batch(1), timer)
     path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
-    Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, learner, timer)
+    Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, train_step, timer)
     checkpoint_export.export(recipe, checkpoints.step_dir(run, 1), out)
     found, expected = tensors(out), tensors(path)
     assert set(found) == set(expected) == set(tensors(source))
@@ -136,7 +136,7 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
         source, model=model, trainer={"fp8": True, "optimizer": {"lr": 1e-3}}, checkpoint={"interval": 1}
     )
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     publisher = Publisher(policy, tmp_path, published(recipe, policy.stored_fp8), 2, world)
 
     def of_engines(version: int) -> dict[str, torch.Tensor]:
@@ -150,7 +150,7 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
 
             def noting(rows: torch.Tensor, weight: torch.Tensor, *more: Any, multiply: Any = multiply) -> torch.Tensor:
                 for matrix in weight.detach().reshape(-1, *weight.shape[-2:]):
-                    quantised = quantise(matrix, BLOCKS)
+                    quantised = quantize(matrix, BLOCKS)
                     seen.add(_bytes(quantised.data, quantised.scales))
                 return multiply(rows, weight, *more)
 
@@ -167,14 +167,14 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
             torch.testing.assert_close(first[name], tensor, rtol=2**-8, atol=0, msg=name)
         elif tensor.dtype == torch.float8_e4m3fn:
             assert torch.equal(first[name].view(torch.uint8), tensor.view(torch.uint8)), name
-    learner.train(make_batch(1), make_timer(tmp_path))
+    train_step.train(make_batch(1), make_timer(tmp_path))
     second = of_engines(2)
     stored = {name for name in second if name + "_scale_inv" in second}
     assert {_bytes(second[name], second[name + "_scale_inv"]) for name in stored} == of_trainer()
     assert any(not torch.equal(second[name].view(torch.uint8), first[name].view(torch.uint8)) for name in stored)
 
     timer = make_timer(tmp_path)
-    Checkpoints(tmp_path, 1, recipe.checkpoint, world, None).after(1, learner, timer)
+    Checkpoints(tmp_path, 1, recipe.checkpoint, world, None).after(1, train_step, timer)
     checkpoint_export.export(recipe, checkpoints.step_dir(tmp_path, 1), tmp_path / "out")
     exported_again = tensors(tmp_path / "out")
     for name in stored:

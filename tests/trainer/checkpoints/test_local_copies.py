@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.trainer.checkpoints.local_copies import Transfer, keepers_of, missing
-from primeslurm.trainer.checkpoints.local_files import CopyFile
+from primeslurm.trainer.checkpoints.local_copies import Transfer, missing, replica_ranks
+from primeslurm.trainer.checkpoints.shards import CopyFile
 
 
 def test_the_next_node_keeps_copies() -> None:
-    assert keepers_of(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
-    assert keepers_of(["a", "b", "b"]) == [1, 0, 0], "nodes of unlike size"
-    assert keepers_of(["a", "a"]) == [None, None], "there is no other"
+    assert replica_ranks(["a", "a", "b", "b", "c", "c"]) == [2, 3, 4, 5, 0, 1]
+    assert replica_ranks(["a", "b", "b"]) == [1, 0, 0], "nodes of unlike size"
+    assert replica_ranks(["a", "a"]) == [None, None], "there is no other"
 
 
 def test_what_a_node_has_lost_comes_from_its_keeper() -> None:

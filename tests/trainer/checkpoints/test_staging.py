@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.checkpoints import checkpoint, staging
-from primeslurm.trainer.checkpoints.staging import Report, free_bytes, nodes_that_lack, tensor_bytes
+from primeslurm.trainer.checkpoints.staging import Report, free_bytes, nodes_short_of_memory, tensor_bytes
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.checkpoints.test_shards import trained
@@ -18,9 +18,9 @@ GB = 10**9
 
 
 def test_ranks_of_a_node_share_its_memory() -> None:
-    assert nodes_that_lack([Report("a", 40 * GB, 120 * GB), Report("b", 80 * GB, 120 * GB)]) == []
+    assert nodes_short_of_memory([Report("a", 40 * GB, 120 * GB), Report("b", 80 * GB, 120 * GB)]) == []
     shared = [Report("a", 40 * GB, 120 * GB), Report("b", 50 * GB, 120 * GB), Report("b", 50 * GB, 119 * GB)]
-    assert nodes_that_lack(shared) == ["b (100.0 GB needed, 119.0 GB free)"]
+    assert nodes_short_of_memory(shared) == ["b (100.0 GB needed, 119.0 GB free)"]
 
 
 def test_what_is_copied_is_all_tensors() -> None:
@@ -74,13 +74,13 @@ def test_training_waits_for_a_checkpoint_where_there_is_no_room_for_a_copy(
     free: int, commits_at_once: bool, moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda: free)
-    learner, saver = trained(moe_model, tmp_path, world, 0)
+    train_step, saver = trained(moe_model, tmp_path, world, 0)
     assert saver._asynchronous is False, "without a GPU, states are in host memory already"
     saver._asynchronous = None  # as with GPUs
     timer = make_timer(tmp_path)
-    learner.train(make_batch(1), timer)
-    saver.after(1, learner, timer)
-    assert (saver._writing is None) == commits_at_once
-    saver.finish(1, learner, timer)
+    train_step.train(make_batch(1), timer)
+    saver.after(1, train_step, timer)
+    assert (saver._pending is None) == commits_at_once
+    saver.finish(1, train_step, timer)
     assert checkpoints.committed(tmp_path) == [1] and checkpoints.damage(checkpoints.step_dir(tmp_path, 1)) == []
     assert isinstance(checkpoint.copies_fit(world, {}), bool)

@@ -12,10 +12,10 @@ import torch
 from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.rollouts import Batch
 from tests.trainer.conftest import make_batch, make_recipe
 
@@ -38,8 +38,8 @@ def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_pa
         trained = row.positions[1:] > 0  # a document's first token never is
         expected += float((row.echo_weights[1:] * nll)[trained].sum())
 
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
-    metrics = learner.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
+    metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     assert metrics["echo_loss"] == pytest.approx(expected / plain.info.loss_tokens, rel=1e-4)
     assert metrics["entropy"] > 1, "of sampled tokens alone"
 
@@ -59,7 +59,7 @@ def test_the_teacher_s_log_probabilities_meet_their_tokens(dense_model: Path, wo
         rows.append(replace(row, ref_logprobs=np.where(row.mask, own - np.float32(np.log(2)), 0).astype(np.float32)))
         ratios.append(np.exp(own - row.logprobs)[row.mask & (row.positions > 0)])
     loss = from_recipe(DppoLoss(ref_kl=0.5))
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
-    metrics = learner.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
+    metrics = train_step.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     expected = np.concatenate(ratios).sum() * (0.5 - 1 + np.log(2)) / plain.info.loss_tokens
     assert metrics["ref_kl"] == pytest.approx(expected, rel=1e-3)

@@ -17,14 +17,14 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.models import capabilities
 from primeslurm.nn.kernels.fp8.backend import Emulated
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise, quantise_groups, quantise_groups_transposed
-from primeslurm.nn.kernels.fp8.last_result import LastResult
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantize, quantize_groups, quantize_groups_transposed
+from primeslurm.nn.kernels.fp8.quantized_cache import QuantizedCache
 from primeslurm.nn.layers import fp8
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.fp8 import adapt
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe
@@ -36,7 +36,7 @@ RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
 
 def rounding(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The largest error of each quantised value."""
-    scales = replace(quantise(values, block), data=torch.ones_like(values).to(torch.float8_e4m3fn))
+    scales = replace(quantize(values, block), data=torch.ones_like(values).to(torch.float8_e4m3fn))
     return torch.maximum(values.double().abs() * RELATIVE, scales.values(torch.float64) * ABSOLUTE)
 
 
@@ -55,7 +55,7 @@ SIZES = {"hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 
 def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[:128, :128] = 0
-    found = quantise(values, block)
+    found = quantize(values, block)
     assert found.scales.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
     for i in range(found.scales.shape[0]):
         for j in range(found.scales.shape[1]):
@@ -66,14 +66,14 @@ def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape
                 found.data[part].float(), (values[part].float() * (1 / scale)).to(found.data.dtype).float()
             )
     assert ((found.values(torch.float64) - values.double()).abs() <= rounding(values, block)).all()
-    view = quantise(values.T.contiguous().T, block)
+    view = quantize(values.T.contiguous().T, block)
     assert view.data.is_contiguous() and torch.equal(view.values(), found.values())
 
 
 def test_gradients_that_are_tiny_keep_their_precision() -> None:
     values = matrix(128, 128)
-    small = quantise(values.float() * 2.0**-40, ROWS)
-    assert torch.equal(small.values() * 2.0**40, quantise(values, ROWS).values())
+    small = quantize(values.float() * 2.0**-40, ROWS)
+    assert torch.equal(small.values() * 2.0**40, quantize(values, ROWS).values())
 
 
 def test_emulated_products_are_those_of_the_quantised_operands() -> None:
@@ -98,13 +98,13 @@ def test_groups_are_padded_to_whole_blocks() -> None:
 
 def test_groups_are_quantised_one_by_one() -> None:
     groups, rows = exact.groups_and_rows(200, "cpu")
-    straight, flat = quantise_groups(rows, groups), quantise_groups_transposed(rows, groups)
-    assert torch.equal(straight.values()[groups.places], quantise(rows, ROWS).values())
+    straight, flat = quantize_groups(rows, groups), quantize_groups_transposed(rows, groups)
+    assert torch.equal(straight.values()[groups.places], quantize(rows, ROWS).values())
     assert not straight.values()[groups.owners < 0].any()
     data, blocks = flat.data.float(), flat.scales
     for part in (rows[:5], rows[5:205], rows[205:]):
         padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 128))
-        expected = quantise(padded.T.contiguous(), ROWS)
+        expected = quantize(padded.T.contiguous(), ROWS)
         assert torch.equal(data[: padded.numel()], expected.data.float().flatten())
         assert torch.equal(blocks[:, : len(padded) // 128], expected.scales)
         data, blocks = data[padded.numel() :], blocks[:, len(padded) // 128 :]
@@ -113,11 +113,11 @@ def test_groups_are_quantised_one_by_one() -> None:
 
 def test_emulated_grouped_products_with_uneven_and_empty_groups() -> None:
     groups, rows = exact.groups_and_rows(256, "cpu")
-    a, b = quantise_groups(rows, groups), quantise(matrix(5, 128, 256, seed=1), BLOCKS)
+    a, b = quantize_groups(rows, groups), quantize(matrix(5, 128, 256, seed=1), BLOCKS)
     product = Emulated().grouped_product(a, b, groups)[groups.places]
     assert relative_error(product, exact.exact_grouped_product(a, b, groups)) < 1e-6
     upstream = matrix(OFFSETS[-1], 128, seed=2)
-    left, right = (quantise_groups_transposed(t, groups) for t in (upstream, rows))
+    left, right = (quantize_groups_transposed(t, groups) for t in (upstream, rows))
     outer = Emulated().grouped_outer(left, right, groups)
     assert relative_error(outer, exact.exact_grouped_outer(upstream, rows, groups)) < 1e-6
     assert not outer[1].any() and not outer[3].any()
@@ -208,7 +208,7 @@ def routes(policy: PolicyModel) -> torch.Tensor:
 
 def is_exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     """After a linear layer's forward pass: it is the product of what FP8 makes of its operands."""
-    rows, weight = (quantise(t, block) for t, block in ((inputs[0].detach(), ROWS), (module.weight.detach(), BLOCKS)))
+    rows, weight = (quantize(t, block) for t, block in ((inputs[0].detach(), ROWS), (module.weight.detach(), BLOCKS)))
     exactly = rows.values(torch.float64) @ weight.values(torch.float64).T
     if module.bias is not None:
         exactly = exactly + module.bias.detach().double()
@@ -225,7 +225,7 @@ class Grouped:
 
     def __call__(self, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         product = self._real(rows, weight, offsets)
-        a, b = quantise(rows.detach(), ROWS).values(torch.float64), quantise(weight.detach(), BLOCKS)
+        a, b = quantize(rows.detach(), ROWS).values(torch.float64), quantize(weight.detach(), BLOCKS)
         parts = zip(a.tensor_split(offsets[:-1].tolist()), b.values(torch.float64), strict=True)
         exactly = torch.cat([part @ matrix.T for part, matrix in parts])
         assert relative_error(product.detach(), exactly) < 1e-6
@@ -266,7 +266,7 @@ def test_what_attention_absorbs_is_rounded_and_has_the_weights_gradient() -> Non
     gradient = matrix(200, 160, seed=1).float()
     found = fp8.rounded(weight)
     found.backward(gradient)
-    assert torch.equal(found, quantise(weight.detach(), BLOCKS).values())
+    assert torch.equal(found, quantize(weight.detach(), BLOCKS).values())
     assert torch.equal(weight.grad, gradient)
 
 
@@ -295,8 +295,8 @@ class Layer(torch.nn.Module):
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[str] = Counter()
-    names = ("quantise_both_ways", "quantise_groups_both_ways")
-    for name in (*names, "_quantised", "quantise_transposed", "quantise_groups", "quantise_groups_transposed"):
+    names = ("quantize_both_ways", "quantize_groups_both_ways")
+    for name in (*names, "_quantised", "quantize_transposed", "quantize_groups", "quantize_groups_transposed"):
         real = getattr(fp8, name)
         monkeypatch.setattr(fp8, name, lambda *a, _name=name, _real=real: (made.update([_name]), _real(*a))[1])
     module, offsets = Layer(), torch.tensor([30, 100], dtype=torch.int32)
@@ -309,15 +309,15 @@ def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: py
         forward = Counter(made)
         out.sum().backward()
         # Input once for all that take it, and each product's gradient by rows and by columns at once.
-        assert forward == {"_quantised": 1, "quantise_groups": 1}
+        assert forward == {"_quantised": 1, "quantize_groups": 1}
         again = 1 if recomputed else 0
-        assert made["_quantised"] <= 1 + again and made["quantise_groups"] <= 1 + again
-        assert made["quantise_transposed"] == made["quantise_groups_transposed"] == 1
-        assert made["quantise_both_ways"] == 3 and made["quantise_groups_both_ways"] == 2
+        assert made["_quantised"] <= 1 + again and made["quantize_groups"] <= 1 + again
+        assert made["quantize_transposed"] == made["quantize_groups_transposed"] == 1
+        assert made["quantize_both_ways"] == 3 and made["quantize_groups_both_ways"] == 2
         results.append((out.detach(), x.grad, [p.grad.clone() for p in module.parameters()]))
         module.zero_grad()
         del x, inside, out
-    monkeypatch.setattr(fp8.LastResult, "of", lambda self, tensor, make, beside=None: make(tensor))
+    monkeypatch.setattr(fp8.QuantizedCache, "of", lambda self, tensor, make, beside=None: make(tensor))
     for seed, (out, for_x, for_weights) in zip((5, 6), results, strict=True):
         x = matrix(100, 128, seed=seed).float().requires_grad_()
         expected = module(x * 1, offsets)
@@ -328,7 +328,7 @@ def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: py
 
 
 def test_a_result_is_made_anew_for_other_values() -> None:
-    last, calls = LastResult[float](), []
+    last, calls = QuantizedCache[float](), []
 
     def of(tensor: torch.Tensor, beside: object = None) -> float:
         return last.of(tensor, lambda t: calls.append(1) or float(t.sum()), beside)
@@ -346,7 +346,7 @@ def test_a_result_is_made_anew_for_other_values() -> None:
 
 
 def test_a_result_does_not_keep_its_source() -> None:
-    last, source = LastResult[int](), torch.ones(4)
+    last, source = QuantizedCache[int](), torch.ones(4)
     storage = StorageWeakRef(source.untyped_storage())
     last.of(source, len)
     del source
@@ -354,7 +354,7 @@ def test_a_result_does_not_keep_its_source() -> None:
 
 
 def test_a_result_goes_once_its_source_is_gone_and_somebody_asks() -> None:
-    last, other = LastResult[torch.Tensor](), LastResult[int]()
+    last, other = QuantizedCache[torch.Tensor](), QuantizedCache[int]()
     source, asked = torch.ones(4), torch.ones(5)
     result = StorageWeakRef(last.of(source, torch.neg).untyped_storage())
     other.of(asked, len)

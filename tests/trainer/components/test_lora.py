@@ -19,14 +19,14 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.policy_model import PolicyModel
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
@@ -42,20 +42,20 @@ def recipe_of(model: Path, **options: Any) -> Recipe:
     return make_recipe(model, trainer={"optimizer": {"lr": 2e-2}, "lora": {"rank": 8, "alpha": 16.0, **options}})
 
 
-def learner_of(recipe: Recipe, world: World) -> Learner:
-    return Learner(
+def learner_of(recipe: Recipe, world: World) -> TrainStep:
+    return TrainStep(
         build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
     )
 
 
-def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
+def train(train_step: TrainStep, directory: Path, *steps: int) -> list[float]:
     """The loss of each step."""
     timer = PhaseTimer(Journal(directory, "rank-0"), record=False)
-    return [learner.train(make_batch(step), timer)["loss"] for step in steps]
+    return [train_step.train(make_batch(step), timer)["loss"] for step in steps]
 
 
-def state_of(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: lora.whole(t).clone() for name, t in learner.policy.model.state_dict().items()}
+def state_of(train_step: TrainStep) -> dict[str, torch.Tensor]:
+    return {name: lora.whole(t).clone() for name, t in train_step.policy.model.state_dict().items()}
 
 
 def whole_logits(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
@@ -71,10 +71,10 @@ def model(request: pytest.FixtureRequest, dense_model: Path, moe_model: Path) ->
 
 
 def test_only_adapters_are_trained(moe_model: Path, world: World, tmp_path: Path) -> None:
-    learner = learner_of(recipe_of(moe_model), world)
-    before = state_of(learner)
-    train(learner, tmp_path, 1, 2)
-    after = state_of(learner)
+    train_step = learner_of(recipe_of(moe_model), world)
+    before = state_of(train_step)
+    train(train_step, tmp_path, 1, 2)
+    after = state_of(train_step)
     for name, tensor in before.items():
         assert torch.equal(after[name], tensor) != lora.is_adapter(name), name
 
@@ -105,10 +105,10 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     moe_model: Path, world: World, tmp_path: Path
 ) -> None:
     recipe = recipe_of(moe_model)
-    learner = learner_of(recipe, world)
-    train(learner, tmp_path, 1)
+    train_step = learner_of(recipe, world)
+    train(train_step, tmp_path, 1)
     timer = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
-    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, timer)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, train_step, timer)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
     assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
@@ -116,13 +116,13 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
 
     resumed = learner_of(recipe, world)
     assert Checkpoints(tmp_path, 2, Checkpoint(), world, None).restore(resumed) == 1
-    assert train(resumed, tmp_path, 2, 3) == train(learner, tmp_path, 2, 3)
+    assert train(resumed, tmp_path, 2, 3) == train(train_step, tmp_path, 2, 3)
 
 
 def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp_path: Path) -> None:
-    learner = learner_of(recipe_of(moe_model, save_adapter=True), world)
-    train(learner, tmp_path, 1)
-    directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    train_step = learner_of(recipe_of(moe_model, save_adapter=True), world)
+    train(train_step, tmp_path, 1)
+    directory = Publisher(train_step.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
     config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
     assert set(config["target_modules"]) == ATTENTION | {"gate_proj", "up_proj", "down_proj"}
@@ -147,9 +147,9 @@ def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp
 def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     model = write(case, tmp_path / "model")
-    learner = learner_of(recipe_of(model, save_adapter=True), world)
-    train(learner, tmp_path, 1)
-    directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    train_step = learner_of(recipe_of(model, save_adapter=True), world)
+    train(train_step, tmp_path, 1)
+    directory = Publisher(train_step.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
     config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
     assert "o_proj" in config["target_modules"] and not {"experts", "base_layer"} & set(config["target_modules"])

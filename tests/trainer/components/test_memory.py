@@ -12,7 +12,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import activation_offload
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights.export import export
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 
@@ -23,8 +23,8 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     """Losses and gradient norms of two steps of two micro batches, and the weights after them."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 2 * SEQ_LEN, **trainer})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-    metrics = [learner.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
+    train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    metrics = [train_step.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
     tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
     return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors
 

@@ -15,9 +15,9 @@ from primeslurm.models import model_types
 from primeslurm.models.hf_config import shape_of
 from primeslurm.nn.layers.common import linear
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from tests.trainer.conftest import SEQ_LEN, make_choices, make_recipe
 from tests.trainer.families import CASES, Case, write
 

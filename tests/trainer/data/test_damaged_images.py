@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from primeslurm.trainer.data.image_reader import KINDS, _decoded, _naming
+from primeslurm.trainer.data.image_reader import FORMATS, _decoded, _naming
 from tests.unit.fuzz.mutations import fuzzed, texts
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (33, 40, 3), dtype=np.uint8)
@@ -22,10 +22,10 @@ def stored(kind: str, mode: str = "RGB") -> bytes:
     return found.getvalue()
 
 
-SEEDS = [stored(kind) for kind in KINDS] + [stored("PNG", "RGBA"), stored("PNG", "P"), stored("WEBP", "RGBA")]
+SEEDS = [stored(kind) for kind in FORMATS] + [stored("PNG", "RGBA"), stored("PNG", "P"), stored("WEBP", "RGBA")]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMATS)
 def test_every_kind_is_read(kind: str) -> None:
     assert _decoded(stored(kind)).mode == "RGB"
 

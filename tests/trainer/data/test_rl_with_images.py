@@ -25,7 +25,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights.export import export
 from primeslurm.wire.batches.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
 from tests.support.batches import batch_of
@@ -168,10 +168,10 @@ def recipe_of(model: Path) -> Recipe:
     )
 
 
-def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> Learner:
+def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> TrainStep:
     policy = build(recipe, world)
     reader = ImageReader(policy.source, IMAGES["image_token_id"])
-    return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
+    return TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
@@ -202,8 +202,8 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
     loss.backward()
 
     given: list[tuple[torch.Tensor, Targets]] = []
-    learner = learner_of(recipe, world, watched(from_recipe(recipe.trainer.loss), given))
-    metrics = learner.train(batch, make_timer(tmp_path))
+    train_step = learner_of(recipe, world, watched(from_recipe(recipe.trainer.loss), given))
+    metrics = train_step.train(batch, make_timer(tmp_path))
 
     assert metrics["tokens"] == len(own) and metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert 0.1 < metrics["masked_fraction"] < 0.9
@@ -214,7 +214,7 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
     assert torch.equal(targets.logprobs[by_engine], engine.sort().values)
 
     before, after = load_file(model / "model.safetensors"), {}
-    for tensors in export(learner.policy, torch.float32):
+    for tensors in export(train_step.policy, torch.float32):
         after |= tensors
     gradients = released(reference)
     assert set(after) == set(before)
@@ -255,11 +255,11 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
     batch = orchestrated(recipe, rollouts, tmp_path / "images")
     file = Path(batch.rows[0].images[0].source)
     spoil(file)
-    learner = learner_of(recipe, world, from_recipe(recipe.trainer.loss))
+    train_step = learner_of(recipe, world, from_recipe(recipe.trainer.loss))
     with pytest.raises(RankError, match=rf"reading images failed: rank 0: .*{why}") as caught:
-        learner.train(batch, make_timer(tmp_path))
+        train_step.train(batch, make_timer(tmp_path))
     assert file.name in str(caught.value)
-    assert all(parameter.grad is None for parameter in learner.policy.model.parameters())
+    assert all(parameter.grad is None for parameter in train_step.policy.model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.nn.expert_splits import split_dimension
 from primeslurm.nn.layers.fp8 import with_fp8_products
-from primeslurm.trainer.distributed import fp8_gather
+from primeslurm.trainer.base.interrupt import Interrupt
+from primeslurm.trainer.components import fp8_gather
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 STEPS = 2
 SHAPES = {"experts": (6, 128, 256), "matrices": (4, 384, 384), "parts of blocks": (4, 384, 192)}
@@ -73,7 +73,7 @@ def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[lis
 
 def main() -> None:
     """RANK and the like are in the environment. Prints how many stacks travelled in FP8 in each case."""
-    join(Interrupt(), patience_s=600)
+    join(Interrupt(), timeout_s=600)
     for name, shape in SHAPES.items():
         for reshard in (True, False):
             found, stacks = train(shape, True, reshard)

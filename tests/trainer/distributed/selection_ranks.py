@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.nn.layers import sparse_attention
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 ROWS, HEADS, WIDTH, TOP_K = 2, 8, 16, 6
 PIECES = (32, 7)
@@ -18,7 +18,7 @@ PIECES = (32, 7)
 
 def main() -> None:
     """RANK and the like are in the environment. Prints for each length of a piece how many keys were scored."""
-    join(Interrupt(), patience_s=600)
+    join(Interrupt(), timeout_s=600)
     scores, scored = sparse_attention._scores, [0]
 
     def count(query: torch.Tensor, keys: torch.Tensor, *visible: Any) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from primeslurm.models import model_builder
 from primeslurm.nn import compat
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 from primeslurm.trainer.distributed.deepep import DeepEPDispatcher, convert, cut
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe

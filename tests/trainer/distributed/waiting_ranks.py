@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.records.heartbeats import liveness
+from primeslurm.trainer.base.interrupt import Interrupt
 from primeslurm.trainer.distributed.world import join
-from primeslurm.trainer.loops.interrupt import Interrupt
 
 
 def main() -> None:
     """RANK and the like are in the environment, and the descriptor of the page for beats."""
-    world = join(Interrupt(), patience_s=600)
+    world = join(Interrupt(), timeout_s=600)
     liveness().enter("forward_backward", 3)
     for _ in range(5):
         world.sum(torch.ones(1))

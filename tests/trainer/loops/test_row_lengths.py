@@ -12,7 +12,7 @@ import pytest
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire.batches.rollouts import Batch, Row
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
@@ -30,13 +30,15 @@ def test_rows_of_several_lengths_are_trained_as_rows_with_padding(
     found = []
     for shortened in (False, True):
         policy = build(recipe, world)
-        learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+        train_step = TrainStep(
+            policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
+        )
         plain = make_batch(1, routed=True)
         info = msgspec.structs.replace(plain.info, rows_at_once=1)
         rows = [without_padding(row) if shortened and i % 2 else row for i, row in enumerate(plain.rows)]
         assert len({len(row.token_ids) for row in rows}) == 1 + shortened
         again = Batch.decode([bytearray(frame) for frame in Batch(info, rows).encode()])
-        found.append(learner.train(again, make_timer(tmp_path)))
+        found.append(train_step.train(again, make_timer(tmp_path)))
     padded, short = found
     for name in ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm"):
         assert short[name] == pytest.approx(padded[name], rel=1e-5, abs=1e-7), name

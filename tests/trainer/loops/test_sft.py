@@ -15,14 +15,14 @@ from transformers import AutoTokenizer
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import cross_entropy
 from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.sft import SftTask
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.stored import checkpoints
@@ -53,14 +53,14 @@ def train(
     """Run SFT in this process; returns metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
+    train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     conversations = sft_data.Conversations(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     examples = token_files.tokenized(run_dir, conversations, policy.source, world)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
-    assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
+    assert SftTask(recipe, run_dir, train_step, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -68,8 +68,8 @@ def test_a_trainer_whose_run_was_taken_over_writes_no_metrics(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     class TakenOver(Checkpoints):
-        def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-            super().after(step, learner, timer)
+        def after(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
+            super().after(step, train_step, timer)
             (tmp_path / "attempts" / "2").mkdir(exist_ok=True)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -13,7 +13,7 @@ from primeslurm.recipe.sections.losses import DppoLoss
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, cross_entropy, from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollouts import Batch, Frame
 from primeslurm.wire.link import trainer_link
@@ -32,23 +32,23 @@ def poisoned(batch: Batch) -> Batch:
     return batch
 
 
-def learner(model: Path, world: World, loss: LossFunction) -> Learner:
+def train_step(model: Path, world: World, loss: LossFunction) -> TrainStep:
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3, "schedule": "linear"}})
-    return Learner(build(recipe, world), recipe.trainer.optimizer, 8, loss, world)
+    return TrainStep(build(recipe, world), recipe.trainer.optimizer, 8, loss, world)
 
 
-def weights(made: Learner) -> dict[str, torch.Tensor]:
+def weights(made: TrainStep) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in made.policy.model.state_dict().items()}
 
 
-def same(before: dict[str, torch.Tensor], made: Learner) -> bool:
+def same(before: dict[str, torch.Tensor], made: TrainStep) -> bool:
     return all(torch.equal(before[name], value) for name, value in made.policy.model.state_dict().items())
 
 
 def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
     moe_model: Path, world: World, tmp_path: Path
 ) -> None:
-    made, timer = learner(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
+    made, timer = train_step(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
     before = weights(made)
     skipped = made.train(poisoned(make_batch(1)), timer)
     assert skipped["skipped"] == 1 and not math.isfinite(skipped["grad_norm"])
@@ -57,7 +57,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
     assert metrics["skipped"] == 0 and math.isfinite(metrics["grad_norm"])
     assert not same(before, made)
 
-    other = learner(moe_model, world, from_recipe(DppoLoss()))
+    other = train_step(moe_model, world, from_recipe(DppoLoss()))
     other.scheduler.step()
     expected = other.train(make_batch(2), timer)
     assert metrics["lr"] == expected["lr"] < skipped["lr"], "a skipped step counts as a step"
@@ -65,7 +65,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
 
 
 def test_only_so_many_in_a_row_end_training(moe_model: Path, world: World, tmp_path: Path) -> None:
-    made, timer = learner(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
+    made, timer = train_step(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
     for step in (1, 2, 4, 5):
         assert made.train(poisoned(make_batch(step)), timer)["skipped"] == 1
         if step == 2:
@@ -80,7 +80,7 @@ def test_only_so_many_in_a_row_end_training(moe_model: Path, world: World, tmp_p
 def test_weights_that_are_no_numbers_end_training(
     loss: LossFunction, moe_model: Path, world: World, tmp_path: Path
 ) -> None:
-    made, timer = learner(moe_model, world, loss), make_timer(tmp_path)
+    made, timer = train_step(moe_model, world, loss), make_timer(tmp_path)
     with torch.no_grad():
         next(iter(made.policy.model.parameters())).fill_(math.nan)
     for step in (1, 2):

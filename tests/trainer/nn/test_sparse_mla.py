@@ -78,7 +78,7 @@ def test_the_indexers_rows_are_rounded_to_powers_of_two_and_exact_in_bfloat16() 
     rows = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows[3] = 0
     rows[4] *= 1e-3
-    data, scales = index_rounding.quantise(rows)
+    data, scales = index_rounding.quantize(rows)
     assert torch.equal(scales, scales.log2().round().exp2())
     assert data.float().abs().amax(-1)[5:].ge(224).all(), "no scale is larger than it must be"
     found = index_rounding.rounded(rows)

@@ -83,7 +83,7 @@ def test_what_was_killed_goes_on_with_what_is_missing(tmp_path: Path, monkeypatc
         write_file(self, names, path)
         written.append(path.name)
 
-    monkeypatch.setattr(convert, "threads_of_a_rank", lambda: 1)
+    monkeypatch.setattr(convert, "io_threads", lambda: 1)
     monkeypatch.setattr(convert.Conversion, "write", counted)
     with pytest.raises(OSError, match="killed"):
         convert.convert(source, out)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
-from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantise
+from primeslurm.nn.kernels.fp8.blocks import BLOCKS, quantize
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
@@ -27,10 +27,10 @@ WIDE = COMMON | {"hidden_size": 192, "intermediate_size": 256}
 def test_a_rounding_error_is_at_most_a_sixteenth_and_does_not_grow(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(shape) * torch.logspace(-4, 0, shape[1])
-    first = quantise(matrix, BLOCKS)
+    first = quantize(matrix, BLOCKS)
     smallest_normal = first.scales.max() * 2**-6
     torch.testing.assert_close(first.values(), matrix, rtol=1 / 16, atol=float(smallest_normal) / 16)
-    again = quantise(first.values(), BLOCKS)
+    again = quantize(first.values(), BLOCKS)
     assert torch.equal(again.data.view(torch.uint8), first.data.view(torch.uint8))
     torch.testing.assert_close(again.scales, first.scales, rtol=2**-23, atol=0)
 
@@ -49,7 +49,7 @@ def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
     assert set(found) == set(original) | {name + tensor_names.FP8_SCALE for name in halved}
     for name, tensor in original.items():
         if name in halved:
-            expected = quantise(tensor.bfloat16(), BLOCKS)
+            expected = quantize(tensor.bfloat16(), BLOCKS)
             assert torch.equal(found[name].view(torch.uint8), expected.data.view(torch.uint8)), name
             assert torch.equal(found[name + tensor_names.FP8_SCALE], expected.scales), name
         else:

@@ -17,7 +17,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights import loading
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.trainer.weights.four_bits import dequantised
+from primeslurm.trainer.weights.four_bits import dequantize
 from primeslurm.trainer.weights.loading import Loader
 from primeslurm.trainer.weights.tensor_files import TensorFiles
 from tests.trainer.as_released import change_config, tensors
@@ -34,7 +34,7 @@ def test_every_code_under_every_scale_of_mxfp4_is_that_of_transformers() -> None
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
     expected = convert_moe_packed_tensors(blocks, scales)
-    found = dequantised("mxfp4", blocks.reshape(1, 255, 256), scales.contiguous()).mT
+    found = dequantize("mxfp4", blocks.reshape(1, 255, 256), scales.contiguous()).mT
     assert torch.equal(found, expected) and found.unique().numel() > 1000
 
 

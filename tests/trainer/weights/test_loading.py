@@ -14,10 +14,10 @@ from primeslurm.base.model_files import INDEX
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import loading
-from primeslurm.trainer.weights.headers import TensorLocation
+from primeslurm.trainer.weights.safetensors_header import TensorLocation
 from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
-from tests.trainer.as_released import quantise
+from tests.trainer.as_released import quantize
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.families import CASES, write
 from tests.trainer.four_bits import int4, mxfp4
@@ -29,7 +29,7 @@ def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
     A tensor's name ends with how it is split.
     """
     torch.manual_seed(0)
-    rows, columns = quantise(torch.randn(301, 200)), quantise(torch.randn(301, 384))
+    rows, columns = quantize(torch.randn(301, 200)), quantize(torch.randn(301, 384))
     meant = {
         "plain.0": torch.randn(301, 70).bfloat16(),
         "plain.1": torch.randn(33, 70).bfloat16(),

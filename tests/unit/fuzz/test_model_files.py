@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from primeslurm.base.model_files import INDEX
-from primeslurm.trainer.weights.headers import read_header
+from primeslurm.trainer.weights.safetensors_header import read_header
 from primeslurm.trainer.weights.tensor_files import TensorFiles
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts
 from tests.unit.fuzz.test_files import damaged

@@ -11,7 +11,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
 from primeslurm.records.state import TrainerState
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from tests.support.plans import plan_of
 
 

@@ -114,7 +114,7 @@ def _quantise_tile_both_ways(  # type: ignore[no-untyped-def]
     tl.store(across_scales + (tile_row.to(tl.int64) * n + column)[:, None], scale, mask=(column < n)[:, None])
 
 
-def quantise(
+def quantize(
     matrix: torch.Tensor, sources: torch.Tensor | None, tall: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Data and scales of a matrix.
@@ -143,7 +143,7 @@ def quantise(
     return data, scales.unflatten(0, stack) if stack else scales[0]
 
 
-def quantise_both_ways(
+def quantize_both_ways(
     matrix: torch.Tensor, layout: Layout | None, by_rows: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Data [rows, n] and scales by rows, and of each group's transpose data, flat, and scales [n, blocks of rows].

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.nn.kernels import on_host
-from primeslurm.nn.kernels.fp8 import hollow
+from primeslurm.nn.kernels import host_value_cache
+from primeslurm.nn.kernels.fp8 import placeholder_tensor
 
 BLOCK = FP8_BLOCK
 ROWS, BLOCKS = (1, BLOCK), (BLOCK, BLOCK)
@@ -29,11 +29,11 @@ SMALLEST_AMAX = 1e-30
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A matrix, or a stack of them: contiguous e4m3 data [..., n, k] and float32 scales, one for each block.
 
     Blocks that reach beyond the matrix are cut off there. Matrices of groups lie one after another in data that are
-    flat: see `quantise_groups_transposed`.
+    flat: see `quantize_groups_transposed`.
     """
 
     data: torch.Tensor
@@ -46,11 +46,11 @@ class Quantised:
         scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
         return self.data.to(dtype) * scales[..., :rows, :columns]
 
-    def transposed(self) -> Quantised:
+    def transposed(self) -> Quantized:
         """The same of the transposed matrix, for square blocks: numbers and scales are those of its quantised form."""
         if self.data.is_cuda:
-            return Quantised(_weight_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
-        return Quantised(self.data.mT.contiguous(), self.scales.mT.contiguous(), self.block)
+            return Quantized(_weight_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
+        return Quantized(self.data.mT.contiguous(), self.scales.mT.contiguous(), self.block)
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Groups:
 
         The products of a layer share one tensor of offsets, and only the first of them waits, unless it was noted.
         """
-        numbers = on_host.known(offsets)
+        numbers = host_value_cache.known(offsets)
         ends = offsets.tolist() if numbers is None else numbers
         sizes = [-((start - end) // BLOCK) * BLOCK for start, end in itertools.pairwise([0, *ends])]
         counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
@@ -106,25 +106,25 @@ class Groups:
             start += size
 
 
-def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
+def quantize(matrix: torch.Tensor, block: tuple[int, int]) -> Quantized:
     """Quantise a matrix [..., n, k] in ROWS or BLOCKS. A transposed view needs no copy before.
 
     Of a weight that is there in FP8 already, and its transposed view, that is what is returned.
     """
-    if block == BLOCKS and (known := hollow.behind(matrix)) is not None:
+    if block == BLOCKS and (known := placeholder_tensor.behind(matrix)) is not None:
         return _as_viewed(known, matrix)
     if matrix.is_cuda:
-        data, scales = _kernel().quantise(matrix, None, block == BLOCKS, SMALLEST_AMAX, LARGEST)
-        return Quantised(data, scales, block)
+        data, scales = _kernel().quantize(matrix, None, block == BLOCKS, SMALLEST_AMAX, LARGEST)
+        return Quantized(data, scales, block)
     rows, columns = matrix.shape[-2:]
     filled = F.pad(matrix.contiguous().float(), (0, -columns % block[1], 0, -rows % block[0]))
     blocks = filled.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
-    return Quantised(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
+    return Quantized(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
 
 
-def _as_viewed(known: Quantised, matrix: torch.Tensor) -> Quantised:
+def _as_viewed(known: Quantized, matrix: torch.Tensor) -> Quantized:
     found = known if matrix.stride(-1) == 1 else known.transposed()
     assert found.data.shape == matrix.shape, "a part of a weight that is there in FP8 alone"
     return found
@@ -155,46 +155,46 @@ def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype
     return values.flatten(-4, -3).flatten(-2).to(torch.float8_e4m3fn)
 
 
-def quantise_groups(matrix: torch.Tensor, groups: Groups) -> Quantised:
+def quantize_groups(matrix: torch.Tensor, groups: Groups) -> Quantized:
     """Quantise a matrix [rows, k] in ROWS, as [padded rows, k]."""
     if matrix.is_cuda:
-        data, scales = _kernel().quantise(matrix, groups.sources, False, SMALLEST_AMAX, LARGEST)
-        return Quantised(data, scales, ROWS)
-    return quantise(groups.padded(matrix), ROWS)
+        data, scales = _kernel().quantize(matrix, groups.sources, False, SMALLEST_AMAX, LARGEST)
+        return Quantized(data, scales, ROWS)
+    return quantize(groups.padded(matrix), ROWS)
 
 
-def quantise_groups_transposed(matrix: torch.Tensor, groups: Groups) -> Quantised:
+def quantize_groups_transposed(matrix: torch.Tensor, groups: Groups) -> Quantized:
     """Quantise each group of a matrix [rows, n] as [n, padded rows of the group] in ROWS.
 
     Data are flat, one group after another. Scales are [n, blocks of padded rows].
     """
     if matrix.is_cuda:
-        _, _, data, scales = _kernel().quantise_both_ways(matrix, _layout(groups), False, SMALLEST_AMAX, LARGEST)
-        return Quantised(data, scales, ROWS)
-    whole = quantise(groups.padded(matrix).mT, ROWS)
+        _, _, data, scales = _kernel().quantize_both_ways(matrix, _layout(groups), False, SMALLEST_AMAX, LARGEST)
+        return Quantized(data, scales, ROWS)
+    whole = quantize(groups.padded(matrix).mT, ROWS)
     parts = [whole.data.view(torch.uint8)[:, part].flatten() for _, part in groups.ranges()]
-    return Quantised(torch.cat(parts).view(torch.float8_e4m3fn), whole.scales, ROWS)
+    return Quantized(torch.cat(parts).view(torch.float8_e4m3fn), whole.scales, ROWS)
 
 
-def quantise_transposed(matrix: torch.Tensor) -> Quantised:
+def quantize_transposed(matrix: torch.Tensor) -> Quantized:
     """Quantise the transpose [n, rows] of a matrix in ROWS, filled up with zeros to a multiple of BLOCK rows."""
-    return quantise(F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)).mT, ROWS)
+    return quantize(F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)).mT, ROWS)
 
 
-def quantise_both_ways(matrix: torch.Tensor) -> tuple[Quantised, Quantised]:
-    """Quantise a matrix [rows, n] in ROWS, and as `quantise_transposed`, by reading it once."""
+def quantize_both_ways(matrix: torch.Tensor) -> tuple[Quantized, Quantized]:
+    """Quantise a matrix [rows, n] in ROWS, and as `quantize_transposed`, by reading it once."""
     if not matrix.is_cuda:
-        return quantise(matrix, ROWS), quantise_transposed(matrix)
-    data, scales, across, across_scales = _kernel().quantise_both_ways(matrix, None, True, SMALLEST_AMAX, LARGEST)
-    return Quantised(data, scales, ROWS), Quantised(across.view(matrix.shape[1], -1), across_scales, ROWS)
+        return quantize(matrix, ROWS), quantize_transposed(matrix)
+    data, scales, across, across_scales = _kernel().quantize_both_ways(matrix, None, True, SMALLEST_AMAX, LARGEST)
+    return Quantized(data, scales, ROWS), Quantized(across.view(matrix.shape[1], -1), across_scales, ROWS)
 
 
-def quantise_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Quantised, Quantised]:
-    """Quantise a matrix [rows, n] as `quantise_groups` and as `quantise_groups_transposed`, by reading it once."""
+def quantize_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Quantized, Quantized]:
+    """Quantise a matrix [rows, n] as `quantize_groups` and as `quantize_groups_transposed`, by reading it once."""
     if not matrix.is_cuda:
-        return quantise_groups(matrix, groups), quantise_groups_transposed(matrix, groups)
-    found = _kernel().quantise_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
-    return Quantised(found[0], found[1], ROWS), Quantised(found[2], found[3], ROWS)
+        return quantize_groups(matrix, groups), quantize_groups_transposed(matrix, groups)
+    found = _kernel().quantize_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
+    return Quantized(found[0], found[1], ROWS), Quantized(found[2], found[3], ROWS)
 
 
 def _layout(groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from primeslurm.nn.kernels.fp8.blocks import Groups, Quantised
+from primeslurm.nn.kernels.fp8.blocks import Groups, Quantized
 
 # Scales of both operands are along the summed dimension only.
 _OUTER = (1, 1, 128)
@@ -49,26 +49,26 @@ class DeepGemm:
             )
         self._library = library
 
-    def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
+    def product(self, a: Quantized, b: Quantized) -> torch.Tensor:
         """See Backend."""
         result = a.data.new_empty(a.data.shape[0], b.data.shape[0], dtype=torch.bfloat16)
         self._library.fp8_gemm_nt(_pair(a), _pair(b), result)
         return result
 
-    def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+    def grouped_product(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         """See Backend."""
         result = a.data.new_empty(a.data.shape[0], b.data.shape[1], dtype=torch.bfloat16)
         self._library.m_grouped_fp8_gemm_nt_contiguous(_pair(a), _pair(b), result, groups.owners)
         return result
 
-    def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
+    def outer(self, a: Quantized, b: Quantized) -> torch.Tensor:
         """See Backend."""
         result = a.data.new_zeros(a.data.shape[0], b.data.shape[0], dtype=torch.float32)
         # The kernel only adds to a float32 result.
         self._library.fp8_gemm_nt(_pair(a), _pair(b), result, c=result, recipe=_OUTER)
         return result
 
-    def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+    def grouped_outer(self, a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
         """See Backend."""
         result = a.data.new_zeros(len(groups.sizes), len(a.scales), len(b.scales), dtype=torch.float32)
         sizes = groups.sizes, groups.bounds.diff()
@@ -76,5 +76,5 @@ class DeepGemm:
         return result
 
 
-def _pair(matrix: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(matrix: Quantized) -> tuple[torch.Tensor, torch.Tensor]:
     return matrix.data, matrix.scales

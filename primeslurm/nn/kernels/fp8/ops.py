@@ -19,10 +19,10 @@ from primeslurm.nn.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Groups,
-    quantise,
-    quantise_groups,
-    quantise_groups_transposed,
-    quantise_transposed,
+    quantize,
+    quantize_groups,
+    quantize_groups_transposed,
+    quantize_transposed,
 )
 
 _Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -46,7 +46,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Ten
 @torch.library.custom_op("primeslurm::fp8_linear", mutates_args=())
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """[rows, k] by [n, k]: [rows, n]."""
-    product = backend(rows.device.type).product(quantise(rows, ROWS), quantise(weight, BLOCKS))
+    product = backend(rows.device.type).product(quantize(rows, ROWS), quantize(weight, BLOCKS))
     return product.to(rows.dtype).contiguous()
 
 
@@ -58,7 +58,7 @@ def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("primeslurm::fp8_outer", mutates_args=())
 def _outer(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[rows, n] and [rows, k]: their products summed over rows, [n, k]."""
-    left, right = quantise_transposed(gradient), quantise_transposed(rows)
+    left, right = quantize_transposed(gradient), quantize_transposed(rows)
     return backend(rows.device.type).outer(left, right).to(rows.dtype).contiguous()
 
 
@@ -117,7 +117,7 @@ def _grouped(
 ) -> torch.Tensor:
     """[rows, k] by [groups, n, k]: [rows, n]."""
     groups = _groups(sizes, bounds, places, sources, owners)
-    product = backend(rows.device.type).grouped_product(quantise_groups(rows, groups), quantise(weight, BLOCKS), groups)
+    product = backend(rows.device.type).grouped_product(quantize_groups(rows, groups), quantize(weight, BLOCKS), groups)
     return groups.compact(product).to(rows.dtype).contiguous()
 
 
@@ -138,7 +138,7 @@ def _grouped_outer(
 ) -> torch.Tensor:
     """[rows, n] and [rows, k]: their products summed over the rows of each group, [groups, n, k]."""
     groups = _groups(sizes, bounds, places, sources, owners)
-    left, right = (quantise_groups_transposed(tensor, groups) for tensor in (gradient, rows))
+    left, right = (quantize_groups_transposed(tensor, groups) for tensor in (gradient, rows))
     return backend(rows.device.type).grouped_outer(left, right, groups).to(rows.dtype).contiguous()
 
 

@@ -37,7 +37,7 @@ def allowed() -> frozenset[int]:
     return frozenset(os.sched_getaffinity(0))
 
 
-def threads_of_a_rank() -> int:
+def io_threads() -> int:
     """Return the number of files that a rank reads or writes in parallel: its share of the CPUs, at most four."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or max(1, torch.cuda.device_count()))
     return max(1, min(4, len(allowed()) // ranks))

@@ -26,8 +26,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Vlm
+from primeslurm.trainer.assembly.generic_vision import PatchReader, VisionParts
 from primeslurm.trainer.components.logprobs import logit_scores
-from primeslurm.trainer.generic.generic_vision import PatchReader, VisionParts
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 
 def convert(draft: ModelDraft) -> None:

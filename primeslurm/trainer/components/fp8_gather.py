@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from primeslurm.nn.expert_splits import whole_blocks
-from primeslurm.nn.kernels.fp8 import hollow
-from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, Quantised, amax_of_blocks, encode_blocks, scales_of
+from primeslurm.nn.kernels.fp8 import placeholder_tensor
+from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, Quantized, amax_of_blocks, encode_blocks, scales_of
 from primeslurm.nn.layers.fp8 import FP8Experts
 from primeslurm.trainer.components import lora
 
@@ -71,7 +71,7 @@ class _Stack:
             return None  # it stands for the same memory, which is filled anew
         size = self._parameter._orig_size
         data = gathered[0].view(size).view(torch.float8_e4m3fn)
-        return hollow.stand_in(Quantised(data, self.scales, BLOCKS), size, dtype, data.device), ()
+        return placeholder_tensor.stand_in(Quantized(data, self.scales, BLOCKS), size, dtype, data.device), ()
 
 
 class FP8Gather:

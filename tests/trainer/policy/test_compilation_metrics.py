@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.compilations import SETTLED, Compilations
+from primeslurm.trainer.policy.compilation_metrics import WARM_UP_STEPS, CompilationMetrics
 
 
 def test_a_late_recompilation_is_counted_and_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda tensor: tensor * 2, backend="aot_eager", dynamic=False)
-    counted = Compilations(True, world)
+    counted = CompilationMetrics(True, world)
     double(torch.ones(3))
     first = counted.take()
     assert (first["compiles"], first["recompiles"]) == (1, 0) and first["compile_s"] > 0
-    for _ in range(SETTLED):
+    for _ in range(WARM_UP_STEPS):
         double(torch.ones(3))
         assert counted.take() == {"compiles": 0, "recompiles": 0, "compile_s": 0}
     assert not _said(caplog)
@@ -28,7 +28,7 @@ def test_a_late_recompilation_is_counted_and_named(world: World, caplog: pytest.
 
 
 def test_eager_layers_have_no_such_metrics(world: World) -> None:
-    assert Compilations(False, world).take() == {}
+    assert CompilationMetrics(False, world).take() == {}
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> list[str]:

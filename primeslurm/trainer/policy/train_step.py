@@ -15,15 +15,15 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
-from primeslurm.trainer.loops.compilations import Compilations
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.optimizers import optimizers
+from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.rollouts import Batch, Row, stack
 
 MAX_SKIPPED = 3
@@ -33,7 +33,7 @@ weights are broken."""
 log = logging.getLogger(__name__)
 
 
-class Learner:
+class TrainStep:
     """The policy with its loss, optimizer and learning rate schedule.
 
     Args:
@@ -54,7 +54,7 @@ class Learner:
         self._loss = loss
         self._world = world
         self._reader = reader
-        self._compilations = Compilations(policy.compiled, world)
+        self._compilations = CompilationMetrics(policy.compiled, world)
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
         self._skipped_in_a_row = 0
@@ -156,7 +156,7 @@ class Learner:
         return self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
 
     def _update(self, step: int) -> tuple[float, bool]:
-        """Update the weights if the gradient is finite. Return the gradient norm, and whether the update was skipped."""
+        """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""
         norm = dist_utils.clip_grad_norm_(
             list(self.policy.model.parameters()),
             self._config.max_norm or math.inf,

@@ -15,16 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 T = TypeVar("T")
 
 
-class LastResult(Generic[T]):
+class QuantizedCache(Generic[T]):
     """Remembers one result until it makes another one.
 
     Once the tensor is gone that it was made of, nobody can ask for it again: whoever asks for anything lets it go.
     """
 
-    _all: ClassVar[weakref.WeakSet[LastResult[Any]]] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[QuantizedCache[Any]]] = weakref.WeakSet()
 
     def __init__(self) -> None:
-        LastResult._all.add(self)
+        QuantizedCache._all.add(self)
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
         self._beside: object = None
@@ -38,7 +38,7 @@ class LastResult(Generic[T]):
             make: the same function at every call, but for what is `beside`.
             beside: what else the result depends on; known by its identity.
         """
-        for other in LastResult._all:
+        for other in QuantizedCache._all:
             other._forget_gone()
         storage = StorageWeakRef(tensor.untyped_storage())
         # Kept, it keeps the address from being used for another storage.

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from primeslurm.models import model_builder
 from primeslurm.nn.kernels import rows
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.distributed.token_order import OrderedDispatcher, _by_expert, _by_filled, convert
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.distributed.token_permutation import OrderedDispatcher, _by_expert, _by_padded_expert, convert
 from tests.support.rows import inverted
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -75,7 +75,7 @@ def test_rows_that_fill_experts_up_are_nobodys_and_change_nothing() -> None:
     ids[ids == 2] = own  # an expert without tokens
     actual = torch.bincount(ids.flatten(), minlength=own + 1)[:own]
     counts = (actual + 7) // 8 * 8
-    filled = _by_filled(ids, actual, counts, 7).first(int(counts.sum()))
+    filled = _by_padded_expert(ids, actual, counts, 7).first(int(counts.sum()))
     plain = _by_expert(ids, own).first(int(actual.sum()))
     few, weights = torch.randn(40, 4, dtype=torch.float64), torch.rand(40, top_k, dtype=torch.float64)
     made = []

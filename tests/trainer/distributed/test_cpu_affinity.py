@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.trainer.distributed.cores import CpuAffinity
+from primeslurm.trainer.distributed.cpu_affinity import CpuAffinity
 
 GPU = "0000:1b:00.0"
 PROGRAM = """

@@ -4,8 +4,8 @@ torchtitan's dispatcher copies a token for each of its experts and sends all cop
 rank that has experts for it. The rank copies it for these experts, sums their outputs weighted by the scores, and sends
 back one row. With 8 of 128 experts on two ranks, this sends a quarter of the rows, as few as DeepEP.
 
-Autograd does not know that the indices form a permutation, so torchtitan's backward pass zeroes, sorts and adds rows one
-by one. Here both directions of the permutation are kept, so that both passes are gathers (`nn.kernels.rows`).
+Autograd does not know that the indices form a permutation, so torchtitan's backward pass zeroes, sorts and adds rows.
+Here both directions of the permutation are kept, so that both passes are gathers (`nn.kernels.rows`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.distributed.tensor import DeviceMesh
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalDispatchMetadata
 
 from primeslurm.nn import compat
-from primeslurm.nn.kernels import on_host, rows
+from primeslurm.nn.kernels import host_value_cache, rows
 from primeslurm.nn.kernels.fp8.blocks import BLOCK
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 from primeslurm.trainer.distributed.world import HostCopy
 
 
@@ -146,7 +146,7 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
     def combine(
         self, routed_output_RD: torch.Tensor, metadata: LocalDispatchMetadata, x_TD: torch.Tensor
     ) -> torch.Tensor:
-        """Sum the experts' outputs [rows, dim] of each token, weighted by scores, in float32: per rank, then over ranks."""
+        """Sum each token's expert outputs [rows, dim], weighted by scores, in float32: per rank, then over ranks."""
         assert isinstance(metadata, Metadata)
         summed = metadata.experts.gathered(routed_output_RD, metadata.topk_scores_experts_sorted_N)
         if metadata.ranks is not None and metadata.route is not None:
@@ -188,7 +188,7 @@ class _Numbers:
             return of_ranks, pairs
         numbers = self._copied.tolist()
         found = [[numbers.pop(0) for _ in part] for part in self._of_ranks]
-        return found, sum(on_host.note(self._counts, numbers))
+        return found, sum(host_value_cache.note(self._counts, numbers))
 
 
 def _by_expert(ids: torch.Tensor, experts: int) -> Copies:
@@ -212,7 +212,7 @@ def _by_padded_expert(ids: torch.Tensor, actual: torch.Tensor, counts: torch.Ten
 
 
 def _by_rank(needed: torch.Tensor) -> Copies:
-    """Return the copies of tokens for the ranks that need them [tokens, ranks], sorted by rank. Unneeded ones are last."""
+    """Return the copies of tokens for the ranks that need them [tokens, ranks], sorted by rank, unneeded ones last."""
     tokens, ranks = needed.shape
     wanted = needed.t().flatten()
     position = torch.where(wanted, wanted.cumsum(0) - 1, tokens * ranks)

@@ -1,1 +1,0 @@
-"""Models without a family of their own, run by the code of transformers (`model.impl: hf`)."""
