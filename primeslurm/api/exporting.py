@@ -14,7 +14,7 @@ from primeslurm.base import files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.model_files import model_directory
 from primeslurm.base.paths import expanded
-from primeslurm.models.quantization import four_bit_format, is_block_fp8, storage
+from primeslurm.models.quantization import four_bit_format, is_block_fp8, storage_format
 from primeslurm.records import resolved_recipe as recipe_record
 from primeslurm.wire.stored import checkpoints, manifest
 
@@ -133,6 +133,6 @@ def _unconvertible(model: str, source: Path | None) -> list[Violation]:
         return [Violation("MODEL", model, f"has no config.json that can be read: {error}")]
     if four_bit_format(stored) or is_block_fp8(stored):
         return []
-    how = storage(stored)
+    how = storage_format(stored)
     why = f"is stored in {how}, in a format that is not read" if how else "is not quantised: it can be used as it is"
     return [Violation("MODEL", model, why, "INT4 of compressed-tensors, MXFP4, or FP8 in blocks of 128 x 128")]

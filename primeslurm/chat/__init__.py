@@ -1,8 +1,8 @@
-"""Conversations and chat templates, for SFT, rollouts and evaluations alike: no torch, no transformers.
+"""Conversations and chat templates, shared by SFT, rollouts and evaluations. No torch, no transformers.
 
-`messages` brings what users and programs write into one form before any template sees it. `template` renders it, and
-knows how a template takes tool calls. `turn_ends` finds the token that ends a turn. `training_text` says which of a
-conversation's text is trained.
+`messages` normalizes what users and programs write. `template` renders it, and finds out how a template expects tool
+calls. `turn_ends` finds the token that ends a turn. `training_text` decides which text of a conversation is trained.
+`jsonl_lines` reads lines of data sets and collects their errors.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ from __future__ import annotations
 from typing import Any
 
 ChatMessage = dict[str, Any]
-"""A message of a conversation, as OpenAI's chat completions and chat templates have it."""
+"""A message in the form of OpenAI's chat completions, as chat templates take it."""

@@ -1,4 +1,4 @@
-"""A model's chat template: how it renders a conversation, and in which of their forms it takes messages."""
+"""A model's chat template: how it renders a conversation, and in which form it expects messages."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from primeslurm.base import files
 from primeslurm.chat import ChatMessage
 from primeslurm.chat.messages import THOUGHTS, ConversationError, MessageForm
 
+# Texts of the conversations that templates are tested with. No template contains them.
 ASKED, SAID, VALUE = "A question qx3?", "An answer qx5.", "qx7 é"
-"""Texts of the conversations by which templates are tried. No template has them."""
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -22,18 +22,16 @@ PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-_LONGEST = 200
-"""Characters of an error that are shown."""
-_ID = "call00001"
-"""Mistral's templates refuse ids of calls that do not have nine characters."""
+_MAX_ERROR_CHARS = 200
+_CALL_ID = "call00001"  # Mistral's templates require nine characters
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
     Args:
-        tokenizer: of Hugging Face.
-        eos_ids: tokens at which engines end a turn. Default: those of the model's directory, see `eos_ids_of`.
+        tokenizer: Tokenizer of transformers.
+        eos_ids: Tokens at which engines end a turn. Default: see `eos_ids_of`.
     """
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None) -> None:
@@ -42,32 +40,32 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """Text of the template, or of all that the tokenizer has; empty without any."""
+        """Source of the template, or of all templates of the tokenizer; empty if there is none."""
         template = self.tokenizer.chat_template or ""
         return template if isinstance(template, str) else "\n".join(template.values())
 
     @cached_property
     def form(self) -> MessageForm:
-        """How it takes what a message can say in several ways."""
-        quoted = [name for name in THOUGHTS if name in self.source]
+        """The form in which the template expects messages, found by rendering test conversations."""
+        keys = [key for key in THOUGHTS if key in self.source]
         arguments = next((kind for kind in ("object", "text") if self._shows_calls(kind)), "not shown")
         return MessageForm(
             arguments=arguments,  # type: ignore[arg-type]
             no_content=self._no_content(arguments) if arguments != "not shown" else "",
-            thoughts=quoted[0] if quoted else THOUGHTS[0],
+            thoughts=keys[0] if keys else THOUGHTS[0],
             roles=_quoted(self.source),
             system_only="developer" not in _quoted(self.source),
         )
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the model sees which tools it can call."""
-        described = PROBE_TOOL["function"]["description"]
-        return described in self.tried([{"role": "user", "content": ASKED}], [PROBE_TOOL])
+        """Whether the template shows the model the tools that it can call."""
+        description = PROBE_TOOL["function"]["description"]
+        return description in self.tried([{"role": "user", "content": ASKED}], [PROBE_TOOL])
 
     @cached_property
     def shows_thoughts(self) -> bool:
-        """Whether the thoughts of an answer are shown at all."""
+        """Whether the template shows the thoughts of the last answer."""
         answer = {"role": "assistant", "content": SAID, self.form.thoughts: VALUE}
         return VALUE in self.tried([{"role": "user", "content": ASKED}, answer])
 
@@ -82,13 +80,13 @@ class ChatTemplate:
         """Render messages that are in the template's form.
 
         Args:
-            messages: of a conversation.
-            tools: what it can call.
-            prompt: end with what has the model answer.
-            options: arguments of the template.
+            messages: Messages of a conversation.
+            tools: Tools that the model can call.
+            prompt: Whether to add the generation prompt.
+            options: Further arguments of the template.
 
         Raises:
-            ConversationError: the template refuses them, or fails.
+            ConversationError: The template refuses the messages, or fails.
         """
         if not self.source:
             raise ConversationError(
@@ -99,68 +97,66 @@ class ChatTemplate:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools or None, tokenize=False, add_generation_prompt=prompt, **options
             )
-        except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, their own
-            words = f"{type(error).__name__}: {error}".splitlines()[0][:_LONGEST]
-            raise ConversationError(f"the chat template fails: {words}") from error
+        except Exception as error:  # templates raise jinja2's errors, TypeError or their own
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_ERROR_CHARS]
+            raise ConversationError(f"the chat template fails: {reason}") from error
         return text
 
     def tried(self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None = None, **options: Any) -> str:
-        """Render messages; empty if the template refuses them."""
+        """Render messages, or return "" if the template refuses them."""
         try:
             return self.render(messages, tools, **options)
         except ConversationError:
             return ""
 
     def tried_call(self, messages: Sequence[ChatMessage]) -> str:
-        """Render a conversation with calls; without tools if the template takes these in a form of its own."""
+        """Render a conversation with calls. If the template refuses the tool, render without it."""
         return self.tried(messages, [PROBE_TOOL]) or self.tried(messages)
 
     def calling(self, arguments: str, content: str | None = "") -> list[ChatMessage]:
-        """Return a conversation that ends with a call, with its arguments as an "object" or as "text"."""
-        given = {"word": VALUE}
-        text = json.dumps(given, ensure_ascii=False)
-        function = {"name": "look_up", "arguments": given if arguments == "object" else text}
-        call = {"id": _ID, "type": "function", "function": function}
+        """Return a conversation that ends with a call whose arguments are an "object" or "text"."""
+        values = {"word": VALUE}
+        text = json.dumps(values, ensure_ascii=False)
+        function = {"name": "look_up", "arguments": values if arguments == "object" else text}
+        call = {"id": _CALL_ID, "type": "function", "function": function}
         answer = {"role": "assistant", "content": content, "tool_calls": [call]}
         return [{"role": "user", "content": ASKED}, answer]
 
     def with_result(self, content: str) -> list[ChatMessage]:
-        """Return a conversation that ends with what a tool answered."""
-        result = {"role": "tool", "tool_call_id": _ID, "name": "look_up", "content": content}
+        """Return a conversation that ends with the result of a tool."""
+        result = {"role": "tool", "tool_call_id": _CALL_ID, "name": "look_up", "content": content}
         return [*self.calling(self.form.arguments, self.form.no_content), result]
 
     def _shows_calls(self, arguments: str) -> bool:
-        """Whether these arguments of a call are shown as they are, neither as Python nor as JSON within JSON."""
+        # In the wrong form, arguments appear as the repr of a dict, or as JSON within JSON.
         text = self.tried_call(self.calling(arguments))
         return VALUE in text and "{'word'" not in text and '\\"word\\"' not in text
 
     def _no_content(self, arguments: str) -> str | None:
-        """The shorter of what an answer without words becomes, unless a null is shown as a word."""
+        """Return the content ("" or None) of an answer without text that the template renders shorter."""
         empty, null = (self.tried_call(self.calling(arguments, content)) for content in ("", None))
-        shown = max(null.count(word) - empty.count(word) for word in ("None", "null"))
-        return None if null and shown <= 0 and (not empty or len(null) < len(empty)) else ""
+        # Some templates print the null as a word.
+        printed = max(null.count(word) - empty.count(word) for word in ("None", "null"))
+        return None if null and printed <= 0 and (not empty or len(null) < len(empty)) else ""
 
 
 def eos_ids_of(tokenizer: Any) -> list[int]:
-    """Return the tokens at which engines end a turn: those of generation_config.json, else config.json's, and its own.
+    """Return the tokens at which engines end a turn.
+
+    They are the `eos_token_id` of generation_config.json, else of config.json, and the tokenizer's own.
 
     Args:
-        tokenizer: that was loaded from the model's directory.
+        tokenizer: Tokenizer that was loaded from the model's directory.
     """
     source = tokenizer.name_or_path
     paths = (Path(source, name) for name in ("generation_config.json", "config.json")) if source else ()
-    configs = map(_object, paths)
-    given: Any = next((config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), [])
-    own = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
-    return list(dict.fromkeys([*(given if isinstance(given, list) else [given]), *own]))
-
-
-def _object(path: Path) -> dict[str, Any]:
-    value = files.read_json(path)
-    return value if isinstance(value, dict) else {}
+    configs = (config if isinstance(config := files.read_json(path), dict) else {} for path in paths)
+    listed: Any = next((config["eos_token_id"] for config in configs if config.get("eos_token_id") is not None), [])
+    tokenizers = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    return list(dict.fromkeys([*(listed if isinstance(listed, list) else [listed]), *tokenizers]))
 
 
 def _quoted(source: str) -> frozenset[str]:
-    """What stands in quotes in a template, as far as that could be roles."""
+    """Return the quoted identifiers in the source of a template, among them the roles that it supports."""
     parts = source.replace('"', "'").split("'")
     return frozenset(part for part in parts if part.isidentifier())

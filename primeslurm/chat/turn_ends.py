@@ -1,8 +1,8 @@
-"""Which token ends a turn of the assistant.
+"""The tokens that end a turn of the assistant.
 
-Most chat templates write it behind each answer (`<|im_end|>`, `<|eot_id|>`, `</s>`). GLM's do not: the marker of the
-next role ends a turn, `<|observation|>` after a call and `<|user|>` otherwise. A model that never learned it does not
-stop. What engines stop at is a third list: generation_config.json's, which need not name what the template writes.
+Most chat templates write such a token after each answer (`<|im_end|>`, `<|eot_id|>`, `</s>`). GLM's do not: there, the
+marker of the next role ends a turn, `<|observation|>` after a call and `<|user|>` otherwise. A model that never learned
+this token does not stop. Engines stop at the tokens of generation_config.json, which may lack the template's token.
 """
 
 from __future__ import annotations
@@ -18,23 +18,19 @@ from primeslurm.chat.template import ASKED, SAID, VALUE, ChatTemplate
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """What ends a turn."""
+    """The end of a turn."""
 
     token: str
     written: bool
-    """The template writes it behind the answer. False: it begins what follows on the answer."""
+    """The template writes the token after the answer. False: the token starts the next message."""
     before: str = ""
-    """Blanks between the answer and a token that is not written behind it."""
+    """If not `written`: whitespace between the answer and the token."""
     after: str = ""
-    """What the template writes behind a token that it writes behind the answer."""
+    """If `written`: text of the template after the token."""
 
 
 class TurnEnds:
-    """The tokens that end turns of a model.
-
-    Args:
-        template: of the model.
-    """
+    """The tokens that end the turns of a model."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template
@@ -48,21 +44,21 @@ class TurnEnds:
 
     @cached_property
     def answer(self) -> TurnEnd | None:
-        """What ends an answer that calls no tool; None if nothing that could be found does."""
-        said = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
-        follows = [*said, {"role": "user", "content": VALUE}]
-        whole, followed = self._template.tried(said), self._template.tried(follows)
-        return self._end(_behind(whole, SAID), _between(followed, SAID, VALUE))
+        """The end of an answer that calls no tool; None if there is none."""
+        answered = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+        continued = [*answered, {"role": "user", "content": VALUE}]
+        last, followed = self._template.tried(answered), self._template.tried(continued)
+        return self._end(_after(last, SAID), _between(followed, SAID, VALUE))
 
     @cached_property
     def call(self) -> TurnEnd | None:
-        """What ends an answer that calls tools; None if nothing that could be found does, or there are no calls."""
+        """The end of an answer that calls tools; None if there is none, or the template shows no calls."""
         template, result = self._template, "qx11"
         if template.form.arguments == "not shown":
             return None
-        said = template.calling(template.form.arguments, template.form.no_content)
-        whole, followed = (template.tried_call(each) for each in (said, template.with_result(result)))
-        tail, gap = _behind(whole, VALUE), _between(followed, VALUE, result)
+        called = template.calling(template.form.arguments, template.form.no_content)
+        last, followed = (template.tried_call(messages) for messages in (called, template.with_result(result)))
+        tail, gap = _after(last, VALUE), _between(followed, VALUE, result)
         if self.answer is not None and self.answer.written and self.answer.token in tail:
             return self.answer if self._first(tail, self.stops) is None else self._end(tail, gap)
         end = self._end(tail, gap, only=self.stops)
@@ -75,66 +71,66 @@ class TurnEnds:
 
     @cached_property
     def closes_calls(self) -> str:
-        """The token that the template writes behind the arguments of the last call; empty if there is none."""
+        """The token after the last call if it does not end the turn, as in GLM's template; else empty."""
         if self.call is None or self.call.written:
             return ""
-        said = self._template.calling(self._template.form.arguments, self._template.form.no_content)
-        tail = _behind(self._template.tried_call(said), VALUE).rstrip()
+        called = self._template.calling(self._template.form.arguments, self._template.form.no_content)
+        tail = _after(self._template.tried_call(called), VALUE).rstrip()
         return next((token for token in _longest_first(self._added) if tail.endswith(token)), "")
 
     def unlisted(self) -> list[str]:
-        """Return the tokens that end turns by the template, and at which engines do not stop."""
+        """Return the tokens that end turns in the template, but at which engines do not stop."""
         ends = (self.answer, self.call)
         return sorted({end.token for end in ends if end is not None and end.token not in self.stops})
 
     def within(self, answer: str) -> int | None:
-        """Say where a turn ends within what a template made of an answer: behind the first token that may end it.
+        """Return where a turn ends in a rendered answer: after the first token that may end it. None if none does.
 
-        Only blanks, further such tokens and what the template always writes may follow, as the answer itself may speak
-        of them. Phi-3's template, for one, writes `<|end|>` and at the end of a conversation `<|endoftext|>`.
+        Only whitespace, further end tokens and fixed text of the template may follow, because the answer itself may
+        contain such a token. Phi-3's template writes `<|end|>`, and `<|endoftext|>` at the end of a conversation.
         """
         end = len(answer.rstrip())
         written = [turn for turn in (self.answer, self.call) if turn is not None and turn.written]
         if turn := next((turn for turn in written if answer.endswith(turn.token + turn.after.rstrip(), 0, end)), None):
             end -= len(turn.after.rstrip())
-        tokens, found = _longest_first(self.every), None
-        # No regular expression: one that may begin at any blank takes minutes for an answer with 100,000 of them.
+        tokens, first = _longest_first(self.every), None
+        # Not a regular expression: one that may start at any space takes minutes for an answer with 100,000 spaces.
         while token := next((token for token in tokens if answer.endswith(token, 0, end)), None):
-            found = end
+            first = end
             end -= len(token)
             while end and answer[end - 1].isspace():
                 end -= 1
-        return found
+        return first
 
     def beginning(self, following: str) -> int | None:
-        """Say where a turn ends that is ended by the beginning of what follows on it; None if that ends no turn."""
+        """Return the end of the token that starts the text after an answer, if it ends the turn; else None."""
         tokens = "|".join(re.escape(token) for token in _longest_first(self.every))
-        found = re.match(rf"\s*(?:{tokens})", following) if tokens else None
-        return found.end() if found else None
+        match = re.match(rf"\s*(?:{tokens})", following) if tokens else None
+        return match.end() if match else None
 
     def _end(self, tail: str, gap: str, only: frozenset[str] | None = None) -> TurnEnd | None:
         """Find the end of a turn.
 
         Args:
-            tail: what the template writes behind an answer that ends a conversation.
-            gap: what it writes between an answer and what follows on it.
-            only: tokens that may end it. Default: what engines stop at before any other, and special tokens before
-                other added ones.
+            tail: Text after an answer that ends a conversation.
+            gap: Text between an answer and the content of the next message.
+            only: Tokens that may end the turn. Default: engines' stop tokens are preferred, then special tokens, then
+                other added tokens.
         """
         choices = [only] if only is not None else [self.stops, self._special, self._added]
         for tokens in choices:
             if token := self._first(tail, tokens):
                 return TurnEnd(token, written=True, after=tail.partition(token)[2])
         following = gap[len(tail.rstrip()) :] if gap.startswith(tail.rstrip()) else gap
-        blanks = following[: len(following) - len(following.lstrip())]
+        space = following[: len(following) - len(following.lstrip())]
         for tokens in choices:
-            token = next((each for each in _longest_first(tokens) if following.lstrip().startswith(each)), None)
+            token = next((token for token in _longest_first(tokens) if following.lstrip().startswith(token)), None)
             if token is not None:
-                return TurnEnd(token, written=False, before=blanks)
+                return TurnEnd(token, written=False, before=space)
         return None
 
     def _unlisted_end_of_call(self, tail: str, gap: str) -> TurnEnd | None:
-        """As for `_end`, where engines stop at none of the tokens: what ends an answer says of which kind it is."""
+        """Find the end of a call if engines stop at none of the tokens. It is of the same kind as an answer's end."""
         if self.answer is None:
             return None
         if self.answer.written:  # gpt-oss ends a call with <|call|>, and an answer with <|return|>
@@ -143,19 +139,16 @@ class TurnEnds:
         return self._end("", gap[len(tail.rstrip()) :] if gap.startswith(tail.rstrip()) else gap)
 
     def _first(self, text: str, tokens: Iterable[str]) -> str | None:
-        """The first of some tokens in a text."""
         places = [(text.index(token), -len(token), token) for token in tokens if token and token in text]
         return min(places)[2] if places else None
 
 
-def _behind(text: str, mark: str) -> str:
-    """What follows on the last time that a mark is in a text."""
+def _after(text: str, mark: str) -> str:
     return text.rpartition(mark)[2] if mark in text else ""
 
 
 def _between(text: str, first: str, last: str) -> str:
-    """What is between the last time that one mark is in a text and the next time that another is."""
-    return _behind(text.rpartition(last)[0], first) if first in text else ""
+    return _after(text.rpartition(last)[0], first) if first in text else ""
 
 
 def _longest_first(tokens: Iterable[str]) -> Sequence[str]:
@@ -163,15 +156,15 @@ def _longest_first(tokens: Iterable[str]) -> Sequence[str]:
 
 
 def no_end(template: ChatTemplate) -> ConversationError:
-    """Say why no token was found that ends a turn, and what to do."""
-    fix = f"have the template write {template.tokenizer.eos_token or 'a token of the tokenizer'} behind each answer"
+    """Return the error of a template that ends turns with no token."""
+    fix = f"have the template write {template.tokenizer.eos_token or 'a token of the tokenizer'} after each answer"
     try:
         text = template.render([{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}])
     except ConversationError as error:
         return error
     if SAID not in text:
         return ConversationError("the chat template does not show an answer as it is", fix)
-    tail = _behind(text, SAID)
-    what = f"{tail!r}" if tail else "nothing"
-    why = f"the chat template writes {what} behind an answer, where no token is that the model could learn to stop at"
+    tail = _after(text, SAID)
+    written = f"{tail!r}" if tail else "nothing"
+    why = f"the chat template writes {written} after an answer, so there is no token at which the model learns to stop"
     return ConversationError(why, fix)

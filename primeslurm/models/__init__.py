@@ -1,16 +1,19 @@
-"""What is known of each family of models, without torch: shape, capabilities, parsers, renderer, LoRA targets.
+"""Model families, one folder each. Files are shared by all families.
 
-A module for each family; one that the trainer has code for has a module of the same name in
-`primeslurm.models.model_builder`. Packages add theirs by entry points (docs/how-to/families.md).
+`<family>/spec.py` describes a family without torch: capabilities, shape traits, parsers, renderers, LoRA targets.
+`model.py` builds its torchtitan model. Where a family needs them, `weights.py` maps the names of its checkpoints, and
+`renderer.py` renders its messages. Other packages add families by entry points (docs/how-to/families.md).
 """
 
 from __future__ import annotations
 
 from primeslurm.models.family import (
     ATTENTION,
+    DENSE,
     EXPERTS,
     GENERIC,
     LATENT,
+    MOE,
     SWIGLU,
     Capabilities,
     Family,
@@ -23,9 +26,11 @@ from primeslurm.models.registry import bundled, capabilities, families, family_o
 
 __all__ = [
     "ATTENTION",
+    "DENSE",
     "EXPERTS",
     "GENERIC",
     "LATENT",
+    "MOE",
     "SWIGLU",
     "Capabilities",
     "Family",

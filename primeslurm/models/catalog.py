@@ -1,4 +1,4 @@
-"""Models whose shape is known where their files are not at hand."""
+"""Shapes of well-known models, for plans that are made without the model's files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ CATALOG = Path(__file__).with_name("catalog.json")
 
 @dataclass(frozen=True)
 class CatalogEntry:
-    """A known model: where its shape is from, what is assumed, and the published sizes in billions of parameters."""
+    """A well-known model."""
 
     shape: ModelShape
     source: str
+    """Where the config comes from."""
     assumed: tuple[str, ...]
+    """Values of the config that are not published."""
     parameters_b: float
+    """Published number of parameters [billions]."""
     active_b: float
+    """Published number of parameters that a token uses [billions]."""
 
 
 @cache
 def catalog() -> dict[str, CatalogEntry]:
-    """Known models by Hugging Face id."""
+    """Return the known models by their Hugging Face id."""
     stored = json.loads(CATALOG.read_bytes())
     entries = {name: stored[entry.get("same_shape_as", name)] for name, entry in stored.items()}
     return {

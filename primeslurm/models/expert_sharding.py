@@ -1,8 +1,4 @@
-"""How FSDP splits the stacks of a layer's experts over ranks: one rule, which the trainer follows and checks foresee.
-
-Expert parallelism gives each rank some experts. FSDP splits their stacks, [experts, ...], over the ranks that hold the
-same ones: between experts where their number allows, and through every expert where it does not.
-"""
+"""Checks of how FSDP will shard the stacks of a model's experts. `nn.expert_splits` has the rule."""
 
 from __future__ import annotations
 
@@ -13,52 +9,49 @@ from primeslurm.nn.expert_splits import split_dimension, whole_blocks
 
 
 def shards_have_whole_blocks(shape: ModelShape, ranks: int, ep: int, block: int) -> bool:
-    """Whether shards of all stacks of a model's experts have whole blocks of block x block.
+    """Return whether all shards of a model's expert stacks consist of whole blocks of block x block weights.
 
     Args:
-        shape: the model's.
-        ranks: that a copy of the model is spread over.
-        ep: how many of them share the experts; a divisor of their number.
-        block: rows, and columns.
+        shape: Shape of the model.
+        ranks: Number of ranks that hold one copy of the model.
+        ep: Degree of expert parallelism.
+        block: Rows and columns of a block.
     """
     if shape.experts is None or shape.experts.count % ep:
         return False
-    stacks = [(shape.experts.count // ep, *size) for size in _sizes(shape, None) if len(size) == 2]
+    stacks = [(shape.experts.count // ep, *size) for size in _tensor_sizes(shape, None) if len(size) == 2]
     return all(whole_blocks(stack, split_dimension(stack, ranks // ep) or 0, ranks // ep, block) for stack in stacks)
 
 
 def unshardable_stack(
     shape: ModelShape, impl: str, ranks: int, ep: int, adapters: int | None = None
 ) -> tuple[int, ...] | None:
-    """Find a stack of a model's experts that cannot be split.
+    """Return the size [experts, ...] of a stack that ranks / ep ranks cannot share evenly, or None.
 
     Args:
-        shape: the model's.
-        impl: whose code it is, as `model.impl` says it.
-        ranks: that a copy of the model is spread over.
-        ep: how many of them share the experts; a divisor of their number.
-        adapters: rank of those that experts have, if they have some.
-
-    Returns:
-        What the ranks that hold the same experts have of it, [experts, ...]; None if everything can be split.
+        shape: Shape of the model.
+        impl: `model.impl` of the recipe.
+        ranks: Number of ranks that hold one copy of the model.
+        ep: Degree of expert parallelism, a divisor of the number of experts.
+        adapters: LoRA rank of the experts, or None.
     """
-    able = capabilities(shape.model_type, impl)
-    if shape.experts is None or able is None or _fills_up(shape, able, ep):
+    supported = capabilities(shape.model_type, impl)
+    if shape.experts is None or supported is None or _may_pad(shape, supported, ep):
         return None
-    parts = ((shape.experts.count // ep, *size) for size in _sizes(shape, adapters))
-    return next((part for part in parts if split_dimension(part, ranks // ep) is None), None)
+    stacks = ((shape.experts.count // ep, *size) for size in _tensor_sizes(shape, adapters))
+    return next((stack for stack in stacks if split_dimension(stack, ranks // ep) is None), None)
 
 
-def _fills_up(shape: ModelShape, able: Capabilities, ep: int) -> bool:
-    """Whether some ranks may have fewer experts than others: without EP, where stacks stay whole in checkpoints."""
+def _may_pad(shape: ModelShape, supported: Capabilities, ep: int) -> bool:
+    # FSDP pads an uneven first dimension. Only adapters that keep whole stacks can read such shards.
     family = family_of(shape.model_type)
-    return ep == 1 and (not able.ep or (family is not None and family.traits.expert_stacks))
+    return ep == 1 and (not supported.ep or (family is not None and family.traits.expert_stacks))
 
 
-def _sizes(shape: ModelShape, adapters: int | None) -> list[tuple[int, ...]]:
-    """What there is of an expert: matrices to its width and back, and their biases or adapters."""
+def _tensor_sizes(shape: ModelShape, adapters: int | None) -> list[tuple[int, ...]]:
+    """Return the sizes of one expert's matrices, biases and adapters."""
     assert shape.experts is not None
-    inside, width = shape.experts.latent or shape.hidden, shape.experts.width
-    if not shape.expert_bias:
-        return [(width, inside), (inside, width), *([(inside, adapters), (width, adapters)] if adapters else [])]
-    return [(2 * width, inside), (2 * width,), (inside, width), (inside,)]  # gate and up are one matrix
+    inner, width = shape.experts.latent or shape.hidden, shape.experts.width
+    if shape.expert_bias:
+        return [(2 * width, inner), (2 * width,), (inner, width), (inner,)]  # gate and up are one matrix
+    return [(width, inner), (inner, width), *([(inner, adapters), (width, adapters)] if adapters else [])]

@@ -1,7 +1,8 @@
-"""Renderers of the package `renderers` that extend what was sampled wherever nothing has to be taken from it.
+"""Renderers of the package `renderers`, changed to extend the sampled tokens in the next turn where that is possible.
 
-Many chat templates drop thoughts from answers before the last question of a user. `renderers` then renders the whole
-conversation anew for each question, whether or not there was a thought: with tokens that need not be the sampled ones.
+Many chat templates drop the thoughts of answers that precede the user's last question. `renderers` therefore renders
+the whole conversation again after each question, even if no answer has thoughts. The new tokens may then differ from
+the sampled ones, and a conversation becomes several training sequences instead of one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import Any, ClassVar, Literal
 
 from renderers import RenderedTokens, config_from_name
@@ -18,57 +20,61 @@ from renderers.configs import BaseRendererConfig, CustomRendererConfig
 from primeslurm.chat import ChatMessage
 from primeslurm.chat.messages import normalized
 from primeslurm.models.family import RendererTraits
-from primeslurm.models.gpt_oss import harmony
 from primeslurm.models.renderers import DEFAULT, renderer_traits
-from primeslurm.models.template_renderer import ByTemplate
+from primeslurm.models.template_renderer import TemplateRenderer
 
 THOUGHTS = ("<think>", "</think>")
-"""Tokens around thoughts. What a model without them thinks is left to its renderer."""
+"""Tokens around thoughts. A model without these tokens is treated as one that may always think."""
 
 
 class ExtendingConfig(BaseRendererConfig):  # type: ignore[misc]
-    """Which renderer, and its own options."""
+    """The renderer to change, and its options."""
 
     name: Literal["custom"] = "custom"
     renderer: str
     options: dict[str, Any] = {}
     system: str | None = None
-    """Of a conversation that has no system prompt. Default: that of the renderer."""
+    """System prompt of conversations that have none. None: the renderer decides."""
 
     _internal_fields = frozenset({"renderer", "options", "system"})
 
 
 class ExtendingRenderer:
-    """Makes an object of the renderer that its config names, with another bridge to the next turn."""
+    """Factory that `renderers` calls by its import path: returns the configured renderer with `ExtendingMixin`."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = ExtendingConfig
 
     def __new__(cls, tokenizer: Any, config: ExtendingConfig) -> Any:
-        """Make it."""
-        own = type(config_from_name(config.renderer))(**config.options)
-        with harmony.vocabulary_of(tokenizer) if renderer_traits(config.renderer).harmony else nullcontext():
-            made = _extending(config.renderer)(tokenizer, own)
-        made.system = config.system
-        return made
+        options = type(config_from_name(config.renderer))(**config.options)
+        setup = renderer_traits(config.renderer).setup
+        with _imported(setup)(tokenizer) if setup else nullcontext():
+            renderer = _extending_class(config.renderer)(tokenizer, options)
+        renderer.system = config.system
+        return renderer
 
 
-def extending(renderer: str, options: dict[str, Any], system: str | None = None) -> CustomRendererConfig:
-    """Config of a renderer by its name; `renderers` finds it by its import path."""
+def extending_config(renderer: str, options: dict[str, Any], system: str | None = None) -> CustomRendererConfig:
+    """Return the config of a named renderer that extends the sampled tokens."""
     path = f"{__name__}.{ExtendingRenderer.__name__}"
-    own = {"renderer": renderer, "options": options} | ({} if system is None else {"system": system})
-    return CustomRendererConfig(import_path=path, **own)
+    fields = {"renderer": renderer, "options": options} | ({} if system is None else {"system": system})
+    return CustomRendererConfig(import_path=path, **fields)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
 
 
 @cache
-def _extending(renderer: str) -> type:
+def _extending_class(renderer: str) -> type:
     if renderer == DEFAULT:
-        return ByTemplate
+        return TemplateRenderer
     _populate_registry()
-    return type("Extending", (Extending, RENDERER_REGISTRY[renderer]), {"traits": renderer_traits(renderer)})
+    return type("Extending", (ExtendingMixin, RENDERER_REGISTRY[renderer]), {"traits": renderer_traits(renderer)})
 
 
-class Extending:
-    """Stands before a renderer's class."""
+class ExtendingMixin:
+    """Goes before the class of a renderer. It also corrects the deviations that `RendererTraits` names."""
 
     _tokenizer: Any
     effective_thinking_retention: str
@@ -76,71 +82,73 @@ class Extending:
     system: str | None = None
 
     def render(self, messages: list[ChatMessage], **kwargs: Any) -> Any:
-        """Render a conversation."""
-        said = normalized(messages, lenient=True)
+        messages = normalized(messages, lenient=True)
         system = self._default_system(kwargs.get("tools"))
-        if system is None or (said and said[0].get("role") == "system"):
-            return self._apart(super().render(said, **kwargs))  # type: ignore[misc]
-        own = {"role": "system", "content": system}
-        return self._apart(without_first(super().render([own, *said], **kwargs)))  # type: ignore[misc]
+        if system is None or (messages and messages[0].get("role") == "system"):
+            return self._with_newlines_between_calls(super().render(messages, **kwargs))  # type: ignore[misc]
+        added = {"role": "system", "content": system}
+        rendered = super().render([added, *messages], **kwargs)  # type: ignore[misc]
+        return self._with_newlines_between_calls(without_first_messages(rendered, 1))
 
     def _default_system(self, tools: Any) -> str | None:
-        """The system prompt of a conversation without one, if it is not the renderer's own."""
+        """Return the system prompt of a conversation that has none, or None to leave it to the renderer."""
         return self.system
 
-    def _apart(self, rendered: RenderedTokens) -> RenderedTokens:
-        """Put the line break between calls of an answer."""
-        if self.traits.calls_apart is None:
+    def _with_newlines_between_calls(self, rendered: RenderedTokens) -> RenderedTokens:
+        if self.traits.newline_between_calls is None:
             return rendered
-        end, begin = (self._tokenizer.convert_tokens_to_ids(mark) for mark in self.traits.calls_apart)
+        end, start = (self._tokenizer.convert_tokens_to_ids(mark) for mark in self.traits.newline_between_calls)
         ids, sampled = rendered.token_ids, rendered.sampled_mask
-        pairs = [i for i in range(1, len(ids)) if ids[i] == begin and ids[i - 1] == end and sampled[i]]
-        line = self._tokenizer.encode("\n", add_special_tokens=False)
-        for at in reversed(pairs):
-            rendered = _inserted(rendered, at, line, rendered.message_indices[at], sampled=True)
+        starts = [i for i in range(1, len(ids)) if ids[i] == start and ids[i - 1] == end and sampled[i]]
+        newline = self._tokenizer.encode("\n", add_special_tokens=False)
+        for index in reversed(starts):
+            rendered = _inserted(rendered, index, newline, rendered.message_indices[index], sampled=True)
         return rendered
 
     def _render_assistant_body(self, *args: Any, is_suffix: bool, **kwargs: Any) -> None:
-        """Render an answer of Kimi-K2.5, and of those after it whose thoughts stay, too."""
-        kept = is_suffix or self.effective_thinking_retention == "all"
-        super()._render_assistant_body(*args, is_suffix=kept, **kwargs)  # type: ignore[misc]
+        # Only the renderer of Kimi-K2.5 has this method. It drops earlier thoughts even if retention is "all".
+        keeps_thoughts = is_suffix or self.effective_thinking_retention == "all"
+        super()._render_assistant_body(*args, is_suffix=keeps_thoughts, **kwargs)  # type: ignore[misc]
 
     def bridge_to_next_turn(
         self, prompt: list[int], completion: list[int], new_messages: list[ChatMessage], **kwargs: Any
     ) -> Any:
-        """Render what follows on a completion; None where a thought has to be dropped."""
-        said = normalized(new_messages, lenient=True) if new_messages else []
-        found = self._bridge(prompt, completion, said, **kwargs)
-        if found is None and not self._has_thoughts(prompt, completion):
-            own, self.effective_thinking_retention = self.effective_thinking_retention, "all"
+        """Return prompt, completion and the rendered new messages, or None if a thought has to be dropped."""
+        messages = normalized(new_messages, lenient=True) if new_messages else []
+        bridged = self._bridge(prompt, completion, messages, **kwargs)
+        if bridged is None and not self._has_thoughts(prompt, completion):
+            # Without thoughts there is nothing to drop, so ask again as if all thoughts were kept.
+            retention, self.effective_thinking_retention = self.effective_thinking_retention, "all"
             try:
-                found = self._bridge(prompt, completion, said, **kwargs)
+                bridged = self._bridge(prompt, completion, messages, **kwargs)
             finally:
-                self.effective_thinking_retention = own
-        return found
+                self.effective_thinking_retention = retention
+        return bridged
 
     def _bridge(self, prompt: list[int], completion: list[int], *args: Any, **kwargs: Any) -> RenderedTokens | None:
-        found: RenderedTokens | None = super().bridge_to_next_turn(prompt, completion, *args, **kwargs)  # type: ignore[misc]
-        line_after = self.traits.line_after
-        ends = self._tokenizer.convert_tokens_to_ids(line_after) if line_after else None
-        if found is None or ends is None or completion[-1:] != [ends]:
-            return found
-        line = self._tokenizer.encode("\n", add_special_tokens=False)
-        return _inserted(found, len(prompt) + len(completion), line)
+        bridged: RenderedTokens | None = super().bridge_to_next_turn(prompt, completion, *args, **kwargs)  # type: ignore[misc]
+        end = self.traits.newline_after_turn
+        end_id = self._tokenizer.convert_tokens_to_ids(end) if end else None
+        if bridged is None or end_id is None or completion[-1:] != [end_id]:
+            return bridged
+        newline = self._tokenizer.encode("\n", add_special_tokens=False)
+        return _inserted(bridged, len(prompt) + len(completion), newline)
 
     def _has_thoughts(self, prompt: list[int], completion: list[int]) -> bool:
-        found = {self._tokenizer.convert_tokens_to_ids(mark) for mark in THOUGHTS}
-        marks = found - {None, self._tokenizer.unk_token_id}
+        marks = {self._tokenizer.convert_tokens_to_ids(mark) for mark in THOUGHTS} - {
+            None,
+            self._tokenizer.unk_token_id,
+        }
         return not marks or any(mark in tokens for mark in marks for tokens in (completion, prompt))
 
 
 def _inserted(
-    rendered: RenderedTokens, at: int, tokens: list[int], message: int = -1, sampled: bool = False
+    rendered: RenderedTokens, index: int, tokens: list[int], message: int = -1, sampled: bool = False
 ) -> RenderedTokens:
-    """Insert tokens that belong to a message, or to none."""
+    """Insert tokens that belong to a message, or to none (-1)."""
 
     def inserted(values: list[Any], new: list[Any]) -> list[Any]:
-        return [*values[:at], *new, *values[at:]] if values else values
+        return [*values[:index], *new, *values[index:]] if values else values
 
     return replace(
         rendered,
@@ -151,11 +159,11 @@ def _inserted(
     )
 
 
-def without_first(rendered: RenderedTokens) -> RenderedTokens:
-    """Take the first message for one that the template adds."""
+def without_first_messages(rendered: RenderedTokens, count: int) -> RenderedTokens:
+    """Number the messages as if the first `count` were not there: their tokens belong to no message."""
     return replace(
         rendered,
-        message_indices=[max(index - 1, -1) for index in rendered.message_indices],
-        message_roles=rendered.message_roles[1:],
-        message_tool_names=rendered.message_tool_names[1:],
+        message_indices=[max(index - count, -1) for index in rendered.message_indices],
+        message_roles=rendered.message_roles[count:],
+        message_tool_names=rendered.message_tool_names[count:],
     )

@@ -1,52 +1,56 @@
-"""What is known of a family of models, all of it in one entry."""
+"""Everything the rest of the code knows about a model family, in one record without torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What the trainer can do with a model type. Every True has a test."""
+    """Features that the trainer supports for a model type. Every True has a test."""
 
     ep: bool = False
-    """Experts spread over ranks."""
+    """Expert parallelism."""
     cp: bool = False
-    """Sequences split over ranks."""
+    """Context parallelism."""
     fp8: bool = False
-    """Block-scale FP8 matrix products."""
+    """Block-scaled FP8 matrix products."""
     lora: bool = False
-    """Adapters on linear layers, and on experts that are SwiGLU without biases."""
+    """Adapters on linear layers, and on SwiGLU experts without biases."""
     router_replay: bool = False
     head_chunks: bool = True
-    """Logits in chunks of tokens."""
+    """Logits computed in chunks of tokens."""
     fp8_checkpoint: bool = False
-    """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
+    """Checkpoints in E4M3 with one scale per block of 128 x 128 weights can be loaded."""
     int4_checkpoint: bool = False
-    """Checkpoints with experts in compressed-tensors' packed INT4 load."""
+    """Checkpoints with experts in the packed INT4 format of compressed-tensors can be loaded."""
     mxfp4_checkpoint: bool = False
-    """Checkpoints with experts in MXFP4 load."""
+    """Checkpoints with experts in MXFP4 can be loaded."""
     images: bool = False
-    """A vision encoder beside the language model."""
+    """The model has a vision encoder that can be trained on."""
     compile: bool = False
-    """Layers compiled by torch.compile."""
+    """Layers can be compiled by torch.compile."""
     compiled_with: frozenset[str] | None = None
-    """Modes (`fp8`, `lora`, `router_replay`, `cp` as Ulysses) in which compiled layers have run on GPUs with documents
-    of changing lengths, and were faster: those are compiled unless a recipe says no. None: a recipe has to ask."""
+    """Modes (`fp8`, `lora`, `router_replay`, `cp` as Ulysses) that are compiled by default, because compiled layers ran
+    faster with them on GPUs with documents of changing lengths. None: layers are compiled only if the recipe asks."""
     offload: bool = True
-    """Activations, or masters and optimizer state, in host memory."""
+    """Activations, or master weights and optimizer state, can be kept in host memory."""
 
 
 GENERIC = Capabilities(head_chunks=False, offload=False, images=True)
-"""The implementation in transformers: sharded by FSDP, and nothing else. It reads images as Qwen2-VL does."""
+"""The code of transformers, sharded by FSDP. It reads images in the way of Qwen2-VL."""
+DENSE = Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True)
+"""What most dense families support."""
+MOE = replace(DENSE, ep=True, router_replay=True)
+"""What most families with experts support."""
 
 
 class Parsers(NamedTuple):
-    """vLLM's names of what parses tool calls and thoughts in a model's text; None where it has none.
+    """Names of vLLM's parsers of tool calls and thoughts, or None.
 
-    Training does not need them: rollouts are token ids in and out. They serve clients that send messages.
+    Only clients that send messages need them: training sends and receives token ids.
     """
 
     tool_call: str | None = None
@@ -55,47 +59,49 @@ class Parsers(NamedTuple):
 
 @dataclass(frozen=True)
 class VisionDefaults:
-    """What transformers takes for what the config of a vision encoder leaves out."""
+    """Defaults of transformers for fields that the config of a vision encoder omits."""
 
     sizes: Mapping[str, int]
-    """By their names in the config."""
+    """By the name of the config's field."""
     deepstack: tuple[int, ...]
-    """Layers that hand on features of their own."""
+    """Layers whose features are added to hidden states of the decoder."""
 
 
 @dataclass(frozen=True)
 class Traits:
-    """What the shape of a family's models has, and their configs do not say."""
+    """Properties of a family's shape that its configs do not state."""
 
     qk_norm: bool = False
-    """Queries and keys of each head are normalised."""
+    """Queries and keys of each head are normalized."""
     attention_gate: Literal["head", "element"] | None = None
-    """What a gate scales: what a head of attention puts out, or each value of it."""
+    """Whether a gate scales attention's output per head or per value."""
     post_norms: bool = False
-    """What attention and feed-forward networks put out is normalised, too."""
+    """The outputs of attention and feed-forward network are normalized too."""
     output_bias: bool = False
-    """Attention that has biases has one behind it, too."""
+    """If attention has biases, its output projection has one."""
     expert_bias: bool = False
     expert_stacks: bool = False
-    """The trainer names the experts of a layer together, as checkpoints have them in stacks."""
+    """The adapter keeps the experts of a layer in one tensor, as the checkpoints do."""
     sinks: bool = False
-    """Each head has a logit that takes attention from tokens."""
+    """Each attention head has a learned logit that absorbs attention (a sink)."""
     vision: VisionDefaults | None = None
-    """None if no encoder of images is run."""
+    """None if the family runs no vision encoder."""
 
 
 @dataclass(frozen=True)
 class RendererTraits:
-    """What a renderer does, or forgets, beside the chat template of its models."""
+    """Deviations of a renderer of `renderers` 0.1.12 from the chat template of its models."""
 
-    calls_apart: tuple[str, str] | None = None
-    """End and beginning of calls that the template has a line break between, which `renderers` 0.1.12 forgets."""
-    line_after: str | None = None
-    """End of a turn that the template has a line break after, which `renderers` 0.1.12 forgets in its bridge."""
-    harmony: bool = False
-    """It is OpenAI's encoder, which reads its vocabulary from a file; the chat template is a copy that differs."""
+    newline_between_calls: tuple[str, str] | None = None
+    """(end of call, start of call): the template puts a line break between the two, and the renderer does not."""
+    newline_after_turn: str | None = None
+    """Token that ends a turn: the template puts a line break after it, and the renderer's bridge does not."""
+    setup: str | None = None
+    """Import path, as `module:function`, of a context manager in which the renderer is built from a tokenizer."""
+    replaces_template: bool = False
+    """The renderer is authoritative: do not compare it with the chat template."""
     describes_tools: bool = False
-    """It shows tools as the model's makers describe it; the template shows none."""
+    """The renderer shows tools, although the template shows none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,26 +109,26 @@ class Family:
     """Models that share an architecture."""
 
     name: str
-    """The name of its module here, and of that in `primeslurm.models.model_builder` which builds it."""
+    """Name of the family's folder in `primeslurm.models`."""
     model_types: Mapping[str, Capabilities]
-    """`model_type` of config.json to what works with the trainer's own implementation of it."""
+    """Each `model_type` of config.json, with what the trainer's own implementation supports."""
     builder: str | None = None
-    """Import path of the module that builds it, for a family that is no part of this package."""
+    """Import path of the module with the function `spec`. Default: `model`, beside the module of this record."""
     traits: Traits = Traits()
     parsers: Mapping[str, Parsers] = field(default_factory=dict)
-    """By a pattern in the name of a model, in lower case."""
+    """By a regular expression that is searched in the model's name in lower case."""
     renderer: str | None = None
-    """What the package `renderers` calls the way from messages to tokens, or `module:Class`; None: there is none."""
+    """Name of the family's renderer in the package `renderers`, or `module:Class`. None if there is none."""
     renderers: Mapping[str, str] = field(default_factory=dict)
-    """Others, by a pattern in the name of a model, in lower case: not all of a family have one chat template."""
+    """Renderers of models with another chat template, by a regular expression as in `parsers`."""
     renderer_traits: Mapping[str, RendererTraits] = field(default_factory=dict)
-    """Of those of its renderers that have any, by the renderer's name."""
+    """By renderer."""
     lora_targets: frozenset[str] = frozenset()
-    """Layers that recipes may name for adapters, over all of its model types."""
+    """Layers, over all model types, that recipes may name for adapters."""
 
 
 ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})
 SWIGLU = frozenset({"gate_proj", "up_proj", "down_proj"})
 EXPERTS = frozenset({"experts"})
 LATENT = frozenset({"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"})
-"""Of multi-head latent attention."""
+"""Projections of multi-head latent attention."""

@@ -1,4 +1,4 @@
-"""From a Hugging Face config to the shape of a model."""
+"""The shape of a model, read from its Hugging Face config."""
 
 from __future__ import annotations
 
@@ -6,23 +6,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from primeslurm.models.family import Traits
-from primeslurm.models.quantization import four_bit_format, is_block_fp8, storage
+from primeslurm.models.quantization import four_bit_format, is_block_fp8, storage_format
 from primeslurm.models.registry import family_of
 from primeslurm.models.shape import DeltaNets, ExpertShape, IndexerShape, Mamba, Mla, ModelShape, Vision
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Read a Hugging Face config.
+    """Read the shape of a decoder from the content of its config.json.
 
     Raises:
-        KeyError: this is no decoder's config that is understood. A damaged one may raise TypeError, ValueError,
-            AttributeError or ArithmeticError.
+        KeyError: A field is missing. A damaged config may also raise TypeError, ValueError, AttributeError or
+            ArithmeticError.
     """
     text = config.get("text_config") or config
-    stored = config.get("quantization_config") or text.get("quantization_config") or {}
+    quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     expert_layers = _expert_layers(text)
-    kinds, traits = _layers(text, len(expert_layers)), _traits(config, text)
+    layers = _layer_counts(text, len(expert_layers))
+    family = family_of(text["model_type"]) or family_of(config["model_type"])
+    traits = family.traits if family else Traits()
     return ModelShape(
         model_type=config["model_type"],
         hidden=hidden,
@@ -31,10 +33,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         heads=heads,
         kv_heads=text.get("num_key_value_heads") or heads,
         head_dim=text.get("head_dim") or hidden // heads,
-        attention_layers=kinds["attention"],
+        attention_layers=layers["attention"],
         window=text.get("sliding_window"),
         window_layers=list(text.get("layer_types") or ()).count("sliding_attention"),
-        dense_layers=kinds["dense"],
+        dense_layers=layers["dense"],
         dense_width=text.get("intermediate_size", 0),
         expert_layers=expert_layers,
         experts=_experts(text) if expert_layers else None,
@@ -48,42 +50,34 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         sinks=traits.sinks,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
         mla=_mla(text),
-        indexer=_indexer(text, kinds["attention"]),
-        mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
+        indexer=_indexer(text, layers["attention"]),
+        mamba=_mamba(text, layers["mamba"]) if layers["mamba"] else None,
         delta_nets=_delta_nets(text),
         vision=_vision(config),
-        sees=bool(config.get("vision_config")),
-        quantization=storage(stored),
-        fp8_blocks=is_block_fp8(stored),
-        four_bits=four_bit_format(stored),
-        fp8_powers=stored.get("scale_fmt") == "ue8m0",
+        has_vision=bool(config.get("vision_config")),
+        quantization=storage_format(quantization),
+        fp8_blocks=is_block_fp8(quantization),
+        four_bits=four_bit_format(quantization),
+        fp8_powers=quantization.get("scale_fmt") == "ue8m0",
     )
-
-
-def _traits(config: Mapping[str, Any], text: Mapping[str, Any]) -> Traits:
-    """Those of the language model's family, or of the family of the model around it."""
-    family = family_of(text["model_type"]) or family_of(config["model_type"])
-    return family.traits if family else Traits()
 
 
 def _indexer(text: Mapping[str, Any], layers: int) -> IndexerShape | None:
     if "index_n_heads" not in text:
         return None
-    kinds = text.get("indexer_types")
-    own = list(kinds).count("full") if kinds else layers
-    return IndexerShape(text["index_n_heads"], text["index_head_dim"], text.get("index_topk", 2048), own)
+    types = text.get("indexer_types")
+    with_indexer = list(types).count("full") if types else layers
+    return IndexerShape(text["index_n_heads"], text["index_head_dim"], text.get("index_topk", 2048), with_indexer)
 
 
 def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
-    """How many values scale the attention's output."""
     heads = text["num_attention_heads"]
     if traits.attention_gate == "element" or text.get("gating") == "per-element":
         return int(heads * text["head_dim"])
     return int(heads) if traits.attention_gate == "head" else 0
 
 
-def _layers(text: Mapping[str, Any], moe: int) -> dict[str, int]:
-    """How many layers do what. Hybrid models have one job a layer, others attention and a feed-forward network."""
+def _layer_counts(text: Mapping[str, Any], moe: int) -> dict[str, int]:
     if blocks := _blocks(text):
         return {name: blocks.count(name) for name in ("attention", "dense", "mamba")}
     layers = text["num_hidden_layers"]
@@ -100,7 +94,7 @@ def _expert_layers(text: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _blocks(text: Mapping[str, Any]) -> list[str]:
-    """The job of each layer of a hybrid model; empty for other models."""
+    """Return the kind of each layer of a hybrid model, whose layers have one part each; empty for other models."""
     marks = text.get("hybrid_override_pattern") or text.get("layers_block_type") or ()
     return [_BLOCKS.get(mark, "") for mark in marks]
 
@@ -113,8 +107,8 @@ _BLOCKS = {
 
 def _is_moe(text: Mapping[str, Any], index: int) -> bool:
     sparse_step = text.get("decoder_sparse_step", 1)
-    if kinds := text.get("mlp_layer_types"):
-        return bool(kinds[index] == "sparse")
+    if types := text.get("mlp_layer_types"):
+        return bool(types[index] == "sparse")
     return (
         index >= (text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
         and index not in (text.get("mlp_only_layers") or ())
@@ -159,11 +153,11 @@ def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
 
 
 def _vision(config: Mapping[str, Any]) -> Vision | None:
-    found, family = config.get("vision_config"), family_of(config["model_type"])
+    encoder, family = config.get("vision_config"), family_of(config["model_type"])
     defaults = family.traits.vision if family else None
-    if found is None or defaults is None:
+    if encoder is None or defaults is None:
         return None
-    v = {name: int(found.get(name, default)) for name, default in defaults.sizes.items()}
+    v = {name: int(encoder.get(name, default)) for name, default in defaults.sizes.items()}
     return Vision(
         depth=v["depth"],
         hidden=v["hidden_size"],
@@ -172,5 +166,5 @@ def _vision(config: Mapping[str, Any]) -> Vision | None:
         patches=v["spatial_merge_size"] ** 2,
         positions=v["num_position_embeddings"],
         out=v["out_hidden_size"],
-        outputs=1 + len(found.get("deepstack_visual_indexes", defaults.deepstack)),
+        outputs=1 + len(encoder.get("deepstack_visual_indexes", defaults.deepstack)),
     )

@@ -1,4 +1,4 @@
-"""The ways from messages to tokens, by the names that the package `renderers` gives them."""
+"""Names of renderers, which turn messages into token ids, and which of them a family has."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from primeslurm.models.family import RendererTraits
 from primeslurm.models.registry import families, family_of
 
 AUTO = "auto"
-"""That of the model's family, if it does what the model's own chat template does."""
+"""The family's renderer if it renders as the model's chat template does, else the template."""
 DEFAULT = "default"
-"""The model's own chat template. It knows no tools, and renders the whole conversation each turn."""
+"""The model's own chat template. It supports no tools, and renders the whole conversation in every turn."""
+# A copy: the package `renderers` (0.1.12) is not installed where recipes are checked.
 RENDERERS = (
     "deepseek-r1",
     "deepseek-v3",
@@ -44,63 +45,57 @@ RENDERERS = (
     "qwen3.6",
     "qwen3.8",
 )
-"""All of `renderers` 0.1.12; it is not installed where recipes are checked."""
 
 
 def is_import_path(name: str) -> bool:
-    """Tell whether a name means a renderer of one's own, as `package.module:Class`."""
+    """Return whether a name is a custom renderer, `package.module:Class`."""
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", name) is not None
 
 
 def nearest_renderer(name: str) -> str:
-    """Find the name that is most like one that does not exist."""
+    """Return the existing name that is most similar to a misspelled one."""
     return difflib.get_close_matches(name.lower(), (AUTO, *RENDERERS), n=1, cutoff=0)[0]
 
 
 def renderers_of(model_type: str, model: str) -> tuple[str, ...]:
-    """List the renderers of a model's family, the likeliest first.
+    """Return the renderers of a model's family, the most likely first.
 
     Args:
-        model_type: of config.json.
-        model: its path or hub id. Of two patterns in its last part the longer one holds.
+        model_type: `model_type` of config.json.
+        model: Path or hub id. Of two patterns that match its last part, the longer match comes first.
     """
     family = family_of(model_type)
     if family is None or family.renderer is None:
         return ()
     name = model.rstrip("/").rpartition("/")[2].lower()
-    named = sorted(
+    matches = sorted(
         (match.end() - match.start(), renderer)
         for pattern, renderer in family.renderers.items()
         if (match := re.search(pattern, name))
     )
-    first = [renderer for _, renderer in reversed(named)]
-    return tuple(dict.fromkeys([*first, family.renderer, *family.renderers.values()]))
+    by_name = [renderer for _, renderer in reversed(matches)]
+    return tuple(dict.fromkeys([*by_name, family.renderer, *family.renderers.values()]))
 
 
 def renderer_traits(name: str) -> RendererTraits:
-    """Find what is to be known of a renderer, by its name or import path; families say it."""
-    found = (family.renderer_traits[name] for family in families() if name in family.renderer_traits)
-    return next(found, RendererTraits())
+    """Return the traits that a family declares for a renderer."""
+    declared = (family.renderer_traits[name] for family in families() if name in family.renderer_traits)
+    return next(declared, RendererTraits())
 
 
-def tools_unsupported_reason(model_type: str | None, model: str, asked: str, options: Collection[str]) -> str:
-    """Say why a model cannot be offered tools, as far as its type and the recipe tell; empty if it may be able to.
+def tools_unsupported_reason(model_type: str | None, model: str, renderer: str, options: Collection[str]) -> str:
+    """Return why a model cannot be offered tools, or "" if its type and the recipe do not rule it out.
 
     Args:
-        model_type: of config.json.
-        model: its path or hub id.
-        asked: `model.renderer` of the recipe.
-        options: names of `model.renderer_options`.
+        model_type: `model_type` of config.json.
+        model: Path or hub id.
+        renderer: `model.renderer` of the recipe.
+        options: Names of `model.renderer_options`.
     """
-    if asked == DEFAULT and "tool_parser" not in options:
+    if renderer == DEFAULT and "tool_parser" not in options:
         return f"tools cannot be rendered by model.renderer: {DEFAULT} without a tool_parser in model.renderer_options"
-    if asked != AUTO or renderers_of(model_type or "", model):
+    if renderer != AUTO or renderers_of(model_type or "", model):
         return ""
-    able = ", ".join(families_with_renderers())
-    why = f"there is no renderer for model type {model_type} ({able} have one)"
+    names = ", ".join(family.name for family in families() if family.renderer)
+    why = f"there is no renderer for model type {model_type} ({names} have one)"
     return f"tools cannot be rendered for {model}: {why}; name one that fits in model.renderer"
-
-
-def families_with_renderers() -> tuple[str, ...]:
-    """List the families that have a renderer."""
-    return tuple(family.name for family in families() if family.renderer)

@@ -1,4 +1,4 @@
-"""What a model is made of, as far as memory and compatibility need it."""
+"""The shape of a model, as far as memory estimates and compatibility checks need it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention: ranks of the compressed query and KV, and head sizes."""
+    """Multi-head latent attention: ranks of the compressed query and KV, and sizes of a head's parts."""
 
     q_rank: int
     kv_rank: int
@@ -18,14 +18,14 @@ class Mla:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """The lightning indexer of sparse attention (DSA)."""
+    """The lightning indexer of DeepSeek sparse attention (DSA)."""
 
     heads: int
     dim: int
     top_k: int
-    """Keys that it selects for a token."""
+    """Keys that it selects per token."""
     layers: int
-    """That have one of their own; the others take the selection of the layer before."""
+    """Layers with an indexer. The other layers reuse the selection of an earlier layer."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,13 @@ class Mamba:
 
 @dataclass(frozen=True)
 class DeltaNets:
-    """Gated delta nets, in place of attention in some layers."""
+    """Gated delta nets, which replace attention in some layers. Key and value sizes are per head."""
 
     layers: int
     key_heads: int
     value_heads: int
     key_dim: int
-    """Of one head."""
     value_dim: int
-    """Of one head."""
     conv: int
 
 
@@ -65,38 +63,38 @@ class ExpertShape:
     width: int
     """Intermediate size of one expert."""
     shared_width: int
-    """Intermediate size of the shared experts together; 0 without."""
+    """Total intermediate size of the shared experts; 0 if there are none."""
     latent: int | None
-    """Width that experts compute in, where it is not the model's."""
+    """Hidden size of the experts if it differs from the model's."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """The encoder of images beside a language model."""
+    """The vision encoder of a model."""
 
     depth: int
-    """Blocks."""
+    """Number of blocks."""
     hidden: int
     width: int
     """Intermediate size of a block."""
     patch_values: int
-    """Numbers that a patch of an image consists of."""
+    """Numbers per image patch."""
     patches: int
-    """Patches that a token stands for."""
+    """Patches per token."""
     positions: int
-    """Places that have an embedding."""
+    """Number of position embeddings."""
     out: int
-    """Width of what it makes of a token."""
+    """Width of the features of a token."""
     outputs: int
-    """How often it makes something of a token: once, and once more for each layer that hands on its own features."""
+    """Feature tensors per image: the final one, and one for each deepstack layer."""
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The shape of a model, as far as memory and compatibility need it."""
+    """The shape of a model."""
 
     model_type: str
-    """Of its config."""
+    """`model_type` of config.json."""
     hidden: int
     vocab: int
     max_positions: int | None
@@ -105,44 +103,45 @@ class ModelShape:
     head_dim: int
     attention_layers: int
     window: int | None
-    """Sliding window in tokens of `window_layers` of the attention layers."""
+    """Sliding window of `window_layers` of the attention layers [tokens]."""
     window_layers: int
     dense_layers: int
-    """Layers with a dense feed-forward network."""
+    """Number of layers with a dense feed-forward network."""
     dense_width: int
     expert_layers: tuple[int, ...]
-    """Indices of the layers with experts, among all layers."""
+    """Indices of the layers with experts."""
     experts: ExpertShape | None
     gated: bool
     """Feed-forward networks have three matrices instead of two."""
     attention_gate: int
-    """How many values of a layer scale its attention's output."""
+    """Number of gate values per layer that scale the output of attention."""
     attention_bias: bool
     qk_norm: bool
-    """Queries and keys of each head are normalised."""
+    """Queries and keys of each head are normalized."""
     tied: bool
+    """Embedding and head share their weights."""
     mla: Mla | None = None
     indexer: IndexerShape | None = None
     mamba: Mamba | None = None
     delta_nets: DeltaNets | None = None
     vision: Vision | None = None
     quantization: str | None = None
-    """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
+    """Format of the checkpoint (fp8, int4, mxfp4, ...); None if it has the model's dtype."""
     fp8_blocks: bool = False
-    """Stored in E4M3 with one scale for each block of 128 x 128 weights."""
+    """The checkpoint is in E4M3 with one scale per block of 128 x 128 weights."""
     output_bias: bool = False
-    """With `attention_bias`: behind attention, too."""
+    """If `attention_bias`, the output projection of attention has a bias too."""
     post_norms: bool = False
-    """Both halves of a layer have a norm behind them, too."""
+    """The outputs of attention and feed-forward network are normalized."""
     expert_bias: bool = False
     sinks: bool = False
-    """Each head of attention has a sink."""
+    """Each attention head has a sink."""
     fp8_powers: bool = False
-    """These scales are powers of two (UE8M0)."""
+    """The scales of FP8 blocks are powers of two (UE8M0)."""
     four_bits: str | None = None
-    """The format in four bits that the checkpoint is stored in, if the trainer reads it: int4 or mxfp4."""
-    sees: bool = False
-    """There is an encoder of images, whose sizes may not be known here (`vision`)."""
+    """Four-bit format of the checkpoint if the trainer can read it: int4 or mxfp4."""
+    has_vision: bool = False
+    """The model has a vision encoder. `vision` is None if its sizes are unknown."""
 
     @property
     def moe_layers(self) -> int:
@@ -151,7 +150,7 @@ class ModelShape:
 
     @property
     def layers(self) -> int:
-        """Decoder layers, counted as the model's config does."""
+        """Number of decoder layers, as the model's config counts them."""
         if self.mamba:
             return self.attention_layers + self.dense_layers + self.moe_layers + self.mamba.layers
         return self.attention_layers + (self.delta_nets.layers if self.delta_nets else 0)

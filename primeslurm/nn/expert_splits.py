@@ -10,19 +10,11 @@ from collections.abc import Sequence
 
 
 def split_dimension(size: Sequence[int], ranks: int) -> int | None:
-    """Choose the dimension by which a stack of experts is split over `ranks`.
-
-    Args:
-        size: of the part that these ranks hold together, [experts, ...].
-        ranks: that share it.
-
-    Returns:
-        The first dimension that they can share evenly; None if there is none.
-    """
+    """Return the first dimension of a stack [experts, ...] that `ranks` can share evenly, or None."""
     return next((dimension for dimension, length in enumerate(size) if length % ranks == 0), None)
 
 
 def whole_blocks(size: Sequence[int], dimension: int, ranks: int, block: int) -> bool:
-    """Whether shards of a stack of matrices [experts, n, k], split over `ranks`, have whole blocks of block x block."""
-    parts = [length // ranks if place == dimension else length for place, length in enumerate(size)]
-    return size[dimension] % ranks == 0 and all(length % block == 0 for length in parts[1:])
+    """Return whether each shard of a stack [experts, n, k] consists of whole blocks of block x block weights."""
+    shard = [length // ranks if index == dimension else length for index, length in enumerate(size)]
+    return size[dimension] % ranks == 0 and all(length % block == 0 for length in shard[1:])

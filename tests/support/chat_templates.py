@@ -143,7 +143,9 @@ def write_model(directory: Path, name: str, template: str) -> Path:
     for renderer in renderers_of(model_type, name):
         asked = tokens
         while found := [
-            t for t in missing_tokens(with_tokens(asked), renderer_selection.named(renderer, {})) if t not in asked
+            t
+            for t in missing_tokens(with_tokens(asked), renderer_selection.renderer_config(renderer, {}))
+            if t not in asked
         ]:
             asked = [*asked, *found]
         tokens = asked
@@ -194,7 +196,7 @@ def _thoughts(tokenizer: Any, options: dict[str, Any]) -> str:
         return "kept"
     calling = template_comparison.CALLS[-2]
     try:
-        text = tokenizer.decode(template_comparison.by_its_template(tokenizer, calling.messages, calling.tools, {}))
+        text = tokenizer.decode(template_comparison.render_by_template(tokenizer, calling.messages, calling.tools, {}))
     except Exception:
         return "dropped"
     return "dropped" if template_comparison.THOUGHT in text else "not shown"
@@ -205,7 +207,7 @@ def _whole(renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]) -
     tools = [TOOL, ADD] if kind.tools else []
     for told in prompts:
         try:
-            theirs = template_comparison.by_its_template(tokenizer, said[:told], tools, options)
+            theirs = template_comparison.render_by_template(tokenizer, said[:told], tools, options)
         except Exception:  # two calls in one answer
             continue
         yield renderer.render_ids(copy.deepcopy(said[:told]), tools=tools or None, add_generation_prompt=True), theirs
@@ -221,7 +223,7 @@ def _extended(
         copy.deepcopy(said[: prompts[0]]), tools=tools or None, add_generation_prompt=True
     )
     for told, next_told in itertools.pairwise(prompts):
-        theirs = template_comparison.by_its_template(tokenizer, said[:next_told], tools, options)
+        theirs = template_comparison.render_by_template(tokenizer, said[:next_told], tools, options)
         completion = _completion(renderer, prompt, theirs) or sampled(renderer, copy.deepcopy(said[told]))
         new = copy.deepcopy(said[told + 1 : next_told])
         found = renderer.bridge_to_next_turn(prompt, completion, new, tools=tools or None)

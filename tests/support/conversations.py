@@ -97,7 +97,7 @@ def write_harmony_tokenizer(directory: Path) -> Path:
     places = Path(sys.prefix).glob("harnesses/mini_swe_agent/lib/python3*/site-packages/litellm/litellm_core_utils")
     (file,) = (place / "tokenizers" / O200K for place in places)
     lines = (line.split() for line in file.read_bytes().splitlines())
-    alphabet = harmony._alphabet()
+    alphabet = harmony.byte_alphabet()
     ranks = {"".join(alphabet[byte] for byte in base64.b64decode(token)): int(rank) for token, rank in lines}
     core = Tokenizer(models.BPE(vocab=ranks, merges=[], ignore_merges=True))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

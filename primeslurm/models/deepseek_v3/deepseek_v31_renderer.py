@@ -1,8 +1,9 @@
-"""DeepSeek-V3.1, which `renderers` 0.1.12 has no renderer for.
+"""Renderer of DeepSeek-V3.1, which `renderers` 0.1.12 lacks.
 
-It is DeepSeek-V3 whose answers to a user begin behind thoughts, closed already unless the model is to think, with calls
-and their results in fewer tokens. Answers in a conversation have no thoughts, and what tools answer is gone on from
-without any. The chat template shows no tools: what the model is told of them is in its makers' description of it.
+It is the renderer of DeepSeek-V3 with these differences. An answer to a user begins with thoughts, which are already
+closed unless the model is to think. Calls and their results take fewer tokens. Answers in the conversation have no
+thoughts, and an answer that follows a tool's result starts without any. The chat template shows no tools: they are
+described to the model as in DeepSeek's model card.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from renderers.configs import BaseRendererConfig
 from renderers.deepseek_v3 import DeepSeekV3Renderer
 
 from primeslurm.chat import ChatMessage
-from primeslurm.models.extending_renderer import Extending, without_first
+from primeslurm.models.extending_renderer import ExtendingMixin, without_first_messages
 
 CALLS, CALLS_END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
 CALL, SEPARATOR, CALL_END = "<\uff5ctool▁call▁begin\uff5c>", "<\uff5ctool▁sep\uff5c>", "<\uff5ctool▁call▁end\uff5c>"
@@ -38,34 +39,32 @@ FOOTER = (
     "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters Schema\n"
     "- For multiple tool calls, chain them directly without separators or spaces\n"
 )
-"""What the model was trained to be told of its tools, before and after them."""
+"""Text before and after the descriptions of tools (model card of DeepSeek-V3.1)."""
 
 
 class DeepSeekV31Config(BaseRendererConfig):  # type: ignore[misc]
-    """The option of the template, and what `thinking_retention` says."""
+    """Supports the template's option `thinking`, and `thinking_retention`."""
 
     name: Literal["custom"] = "custom"
     thinking: bool = False
-    """The model thinks before it answers a user."""
 
     _template_fields = frozenset({"thinking"})
 
 
-class DeepSeekV31Renderer(Extending, DeepSeekV3Renderer):  # type: ignore[misc]
-    """Messages to tokens and back."""
+class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):  # type: ignore[misc]
+    """See the module."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = DeepSeekV31Config
 
     def __init__(self, tokenizer: Any, config: DeepSeekV31Config) -> None:
-        """Find the tokens around thoughts, too."""
         self._implied_thinking_retention = "template" if config.thinking else "all"
         super().__init__(tokenizer, config)
         self._think, self._think_end = (self._one_token(mark) for mark in ("<think>", "</think>"))
 
     def _one_token(self, mark: str) -> int:
-        found = self._encode(mark)
-        assert len(found) == 1, f"{mark} is no token of its own"
-        return int(found[0])
+        ids = self._encode(mark)
+        assert len(ids) == 1, f"{mark} is not a single token of this tokenizer"
+        return int(ids[0])
 
     def render(
         self,
@@ -75,17 +74,16 @@ class DeepSeekV31Renderer(Extending, DeepSeekV3Renderer):  # type: ignore[misc]
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> RenderedTokens:
-        """Render a conversation. What the model is told of tools ends its system prompt."""
-        own = bool(tools) and (not messages or messages[0].get("role") != "system")
-        said = [{"role": "system", "content": ""}, *messages] if own else list(messages)
-        if tools:
-            said[0] = {**said[0], "content": f"{said[0].get('content') or ''}\n\n{_told(tools)}"}
-        found = super().render(said, add_generation_prompt=add_generation_prompt, **kwargs)
-        found = without_first(found) if own else found
-        return self._opened(found) if add_generation_prompt and messages[-1]["role"] != "tool" else found
+        add_system = bool(tools) and (not messages or messages[0].get("role") != "system")
+        shown = [{"role": "system", "content": ""}, *messages] if add_system else list(messages)
+        if tools:  # their description ends the system prompt
+            shown[0] = {**shown[0], "content": f"{shown[0].get('content') or ''}\n\n{_tool_description(tools)}"}
+        rendered = super().render(shown, add_generation_prompt=add_generation_prompt, **kwargs)
+        rendered = without_first_messages(rendered, 1) if add_system else rendered
+        return self._with_think(rendered) if add_generation_prompt and messages[-1]["role"] != "tool" else rendered
 
-    def _opened(self, rendered: RenderedTokens) -> RenderedTokens:
-        """Begin thoughts behind a prompt, or close them."""
+    def _with_think(self, rendered: RenderedTokens) -> RenderedTokens:
+        """Start the thoughts at the end of a prompt, or close them if the model is not to think."""
         return replace(
             rendered,
             token_ids=[*rendered.token_ids, self._think if self.config.thinking else self._think_end],
@@ -139,53 +137,54 @@ class DeepSeekV31Renderer(Extending, DeepSeekV3Renderer):  # type: ignore[misc]
         emit_special(self._tool_output_end, index, is_sampled=False, is_content=False)
 
     def parse_response(self, *args: Any, **kwargs: Any) -> ParsedResponse:
-        """Read what was sampled. A call is its name and, behind a token, its arguments."""
-        found = super().parse_response(*args, **kwargs)
-        return replace(found, tool_calls=[_read(call) for call in found.tool_calls])
+        """Parse the sampled tokens. A call is its name, a separator token, and its arguments."""
+        parsed = super().parse_response(*args, **kwargs)
+        return replace(parsed, tool_calls=[parse_call(call) for call in parsed.tool_calls])
 
     def _bridge(
         self, prompt: list[int], completion: list[int], new_messages: list[ChatMessage], **_: Any
     ) -> RenderedTokens | None:
         if not new_messages or reject_assistant_in_extension(new_messages):
             return None
-        if any(message.get("role") == "system" for message in new_messages):  # the template has them at the beginning
+        if any(
+            message.get("role") == "system" for message in new_messages
+        ):  # the template moves system messages to the start
             return None
         if should_rerender_for_thinking_retention(self.effective_thinking_retention, new_messages):
             return None
         if self.parse_response(completion, prompt_ids=prompt).reasoning_complete is False:
             return None
         before = trim_to_turn_close(prompt, completion, {self._eos}, synthesize_close=self._eos)
-        found = self.render(new_messages, add_generation_prompt=True)
-        rest = found.token_ids[1:]  # without the beginning of a text
+        added = self.render(new_messages, add_generation_prompt=True)
+        ids = added.token_ids[1:]  # without the beginning-of-text token
         return replace(
-            found,
-            token_ids=[*before, *rest],
-            message_indices=[*[-1] * len(before), *found.message_indices[1:]],
-            sampled_mask=[False] * (len(before) + len(rest)),
-            is_content=[*[False] * len(before), *found.is_content[1:]] if found.is_content else found.is_content,
+            added,
+            token_ids=[*before, *ids],
+            message_indices=[*[-1] * len(before), *added.message_indices[1:]],
+            sampled_mask=[False] * (len(before) + len(ids)),
+            is_content=[*[False] * len(before), *added.is_content[1:]] if added.is_content else added.is_content,
         )
 
     def _has_thoughts(self, prompt: list[int], completion: list[int]) -> bool:
         return prompt[-1:] == [self._think] or self._think_end in completion
 
 
-def _told(tools: Sequence[dict[str, Any]]) -> str:
-    """What the model is told of tools."""
+def _tool_description(tools: Sequence[dict[str, Any]]) -> str:
     functions = [tool.get("function") or tool for tool in tools]
-    each = (
-        f"\n### {one['name']}\nDescription: {one.get('description') or ''}\n\n"
-        f"Parameters: {_json(one.get('parameters') or {})}\n"
-        for one in functions
+    descriptions = (
+        f"\n### {function['name']}\nDescription: {function.get('description') or ''}\n\n"
+        f"Parameters: {_json(function.get('parameters') or {})}\n"
+        for function in functions
     )
-    return f"{HEADER}{''.join(each)}{FOOTER}"
+    return f"{HEADER}{''.join(descriptions)}{FOOTER}"
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _read(call: ParsedToolCall) -> ParsedToolCall:
-    """Read a call anew, of which `renderers` knows the beginning and the end."""
+def parse_call(call: ParsedToolCall) -> ParsedToolCall:
+    """Parse the text of a call. DeepSeek-V3's parser finds its start and end, but expects another format inside."""
     name, separator, text = call.raw.partition(SEPARATOR)
     if not separator:
         return call

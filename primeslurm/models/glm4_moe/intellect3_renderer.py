@@ -1,7 +1,7 @@
-"""INTELLECT-3, which `renderers` 0.1.12 has no renderer for.
+"""Renderer of INTELLECT-3, which `renderers` 0.1.12 lacks.
 
-It is `prime-qwen3` that always thinks: a prompt ends where thoughts begin, and answers that call tools keep theirs. Its
-system prompt, where tools are offered and the conversation has none, is its own.
+It is `prime-qwen3` with three differences: prompts end with the token that starts thoughts, answers that call tools
+keep their thoughts, and conversations with tools get INTELLECT-3's own system prompt if they have none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from renderers.configs import BaseRendererConfig
 from renderers.prime_qwen3 import PrimeQwen3Renderer
 
 from primeslurm.chat import ChatMessage
-from primeslurm.models.extending_renderer import Extending
+from primeslurm.models.extending_renderer import ExtendingMixin
 
 SYSTEM = (
     "You are INTELLECT-3, a helpful assistant developed by Prime Intellect, that can interact with a computer to "
@@ -26,8 +26,8 @@ class Intellect3Config(BaseRendererConfig):  # type: ignore[misc]
     name: Literal["custom"] = "custom"
 
 
-class Intellect3Renderer(Extending, PrimeQwen3Renderer):  # type: ignore[misc]
-    """Messages to tokens and back."""
+class Intellect3Renderer(ExtendingMixin, PrimeQwen3Renderer):  # type: ignore[misc]
+    """See the module."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = Intellect3Config
 
@@ -35,20 +35,20 @@ class Intellect3Renderer(Extending, PrimeQwen3Renderer):  # type: ignore[misc]
         return SYSTEM if tools else None
 
     def _render_assistant_tool_calls(self, message: ChatMessage, message_index: int, builder: Any) -> None:
-        """Render an answer that calls tools. Its thoughts and words come between its header and the calls."""
         if "reasoning_content" not in message:
             super()._render_assistant_tool_calls(message, message_index, builder)
             return
+        # Render header and calls alone, then put thoughts and content between the two.
         calls = type(builder)(self._tokenizer)
         super()._render_assistant_tool_calls({**message, "content": ""}, message_index, calls)
         header = 1 + len(self._tokenizer.encode("assistant\n", add_special_tokens=False))
         _extend(builder, calls, 0, header)
         builder.emit_special(self._think, message_index, sampled=True, content=True)
-        thought = str(message["reasoning_content"] or "").strip()
-        builder.emit_text(thought, message_index, sampled=True, content=True)
+        thoughts = str(message["reasoning_content"] or "").strip()
+        builder.emit_text(thoughts, message_index, sampled=True, content=True)
         builder.emit_special(self._think_end, message_index, sampled=True, content=True)
-        words = self._content(message).strip()
-        builder.emit_text(f"\n{words}\n\n" if words else "\n", message_index, sampled=True, content=True)
+        content = self._content(message).strip()
+        builder.emit_text(f"\n{content}\n\n" if content else "\n", message_index, sampled=True, content=True)
         _extend(builder, calls, header, len(calls.token_ids))
 
     def _render_generation_prompt(self, builder: Any) -> None:
@@ -57,6 +57,6 @@ class Intellect3Renderer(Extending, PrimeQwen3Renderer):  # type: ignore[misc]
 
 
 def _extend(builder: Any, other: Any, begin: int, end: int) -> None:
-    """Append some tokens of another builder."""
+    """Append the tokens `begin` to `end` of another builder."""
     for name in ("token_ids", "message_indices", "sampled_mask", "is_content"):
         getattr(builder, name).extend(getattr(other, name)[begin:end])

@@ -1,22 +1,13 @@
 """GLM-4.5 to GLM-4.7, and INTELLECT-3."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Parsers, RendererTraits
+from primeslurm.models.family import ATTENTION, EXPERTS, MOE, SWIGLU, Family, Parsers, RendererTraits
 
 FAMILY = Family(
     name="glm4_moe",
     model_types={
-        "glm4_moe": Capabilities(
-            ep=True,
-            cp=True,
-            fp8=True,
-            lora=True,
-            router_replay=True,
-            fp8_checkpoint=True,
-            compile=True,
-            compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"}),
-        )
+        "glm4_moe": replace(MOE, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"})),
     },
     parsers={
         r"glm-?4\.[56]": Parsers("glm45", "glm45"),
@@ -28,6 +19,6 @@ FAMILY = Family(
         r"glm-?4\.7": "glm-5",
         r"intellect-?3": "primeslurm.models.glm4_moe.intellect3_renderer:Intellect3Renderer",
     },
-    renderer_traits={"glm-4.5": RendererTraits(calls_apart=("</tool_call>", "<tool_call>"))},
+    renderer_traits={"glm-4.5": RendererTraits(newline_between_calls=("</tool_call>", "<tool_call>"))},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

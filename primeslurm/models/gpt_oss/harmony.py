@@ -1,4 +1,7 @@
-"""gpt-oss without internet: `openai_harmony` renders it by a vocabulary that it fetches, and its tokenizer has."""
+"""Vocabulary for `openai_harmony`, the encoder of gpt-oss, made from the model's tokenizer.
+
+`openai_harmony` would download the vocabulary, and compute nodes may have no internet.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 BASE = "TIKTOKEN_ENCODINGS_BASE"
-"""Environment variable: where `openai_harmony` looks for its vocabularies."""
+"""Environment variable: directory in which `openai_harmony` looks for vocabularies."""
 FILE = "o200k_base.tiktoken"
 
 
 @contextmanager
 def vocabulary_of(tokenizer: Any) -> Iterator[None]:
-    """While this is open, the vocabulary is read from a file made of a tokenizer's, unless one has been put on disk.
+    """Let `openai_harmony` read the tokenizer's vocabulary within the body, unless the user has set `BASE`.
 
-    `openai_harmony` compares the file's digest with the one that it knows: another vocabulary is refused.
+    `openai_harmony` checks the file's digest, and refuses any vocabulary but its own.
     """
     if BASE in os.environ:
         yield
@@ -35,9 +38,9 @@ def vocabulary_of(tokenizer: Any) -> Iterator[None]:
 
 
 def tiktoken_file(tokenizer: Any) -> bytes:
-    """Write the vocabulary of a byte-level tokenizer, without special tokens, as tiktoken has it: token, rank."""
+    """Return the vocabulary of a byte-level tokenizer, without special tokens, in tiktoken's format: token, rank."""
     ranks = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
-    byte_of = {char: value for value, char in enumerate(_alphabet())}
+    byte_of = {char: value for value, char in enumerate(byte_alphabet())}
     special = {token.content for token in tokenizer.added_tokens_decoder.values()}
     lines = (
         base64.b64encode(bytes(byte_of[char] for char in token)) + b" %d\n" % rank
@@ -47,8 +50,9 @@ def tiktoken_file(tokenizer: Any) -> bytes:
     return b"".join(lines)
 
 
-def _alphabet() -> list[str]:
-    """What stands for each byte in byte-level vocabularies: itself if it can be seen, else a character from 256 on."""
-    seen = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
-    hidden = iter(range(256, 512))
-    return [chr(value) if value in seen else chr(next(hidden)) for value in range(256)]
+def byte_alphabet() -> list[str]:
+    """Return the character that stands for each byte in byte-level vocabularies."""
+    # Printable bytes stand for themselves. The others are numbered from 256 on (GPT-2's `bytes_to_unicode`).
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return [chr(value) if value in printable else chr(next(others)) for value in range(256)]

@@ -1,26 +1,19 @@
 """gpt-oss."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, Capabilities, Family, Parsers, RendererTraits, Traits
+from primeslurm.models.family import ATTENTION, MOE, Family, Parsers, RendererTraits, Traits
+
+HARMONY = RendererTraits(setup="primeslurm.models.gpt_oss.harmony:vocabulary_of", replaces_template=True)
 
 FAMILY = Family(
     name="gpt_oss",
     model_types={
-        "gpt_oss": Capabilities(
-            ep=True,
-            cp=True,
-            fp8=True,
-            lora=True,
-            router_replay=True,
-            mxfp4_checkpoint=True,
-            compile=True,
-            compiled_with=frozenset(),
-        )
+        "gpt_oss": replace(MOE, fp8_checkpoint=False, mxfp4_checkpoint=True, compile=True, compiled_with=frozenset()),
     },
     traits=Traits(output_bias=True, expert_bias=True, expert_stacks=True, sinks=True),
     parsers={r"gpt-?oss": Parsers("openai", "openai_gptoss")},
     renderer="gpt-oss",
-    renderer_traits={"gpt-oss": RendererTraits(harmony=True)},
+    renderer_traits={"gpt-oss": HARMONY},
     lora_targets=ATTENTION,
 )

@@ -1,7 +1,7 @@
-"""Kimi-K2-Thinking, which `renderers` 0.1.12 has no renderer for.
+"""Renderer of Kimi-K2-Thinking, which `renderers` 0.1.12 lacks.
 
-It is Kimi-K2.5 with tools in JSON, as Kimi-K2 has them, a system prompt where there is none, and a prompt that ends
-before the thoughts: the model begins them itself.
+It is the renderer of Kimi-K2.5 with three differences: tools are shown in JSON, as for Kimi-K2; conversations without a
+system prompt get one; and prompts do not start the thoughts, because the model does that itself.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from renderers.configs import BaseRendererConfig
 from renderers.kimi_k25 import KimiK25Renderer
 
 from primeslurm.chat import ChatMessage
-from primeslurm.models.extending_renderer import Extending
+from primeslurm.models.extending_renderer import ExtendingMixin, without_first_messages
 
 SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
 
-NO_IMAGES = -1
-"""Stands for the tokens around images, which the model has none of."""
+NO_TOKEN = -1
+"""Id of the tokens around images, which this model does not have."""
 
 
 class KimiK2ThinkingConfig(BaseRendererConfig):  # type: ignore[misc]
-    """What `thinking_retention` says; the template itself has no options."""
+    """Supports `thinking_retention` only: the template has no options."""
 
     name: Literal["custom"] = "custom"
     thinking: Literal[True] = True
@@ -34,13 +34,13 @@ class KimiK2ThinkingConfig(BaseRendererConfig):  # type: ignore[misc]
     _internal_fields = frozenset({"thinking", "image_cache_max"})
 
 
-class KimiK2ThinkingRenderer(Extending, KimiK25Renderer):  # type: ignore[misc]
-    """Messages to tokens and back."""
+class KimiK2ThinkingRenderer(ExtendingMixin, KimiK25Renderer):  # type: ignore[misc]
+    """See the module."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = KimiK2ThinkingConfig
 
     def _token_id(self, token: str) -> int:
-        return NO_IMAGES if token.startswith("<|media_") else int(super()._token_id(token))
+        return NO_TOKEN if token.startswith("<|media_") else int(super()._token_id(token))
 
     def render(
         self,
@@ -50,33 +50,27 @@ class KimiK2ThinkingRenderer(Extending, KimiK25Renderer):  # type: ignore[misc]
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> RenderedTokens:
-        """Render a conversation."""
-        own = []
+        added = []
         if tools:
             declared = json.dumps(list(tools), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-            own.append({"role": "tool_declare", "content": declared})
+            added.append({"role": "tool_declare", "content": declared})
         if messages[0].get("role") != "system":
-            own.append({"role": "system", "content": SYSTEM})
-        found = super().render([*own, *messages], add_generation_prompt=add_generation_prompt, **kwargs)
-        found = replace(
-            found,
-            message_indices=[max(index - len(own), -1) for index in found.message_indices],
-            message_roles=found.message_roles[len(own) :],
-            message_tool_names=found.message_tool_names[len(own) :],
-        )
-        return self._unopened(found) if add_generation_prompt else found
+            added.append({"role": "system", "content": SYSTEM})
+        rendered = super().render([*added, *messages], add_generation_prompt=add_generation_prompt, **kwargs)
+        rendered = without_first_messages(rendered, len(added))
+        return self._without_think(rendered) if add_generation_prompt else rendered
 
     def _bridge(self, prompt: list[int], completion: list[int], *args: Any, **kwargs: Any) -> RenderedTokens | None:
-        found = super()._bridge(prompt, completion, *args, **kwargs)
-        return None if found is None else self._unopened(found)
+        bridged = super()._bridge(prompt, completion, *args, **kwargs)
+        return None if bridged is None else self._without_think(bridged)
 
-    def _unopened(self, rendered: RenderedTokens) -> RenderedTokens:
-        """Take the beginning of thoughts off the end of a prompt."""
-        opened = len(self._encode("<think>"))
+    def _without_think(self, rendered: RenderedTokens) -> RenderedTokens:
+        """Remove `<think>` from the end of a prompt."""
+        length = len(self._encode("<think>"))
         return replace(
             rendered,
-            token_ids=rendered.token_ids[:-opened],
-            message_indices=rendered.message_indices[:-opened],
-            sampled_mask=rendered.sampled_mask[:-opened],
-            is_content=rendered.is_content[:-opened] if rendered.is_content else rendered.is_content,
+            token_ids=rendered.token_ids[:-length],
+            message_indices=rendered.message_indices[:-length],
+            sampled_mask=rendered.sampled_mask[:-length],
+            is_content=rendered.is_content[:-length] if rendered.is_content else rendered.is_content,
         )

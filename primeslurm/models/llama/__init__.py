@@ -1,1 +1,1 @@
-"""Llama 2 and 3, and the models that share their architecture."""
+"""Llama 2 and 3, and models with their architecture."""

@@ -1,16 +1,12 @@
-"""Llama 2 and 3, and the models that share their architecture."""
+"""Llama 2 and 3, and models with their architecture."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, SWIGLU, Capabilities, Family
+from primeslurm.models.family import ATTENTION, DENSE, SWIGLU, Family
 
 FAMILY = Family(
     name="llama",
-    model_types={
-        "llama": Capabilities(
-            cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True, compiled_with=frozenset({"fp8"})
-        )
-    },
+    model_types={"llama": replace(DENSE, compile=True, compiled_with=frozenset({"fp8"}))},
     renderer="llama-3",
     lora_targets=ATTENTION | SWIGLU,
 )

@@ -1,16 +1,12 @@
-"""Nemotron-H and Nemotron 3: Mamba-2, attention and experts in layers of their own."""
+"""Nemotron-H and Nemotron 3: separate layers of Mamba-2, attention and experts."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, Capabilities, Family, Parsers
+from primeslurm.models.family import ATTENTION, MOE, Family, Parsers
 
 FAMILY = Family(
     name="nemotron_h",
-    model_types={
-        "nemotron_h": Capabilities(
-            ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True, compile=True
-        )
-    },
+    model_types={"nemotron_h": replace(MOE, compile=True)},
     parsers={r"nemotron-?3": Parsers("qwen3_coder", "nemotron_v3")},
     renderer="nemotron-3",
     renderers={r"nemotron-?3-?ultra": "nemotron-3-ultra", r"nemotron-?3\.5": "nemotron-3.5"},

@@ -1,25 +1,14 @@
 """Qwen3 and Qwen3-MoE."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Parsers, Traits
+from primeslurm.models.family import ATTENTION, DENSE, EXPERTS, MOE, SWIGLU, Family, Parsers, Traits
 
 FAMILY = Family(
     name="qwen3",
     model_types={
-        "qwen3": Capabilities(
-            cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True, compiled_with=frozenset({"fp8"})
-        ),
-        "qwen3_moe": Capabilities(
-            ep=True,
-            cp=True,
-            fp8=True,
-            lora=True,
-            router_replay=True,
-            fp8_checkpoint=True,
-            compile=True,
-            compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"}),
-        ),
+        "qwen3": replace(DENSE, compile=True, compiled_with=frozenset({"fp8"})),
+        "qwen3_moe": replace(MOE, compile=True, compiled_with=frozenset({"cp", "fp8", "lora", "router_replay"})),
     },
     traits=Traits(qk_norm=True),
     parsers={r"qwen3": Parsers("hermes", "qwen3"), r"qwen3-?coder": Parsers("qwen3_coder")},

@@ -1,14 +1,9 @@
-"""Qwen3.5 and its successors, dense and with experts, with an encoder of images or without."""
-
-from __future__ import annotations
+"""Qwen3.5 and later: dense or with experts, with a vision encoder or without."""
 
 from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Parsers, Traits, VisionDefaults
+from primeslurm.models.family import ATTENTION, DENSE, EXPERTS, MOE, SWIGLU, Family, Parsers, Traits, VisionDefaults
 from primeslurm.models.qwen3_vl.spec import QWEN_ENCODER
-
-DENSE = Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True)
-MOE = replace(DENSE, ep=True, router_replay=True)
 
 FAMILY = Family(
     name="qwen3_5",

@@ -1,8 +1,8 @@
-"""Qwen3-VL and Qwen3-VL-MoE: Qwen3 with an encoder of images."""
+"""Qwen3-VL and Qwen3-VL-MoE: Qwen3 with a vision encoder."""
 
-from __future__ import annotations
+from dataclasses import replace
 
-from primeslurm.models.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Traits, VisionDefaults
+from primeslurm.models.family import ATTENTION, DENSE, EXPERTS, MOE, SWIGLU, Family, Traits, VisionDefaults
 
 QWEN_ENCODER = {
     "depth": 27,
@@ -15,13 +15,13 @@ QWEN_ENCODER = {
     "num_position_embeddings": 2304,
     "out_hidden_size": 3584,
 }
-"""Sizes of the encoder, which Qwen3.5 has, too."""
+"""Default sizes of the vision encoder. Qwen3.5 has the same."""
 
 FAMILY = Family(
     name="qwen3_vl",
     model_types={
-        "qwen3_vl": Capabilities(cp=True, fp8=True, lora=True, images=True),
-        "qwen3_vl_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, images=True),
+        "qwen3_vl": replace(DENSE, fp8_checkpoint=False, images=True),
+        "qwen3_vl_moe": replace(MOE, fp8_checkpoint=False, images=True),
     },
     traits=Traits(qk_norm=True, expert_stacks=True, vision=VisionDefaults(QWEN_ENCODER, deepstack=(8, 16, 24))),
     renderer="qwen3-vl",

@@ -1,1 +1,1 @@
-"""From messages to token ids and back, as the model's own chat template does it, from turn to turn."""
+"""Rendering of conversations into token ids and back: which renderer a model gets, and what programs may send."""

@@ -1,12 +1,12 @@
-"""What a program says again of a conversation is what is known of it.
+"""Cache of the conversation that an agent's program resends with every request.
 
-OpenAI's protocol has programs send the whole conversation each turn. verifiers parses every message of it anew and
-hashes it three times: in a rollout of 200 turns half of what a worker does. Here a message that was in the request
-before is the same object, and is hashed once.
+In OpenAI's protocol a program sends the whole conversation in each turn. verifiers parses every message again and
+hashes it three times, which takes half of a worker's time in a rollout of 200 turns. Here, a message of the previous
+request stays the same object and is hashed once.
 
-The protocol has no place for thoughts either: many programs send an answer back without those that it began with, or
-without the blanks around it. To verifiers that is another message, which begins another sequence, every turn. Here it
-is the answer that was sampled. Whether thoughts of old answers are dropped is for the model's chat template to say.
+The cache also restores answers. Many programs send an answer back without its thoughts, or without leading and trailing
+whitespace. verifiers would take that for another message, and start a new training sequence in every turn. Here, such a
+message is replaced by the answer that was sampled. The model's chat template decides whether old thoughts are shown.
 """
 
 from __future__ import annotations
@@ -27,38 +27,43 @@ T = TypeVar("T")
 
 
 class ConversationCache:
-    """What a program has said of a rollout in its last request.
+    """The messages of a rollout's last request.
 
     Args:
-        trace: has what was sampled.
+        trace: The rollout's trace, which holds the sampled messages.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self._told: list[Any] = []
+        self._received: list[Any] = []
         self._parsed: list[Message] = []
         self._nodes: list[int] = []
-        """Of each parsed message: the last sampled one up to there, as its place among the trace's; -1: none."""
+        """For each parsed message, the index among the trace's nodes of the last sampled message so far, or -1."""
 
-    def messages(self, told: Sequence[T], parse: Callable[[T], Message]) -> list[Message]:
-        """Parse what is told. Messages that are those of the last request, from the first on, are the same objects."""
-        pairs = zip(self._told, told, strict=False)
-        known = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._told), len(told)))
-        parsed, nodes = self._parsed[:known], self._nodes[:known]
-        names = {call.id: call.name for message in parsed for call in _calls(message)}
-        for native in told[known:]:
-            message, node = _known(parse(native), parsed, nodes[-1] if nodes else -1, names, self._trace)
+    def messages(self, received: Sequence[T], parse: Callable[[T], Message]) -> list[Message]:
+        """Parse the messages of a request. The prefix that equals the last request is not parsed again."""
+        pairs = zip(self._received, received, strict=False)
+        equal = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._received), len(received)))
+        parsed, nodes = self._parsed[:equal], self._nodes[:equal]
+        tool_names = {call.id: call.name for message in parsed for call in _calls(message)}
+        for item in received[equal:]:
+            message, node = parse(item), nodes[-1] if nodes else -1
+            if isinstance(message, AssistantMessage):
+                message, node = _sampled(message, parsed, node, self._trace)
+                tool_names |= {call.id: call.name for call in _calls(message)}
+            elif isinstance(message, ToolMessage) and message.name is None and message.tool_call_id in tool_names:
+                message = message.model_copy(update={"name": tool_names[message.tool_call_id]})
             parsed.append(message)
             nodes.append(node)
-        self._told, self._parsed, self._nodes = list(told), parsed, nodes
+        self._received, self._parsed, self._nodes = list(received), parsed, nodes
         return list(parsed)
 
 
 class RolloutDialect(Dialect):  # type: ignore[misc]
-    """What the program of one rollout speaks.
+    """The protocol of one rollout's program, with a cache of the conversation.
 
     Args:
-        trace: has what was sampled.
+        trace: The rollout's trace.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -70,65 +75,46 @@ class CachingChatDialect(RolloutDialect, ChatDialect):  # type: ignore[misc]
     """Chat completions."""
 
     def parse_request(self, body: dict[str, Any]) -> Request:
-        """Parse a request.
-
-        Raises:
-            ValueError: several answers are asked for.
-        """
+        """Parse a request. Raise ValueError if it asks for several answers."""
         if body.get("n", 1) != 1:
             raise ValueError("chat completions require n=1")
         messages = self._conversation.messages(body.get("messages", []), parse_message)
         return Request.model_construct(messages=messages, tools=parse_tools(body.get("tools")))
 
 
-def _known(
-    message: Message, before: Sequence[Message], after: int, names: dict[str, str], trace: Trace
-) -> tuple[Message, int]:
-    """What is known of a message, with the place of the last sampled one up to there.
-
-    Args:
-        message: as the program says it.
-        before: messages before it.
-        after: place of the last sampled message before it; -1: none.
-        names: of the tools that were called so far, by call id.
-        trace: has what was sampled.
-    """
-    if isinstance(message, AssistantMessage):
-        message, after = _sampled(message, before, after, trace)
-        names |= {call.id: call.name for call in _calls(message)}
-    elif isinstance(message, ToolMessage) and message.name is None and message.tool_call_id in names:
-        message = message.model_copy(update={"name": names[message.tool_call_id]})
-    return message, after
-
-
 def _sampled(
     message: AssistantMessage, before: Sequence[Message], after: int, trace: Trace
 ) -> tuple[AssistantMessage, int]:
-    """The sampled message that says the same, with its place; else the message itself.
+    """Return the sampled message that a received one stands for, with its node; else the message itself and `after`.
 
-    It is the one that answered these messages, as the same may have been said in another branch, after other thoughts.
-    Where none did, as the program tells of them in other words, it is the next one.
+    Args:
+        message: A message as the program sent it.
+        before: Messages before it.
+        after: Node of the last sampled message among `before`, or -1.
+        trace: The rollout's trace.
     """
     nodes = trace.nodes
-    same = (p for p in range(after + 1, len(nodes)) if nodes[p].sampled and _same(message, nodes[p].message))
-    if (first := next(same, None)) is None:
+    equal = (i for i in range(after + 1, len(nodes)) if nodes[i].sampled and _same(message, nodes[i].message))
+    if (first := next(equal, None)) is None:
         return message, after
-    place = next((place for place in chain([first], same) if _answers(place, before, after, trace)), first)
-    return nodes[place].message, place
+    # Another branch may hold the same text after other thoughts, so prefer the node that answered these messages. If
+    # the program rewrote earlier messages, no node did; then take the first.
+    node = next((node for node in chain([first], equal) if _answers(node, before, after, trace)), first)
+    return nodes[node].message, node
 
 
-def _answers(place: int, before: Sequence[Message], after: int, trace: Trace) -> bool:
-    """Whether messages are the ancestors of a place, up to the one at `after`, of which that is known."""
-    parent = trace.nodes[place].parent
+def _answers(node: int, before: Sequence[Message], after: int, trace: Trace) -> bool:
+    """Return whether a node's ancestors are these messages. Ancestors up to node `after` are known to be equal."""
+    parent = trace.nodes[node].parent
     for message in reversed(before):
         if parent is None:
             return False
         if parent == after:
             return True
-        node = trace.nodes[parent]
-        if _remembered_hash(node.message) != _remembered_hash(message):
+        ancestor = trace.nodes[parent]
+        if _cached_hash(ancestor.message) != _cached_hash(message):
             return False
-        parent = node.parent
+        parent = ancestor.parent
     return parent is None
 
 
@@ -136,51 +122,52 @@ def _calls(message: Message) -> Sequence[ToolCall]:
     return (message.tool_calls or ()) if isinstance(message, AssistantMessage) else ()
 
 
-def _same(told: AssistantMessage, sampled: AssistantMessage) -> bool:
-    if told.reasoning_content and told.reasoning_content.strip() != (sampled.reasoning_content or "").strip():
+def _same(received: AssistantMessage, sampled: AssistantMessage) -> bool:
+    thoughts = received.reasoning_content
+    if thoughts and thoughts.strip() != (sampled.reasoning_content or "").strip():
         return False
-    if (told.content or "").strip() != (sampled.content or "").strip():
+    if (received.content or "").strip() != (sampled.content or "").strip():
         return False
-    bare = [AssistantMessage(content=None, tool_calls=list(_calls(message)) or None) for message in (told, sampled)]
-    return len({_hash_message(message) for message in bare}) == 1
+    calls = [AssistantMessage(content=None, tool_calls=list(_calls(item)) or None) for item in (received, sampled)]
+    return len({_hash_message(item) for item in calls}) == 1
 
 
 def cache_conversations(
     server: InterceptionServer, dialects: Mapping[type[Dialect], Callable[[Trace], Dialect]]
 ) -> None:
-    """Have a server remember what each rollout's program has said, and the messages' hashes, as long as it runs.
+    """Let an environment's server cache each rollout's conversation, and hash every message once.
 
     Args:
-        server: of an environment.
-        dialects: what stands for verifiers' own ones, made for each rollout.
+        server: The interception server of an environment.
+        dialects: For each dialect of verifiers, the constructor of the one that replaces it for a rollout.
     """
     handle: Callable[[Any, Dialect], Awaitable[Any]] = server.handle_request
-    of_rollouts: dict[tuple[str, type[Dialect]], Dialect] = {}
+    by_rollout: dict[tuple[str, type[Dialect]], Dialect] = {}
 
     async def handle_request(request: Any, dialect: Dialect) -> Any:
         make, session = dialects.get(type(dialect)), server.sessions.get(dialect.secret(request.headers))
         if make is None or session is None:
             return await handle(request, dialect)
         key = (session.trace.id, type(dialect))
-        if key not in of_rollouts:
-            of_rollouts[key] = make(session.trace)
-            weakref.finalize(session, of_rollouts.pop, key, None)
-        return await handle(request, of_rollouts[key])
+        if key not in by_rollout:
+            by_rollout[key] = make(session.trace)
+            weakref.finalize(session, by_rollout.pop, key, None)
+        return await handle(request, by_rollout[key])
 
     server.handle_request = handle_request
-    graph.message_hash = _remembered_hash
+    graph.message_hash = _cached_hash
 
 
 _hash_message = graph.message_hash
 _hashes: dict[int, tuple[weakref.ref[Any], str]] = {}
 
 
-def _remembered_hash(message: Message) -> str:
-    """`graph.message_hash`, once for each message object: nobody changes one, changed ones are copies."""
+def _cached_hash(message: Message) -> str:
+    # Keyed by identity: verifiers never changes a message in place, it copies.
     key = id(message)
-    found = _hashes.get(key)
-    if found is not None and found[0]() is message:
-        return found[1]
+    entry = _hashes.get(key)
+    if entry is not None and entry[0]() is message:
+        return entry[1]
     digest: str = _hash_message(message)
     _hashes[key] = weakref.ref(message, lambda _: _hashes.pop(key, None)), digest
     return digest

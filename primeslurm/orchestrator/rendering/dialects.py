@@ -1,9 +1,8 @@
-"""Programs that ask a model in Anthropic's Messages (`claude_code`) or OpenAI's Responses (`codex`) are trained, too.
+"""Training of programs that speak Anthropic's Messages (`claude_code`) or OpenAI's Responses (`codex`).
 
-verifiers trains what speaks chat completions, and passes the others on to a provider. The messages that it makes of a
-request are the same for all, so they are rendered as any; here the answer is written as such a program expects it,
-whole or as a stream of events. What a program says again of an answer, often without its thoughts, is the answer that
-was sampled, as in `remembering`.
+verifiers trains programs that speak chat completions, and forwards other protocols to a provider. It parses the
+requests of all three into the same messages, which are rendered alike. The dialects here write the answer in the
+program's protocol, whole or as a stream of events. `conversation_cache` restores the answers that a program resends.
 """
 
 from __future__ import annotations
@@ -20,18 +19,14 @@ from verifiers.v1.types import Request, Response, ToolCall
 from primeslurm.orchestrator.rendering.conversation_cache import CachingChatDialect, RolloutDialect
 
 NUMBERED = re.compile(r"call_\d+")
-"""Ids that verifiers gives the calls of a turn whose renderer gives none: the next turn's are the same."""
+"""Ids that verifiers gives to calls without one. They repeat in the next turn."""
 
 
 class TrainedDialect(RolloutDialect):
-    """What both have in common."""
+    """Base of the two protocols: parses requests and writes answers."""
 
     def parse_request(self, body: dict[str, Any]) -> Request:
-        """Parse a request; answers in it are those that were sampled. Tools that a provider would run are not offered.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Parse a request, without the tools that a provider would run. Raise ValueError if it is malformed."""
         try:
             request = super().parse_request(body)
         except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -41,23 +36,22 @@ class TrainedDialect(RolloutDialect):
         return Request.model_construct(messages=messages, tools=tools or None)
 
     def answer(self, response: Response) -> None:
-        """Have an answer say itself as the program expects it, and its calls have ids of their own."""
+        """Set the raw form of an answer in the program's protocol, and give its calls unique ids."""
         calls = response.message.tool_calls
         if calls:
-            calls = [call.model_copy(update={"id": _own_id(call)}) for call in calls]
+            calls = [call.model_copy(update={"id": _unique_id(call)}) for call in calls]
         response.message = response.message.model_copy(update={"tool_calls": calls})
         response.raw = self.written(response)
 
     def written(self, response: Response) -> dict[str, Any]:
-        """Return an answer in the program's words."""
+        """Return an answer in the program's protocol."""
         raise NotImplementedError
 
 
 class TrainedAnthropicMessages(TrainedDialect, AnthropicDialect):  # type: ignore[misc]
-    """Anthropic's Messages (https://docs.claude.com/en/api/messages, its streaming page for the events)."""
+    """Anthropic's Messages: https://docs.claude.com/en/api/messages, and its page on streaming."""
 
     def written(self, response: Response) -> dict[str, Any]:
-        """Return an answer as a Message."""
         message, usage = response.message, response.usage
         content: list[dict[str, Any]] = []
         if message.reasoning_content:
@@ -80,8 +74,8 @@ class TrainedAnthropicMessages(TrainedDialect, AnthropicDialect):  # type: ignor
 
     def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
         """Return a Message as server-sent events."""
-        head = {**raw, "content": [], "stop_reason": None}
-        events: list[dict[str, Any]] = [{"type": "message_start", "message": head}]
+        start = {**raw, "content": [], "stop_reason": None}
+        events: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
         for index, block in enumerate(raw["content"]):
             empty, *deltas = _block(block)
             events.append({"type": "content_block_start", "index": index, "content_block": empty})
@@ -93,29 +87,28 @@ class TrainedAnthropicMessages(TrainedDialect, AnthropicDialect):  # type: ignor
 
 
 class TrainedOpenAIResponses(TrainedDialect, ResponsesDialect):  # type: ignore[misc]
-    """OpenAI's Responses (https://platform.openai.com/docs/api-reference/responses and responses-streaming)."""
+    """OpenAI's Responses: https://platform.openai.com/docs/api-reference/responses, and responses-streaming."""
 
     def written(self, response: Response) -> dict[str, Any]:
-        """Return an answer as a Response."""
         message, usage = response.message, response.usage
         output: list[dict[str, Any]] = []
         if message.reasoning_content:
-            thought = [{"type": "reasoning_text", "text": message.reasoning_content}]
-            output.append({"type": "reasoning", "id": _new("rs"), "summary": [], "content": thought})
+            thoughts = [{"type": "reasoning_text", "text": message.reasoning_content}]
+            output.append({"type": "reasoning", "id": _new("rs"), "summary": [], "content": thoughts})
         if message.content:
             text = [{"type": "output_text", "text": message.content, "annotations": []}]
             output.append({"type": "message", "id": _new("msg"), "role": "assistant", "content": text})
         for call in message.tool_calls or ():
-            said = {"call_id": call.id, "name": call.name, "arguments": json.dumps(_arguments(call))}
-            output.append({"type": "function_call", "id": _new("fc"), **said})
-        cut = response.finish_reason == "length"
+            fields = {"call_id": call.id, "name": call.name, "arguments": json.dumps(_arguments(call))}
+            output.append({"type": "function_call", "id": _new("fc"), **fields})
+        truncated = response.finish_reason == "length"
         return {
             "id": _new("resp"),
             "object": "response",
             "created_at": response.created,
             "model": response.model,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "status": "incomplete" if truncated else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
             "error": None,
             "output": [{**item, "status": "completed"} for item in output],
             "parallel_tool_calls": True,
@@ -132,8 +125,8 @@ class TrainedOpenAIResponses(TrainedDialect, ResponsesDialect):  # type: ignore[
 
     def stream_events(self, raw: dict[str, Any]) -> list[bytes]:
         """Return a Response as server-sent events."""
-        head = {**raw, "status": "in_progress", "output": []}
-        events: list[dict[str, Any]] = [{"type": "response.created", "response": head}]
+        start = {**raw, "status": "in_progress", "output": []}
+        events: list[dict[str, Any]] = [{"type": "response.created", "response": start}]
         for index, item in enumerate(raw["output"]):
             events += ({**event, "output_index": index} for event in _item(item))
         last = "response.incomplete" if raw["status"] == "incomplete" else "response.completed"
@@ -147,28 +140,28 @@ ROLLOUT_DIALECTS = {
     AnthropicDialect: TrainedAnthropicMessages,
     ResponsesDialect: TrainedOpenAIResponses,
 }
-"""What stands for verifiers' dialects where rollouts are trained."""
+"""For each dialect of verifiers, the one that replaces it in rollouts that are trained."""
 
 
 def _new(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-def _own_id(call: ToolCall) -> str:
+def _unique_id(call: ToolCall) -> str:
     return _new("call") if NUMBERED.fullmatch(call.id) else call.id
 
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
-    """Arguments as an object, which these protocols ask for; of what a model wrote otherwise there are none."""
+    # Both protocols require an object. A model may have written anything.
     try:
-        found = json.loads(call.arguments)
+        arguments = json.loads(call.arguments)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 def _block(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A block of a Message as it begins, then what is added to it."""
+    """Yield an empty block of a Message, then its deltas."""
     kind = block["type"]
     if kind == "thinking":
         yield {"type": kind, "thinking": "", "signature": ""}
@@ -183,20 +176,20 @@ def _block(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _item(item: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Events of an item of a Response."""
+    """Yield the events of an item of a Response."""
     kind, name = item["type"], {"item_id": item["id"]}
     content: Sequence[dict[str, Any]] = item.get("content", ())
     empty: dict[str, Any] = {"arguments": ""} if kind == "function_call" else {"content": []}
-    begun = {**item, **empty, "status": "in_progress"}
-    yield {"type": "response.output_item.added", "item": begun}
+    started = {**item, **empty, "status": "in_progress"}
+    yield {"type": "response.output_item.added", "item": started}
     for index, part in enumerate(content):
-        place, said = {**name, "content_index": index}, f"response.{part['type']}"
-        yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
-        yield {"type": f"{said}.delta", **place, "delta": part["text"], "logprobs": []}
-        yield {"type": f"{said}.done", **place, "text": part["text"], "logprobs": []}
-        yield {"type": "response.content_part.done", **place, "part": part}
+        position, event = {**name, "content_index": index}, f"response.{part['type']}"
+        yield {"type": "response.content_part.added", **position, "part": {**part, "text": ""}}
+        yield {"type": f"{event}.delta", **position, "delta": part["text"], "logprobs": []}
+        yield {"type": f"{event}.done", **position, "text": part["text"], "logprobs": []}
+        yield {"type": "response.content_part.done", **position, "part": part}
     if kind == "function_call":
-        said = "response.function_call_arguments"
-        yield {"type": f"{said}.delta", **name, "delta": item["arguments"]}
-        yield {"type": f"{said}.done", **name, "arguments": item["arguments"]}
+        event = "response.function_call_arguments"
+        yield {"type": f"{event}.delta", **name, "delta": item["arguments"]}
+        yield {"type": f"{event}.done", **name, "arguments": item["arguments"]}
     yield {"type": "response.output_item.done", "item": item}

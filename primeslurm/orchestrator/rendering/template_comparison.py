@@ -1,7 +1,7 @@
-"""How a renderer and a model's own chat template differ: both render a few conversations, and tokens are compared.
+"""Comparison of a renderer with a model's own chat template: both render a few conversations, token by token.
 
-The model's template decides, except in cases that no rollout reaches: a template that shows no thoughts is not asked
-about thoughts, and one that takes a single call per answer is not asked about two.
+The template decides. Cases that no rollout reaches are skipped: thoughts if the template shows none, and two calls in
+one answer if the template accepts only one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ TOOLS: Sequence[dict[str, Any]] = (
     },
 )
 EMPTY_THOUGHTS = "<think>\n\n</think>\n\n"
-"""A model that does not think is given these to begin its answer with."""
+"""Start of an answer of a model that is told not to think."""
 SOME_DAY = datetime(2024, 7, 26)
-"""Templates that tell the date are shown this one, which `renderers` takes for Llama's."""
+"""Date for templates that show one. `renderers` uses the same for Llama."""
 
 
 def _call(number: int) -> dict[str, Any]:
@@ -58,14 +58,14 @@ ANSWER: Sequence[ChatMessage] = (
 
 @dataclass(frozen=True)
 class Probe:
-    """A conversation that a renderer and a template must render alike."""
+    """A conversation that renderer and template must render to the same tokens."""
 
     messages: Sequence[ChatMessage]
     tools: Sequence[dict[str, Any]] = TOOLS
     shown: str = ""
-    """Not compared where the template does not show this."""
+    """Skip the comparison if the template does not show this text."""
     may_raise: bool = False
-    """Not compared where the template refuses it."""
+    """Skip the comparison if the template refuses the conversation."""
 
 
 CHATS = (Probe(START, ()), Probe([*START, *ANSWER], ()), Probe(START[1:], ()))
@@ -78,135 +78,136 @@ CALLS = (
     Probe([*START, _calling(0, reasoning_content=THOUGHT), _result(0), *ANSWER], shown=THOUGHT),
 )
 CLOSED = Probe([*START, {**ANSWER[0], "reasoning_content": THOUGHT}, ANSWER[1]], ())
-"""Here a template keeps thoughts of old answers, or drops them."""
+"""Tells whether a template keeps the thoughts of earlier answers."""
 
 
 def probes(shown: bool, described: bool = False) -> Sequence[Probe]:
-    """List what a renderer and a template must render alike.
+    """Return the conversations to compare.
 
     Args:
-        shown: the template shows tools to the model.
-        described: the renderer shows them where the template does not. Calls are compared, then, without any tool.
+        shown: Whether the template shows tools to the model.
+        described: Whether the renderer shows tools although the template does not. Calls are then compared without
+            any tool being offered.
     """
     if shown:
         return (*CHATS, *CALLS)
     return (*CHATS, *(replace(probe, tools=()) for probe in CALLS)) if described else CHATS
 
 
-def unlike_template(
+def difference(
     tokenizer: Any,
     config: RendererConfig,
     options: Mapping[str, Any] | None = None,
     compared: Sequence[Probe] = (*CHATS, *CALLS),
 ) -> str:
-    """Say how a renderer differs from a tokenizer's own chat template; empty if it does not, or if there is none.
+    """Return how a renderer differs from a tokenizer's chat template; "" if they agree or there is no template.
 
     Args:
-        tokenizer: of the model.
-        config: of the renderer.
-        options: arguments of the chat template.
-        compared: conversations.
+        tokenizer: Tokenizer of the model.
+        config: Config of the renderer.
+        options: Arguments of the chat template.
+        compared: Conversations to compare.
     """
     try:
         renderer = create_renderer(tokenizer, config)
-    except Exception as error:  # an assertion that names a special token, for one
+    except Exception as error:  # for example an assertion that names a missing special token
         return str(error) or type(error).__name__
-    if not tokenizer.chat_template or renderer_traits((config.model_extra or {}).get("renderer", "")).harmony:
+    if not tokenizer.chat_template or renderer_traits((config.model_extra or {}).get("renderer", "")).replaces_template:
         return ""
-    found = (_unlike(tokenizer, renderer, probe, options or {}) for probe in compared)
-    return next(filter(None, found), "")
+    differences = (compare(tokenizer, renderer, probe, options or {}) for probe in compared)
+    return next(filter(None, differences), "")
 
 
 def shows_tools(tokenizer: Any, options: Mapping[str, Any] | None = None) -> bool:
-    """Tell whether a model's chat template shows it the tools that it may call."""
+    """Return whether a chat template shows the model the tools that it may call."""
     try:
-        return "look_up" in tokenizer.decode(by_its_template(tokenizer, START, TOOLS, options or {}))
-    except Exception:  # what it says is told with the comparison
+        return "look_up" in tokenizer.decode(render_by_template(tokenizer, START, TOOLS, options or {}))
+    except Exception:  # the comparison reports the error
         return True
 
 
 def keeps_thoughts(tokenizer: Any, options: Mapping[str, Any]) -> bool:
-    """Tell whether a model's chat template shows thoughts of answers before the last question."""
+    """Return whether a chat template shows the thoughts of answers before the last question."""
     try:
-        return THOUGHT in tokenizer.decode(by_its_template(tokenizer, CLOSED.messages, (), options))
+        return THOUGHT in tokenizer.decode(render_by_template(tokenizer, CLOSED.messages, (), options))
     except Exception:
         return False
 
 
 def default_system(tokenizer: Any, options: Mapping[str, Any]) -> str | None:
-    """Read what a chat template takes for the system prompt where there is none; None if that is unclear."""
+    """Return the system prompt that a chat template adds to conversations without one; None if it is unclear."""
     try:
-        named, without = (
-            tokenizer.decode(by_its_template(tokenizer, messages, (), options)) for messages in (START, START[1:])
+        with_system, without = (
+            tokenizer.decode(render_by_template(tokenizer, messages, (), options)) for messages in (START, START[1:])
         )
     except Exception:
         return None
-    before, said, after = named.partition(SYSTEM)
-    fits = said and without.startswith(before) and without.endswith(after) and len(without) >= len(before + after)
+    before, system, after = with_system.partition(SYSTEM)
+    fits = system and without.startswith(before) and without.endswith(after) and len(without) >= len(before + after)
     return without[len(before) : len(without) - len(after)] if fits else None
 
 
-def _unlike(tokenizer: Any, renderer: Any, probe: Probe, options: Mapping[str, Any]) -> str:
+def compare(tokenizer: Any, renderer: Any, probe: Probe, options: Mapping[str, Any]) -> str:
+    """Return how a renderer and the chat template differ in one conversation; "" if they agree."""
     try:
-        theirs = by_its_template(tokenizer, probe.messages, probe.tools, options)
-    except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, their own
+        expected = render_by_template(tokenizer, probe.messages, probe.tools, options)
+    except Exception as error:  # templates raise jinja2's errors, TypeError or their own
         return "" if probe.may_raise else f"the chat template says {error}"
-    if probe.shown not in tokenizer.decode(theirs):
+    if probe.shown not in tokenizer.decode(expected):
         return ""
     messages, tools = copy.deepcopy(list(probe.messages)), list(probe.tools) or None
     try:
-        ours = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
-    except Exception as error:  # Llama's takes one call an answer
+        rendered = renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+    except Exception as error:  # for example, Llama's accepts one call per answer
         return f"it says {error}"
-    if ours == theirs or _alike_but_for_empty_thoughts(tokenizer.decode(ours), tokenizer.decode(theirs)):
+    if rendered == expected or _differ_in_empty_thoughts(tokenizer.decode(rendered), tokenizer.decode(expected)):
         return ""
-    pairs = zip(ours, theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
-    here, there = (tokenizer.decode(ids[max(at - 4, 0) :][:24]) for ids in (ours, theirs))
-    return f"it renders {here!r} where the model's chat template has {there!r}"
+    pairs = zip(rendered, expected, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(rendered), len(expected)))
+    ours, theirs = (tokenizer.decode(ids[max(index - 4, 0) :][:24]) for ids in (rendered, expected))
+    return f"it renders {ours!r} where the model's chat template has {theirs!r}"
 
 
-def _alike_but_for_empty_thoughts(ours: str, theirs: str) -> bool:
-    """Tell whether texts differ only in that ours has the empty thoughts that old answers were sampled after."""
-    if ours.endswith(EMPTY_THOUGHTS) != theirs.endswith(EMPTY_THOUGHTS):
+def _differ_in_empty_thoughts(rendered: str, expected: str) -> bool:
+    # The renderer keeps the empty thoughts before old answers, because those answers were sampled after them.
+    if rendered.endswith(EMPTY_THOUGHTS) != expected.endswith(EMPTY_THOUGHTS):
         return False
-    return ours.replace(EMPTY_THOUGHTS, "") == theirs.replace(EMPTY_THOUGHTS, "")
+    return rendered.replace(EMPTY_THOUGHTS, "") == expected.replace(EMPTY_THOUGHTS, "")
 
 
-def by_its_template(
+def render_by_template(
     tokenizer: Any, messages: Sequence[ChatMessage], tools: Sequence[dict[str, Any]], options: Mapping[str, Any]
 ) -> list[int]:
-    """Render a prompt by a tokenizer's chat template, with arguments of calls as it takes them. Raises what it does."""
-    shown, own = _as_its_tokenizer_has_it(tokenizer, tools)
+    """Return the tokens of a prompt by the tokenizer's chat template. Raise whatever the template raises."""
+    tools, extra = _template_tools(tokenizer, tools)
 
-    def ids(arguments_as_text: bool) -> list[int]:
-        said = copy.deepcopy(list(messages))
-        for call in (call for message in said for call in message.get("tool_calls", [])) if arguments_as_text else ():
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
-        found: list[int] = tokenizer.apply_chat_template(
-            said,
-            tools=shown or None,
+    def render(arguments_as_text: bool) -> list[int]:
+        given = copy.deepcopy(list(messages))
+        if arguments_as_text:
+            for call in (call for message in given for call in message.get("tool_calls", [])):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+        ids: list[int] = tokenizer.apply_chat_template(
+            given,
+            tools=tools or None,
             add_generation_prompt=True,
             tokenize=True,
             return_dict=False,
-            **{"strftime_now": SOME_DAY.strftime, **own, **options},
+            **{"strftime_now": SOME_DAY.strftime, **extra, **options},
         )
-        return found
+        return ids
 
     try:
-        return ids(arguments_as_text=False)
-    except TypeError:  # some want the arguments of calls as text
-        return ids(arguments_as_text=True)
+        return render(arguments_as_text=False)
+    except TypeError:  # some templates concatenate the arguments of calls as text
+        return render(arguments_as_text=True)
 
 
-def _as_its_tokenizer_has_it(tokenizer: Any, tools: Sequence[dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
-    """What a template is given for tools, and with them.
-
-    Kimi's tokenizers are programs beside the model, which are not run here. They give the template tools with their
-    keys sorted, and from K2.5 on also in TypeScript.
-    """
+def _template_tools(tokenizer: Any, tools: Sequence[dict[str, Any]]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the tools as the template expects them, and further arguments of the template."""
     if not tools or "tool_declare" not in tokenizer.chat_template:
         return list(tools), {}
+    # Kimi's tokenizers are code in the model's directory, which is not run here. They pass the template tools with
+    # sorted keys and, from K2.5 on, the tools in TypeScript.
     from renderers.kimi_k25 import _encode_tools_typescript
 
     ordered = json.loads(json.dumps(list(tools), sort_keys=True))

@@ -138,7 +138,7 @@ def _no_estimate(recipe: Recipe, site: Site, model: ModelFiles) -> list[Finding]
 
 
 def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:
-    if recipe.model.vlm is None or not shape.sees or shape.vision is not None:
+    if recipe.model.vlm is None or not shape.has_vision or shape.vision is not None:
         return []
     text = "memory of the encoder of images is not estimated: its sizes are known of the trainer's own families alone"
     return [Finding(level="note", field="model.vlm", text=text)]

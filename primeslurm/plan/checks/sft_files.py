@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from primeslurm.base.errors import Violation
 from primeslurm.base.paths import is_file
-from primeslurm.chat.jsonl_lines import LineErrors, record_of
+from primeslurm.chat.jsonl_lines import LineErrors, parse_line
 from primeslurm.chat.messages import ConversationError, MessageForm
 from primeslurm.chat.training_text import read_line
 from primeslurm.recipe import Recipe
@@ -57,7 +57,7 @@ def data_problems(recipe: Recipe) -> list[Violation]:
     errors = LineErrors(path)
     for start, line in lines:
         try:
-            record, _ = record_of(line, sees=recipe.model.vlm is not None)
+            record, _ = parse_line(line, images=recipe.model.vlm is not None)
             read_line(record, recipe.sft.data.train == "all", _ANY)
         except ConversationError as error:
             errors.add(error, start)

@@ -85,7 +85,7 @@ def _unnamed(recipe: Recipe, model_type: str, shape: ModelShape | None) -> list[
         text = f"the trainer's implementation of {model_type!r} knows its parts"
         fix = "leave it out, or model.impl: hf"
         return [Finding(level="blocked", field=f"model.vlm.{named}", text=text, fix=fix)] if named else []
-    if shape is not None and not shape.sees:
+    if shape is not None and not shape.has_vision:
         text, fix = f"{model_type!r} has no encoder of images (no vision_config)", "leave it out"
     elif recipe.task == "rl":
         text = "rollouts with images were not tried with the transformers implementation"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primeslurm.base.errors import Violation
 from primeslurm.chat import ChatMessage
-from primeslurm.chat.jsonl_lines import LineErrors, line_number, record_of
+from primeslurm.chat.jsonl_lines import LineErrors, line_number, parse_line
 from primeslurm.chat.messages import THOUGHTS, ConversationError
 from primeslurm.chat.training_text import Dialogue, TrainingText, read_line
 from primeslurm.chat.turn_ends import no_end
@@ -80,7 +80,7 @@ class _Scan:
                 self.errors.add(ConversationError(f"{type(error).__name__}: {error}"[:300]), start)
 
     def _line(self, start: int, line: bytes, is_rendered: bool) -> None:
-        record, sources = record_of(line, sees=self._request.sees)
+        record, sources = parse_line(line, images=self._request.sees)
         read = read_line(record, self._request.every, self._text.template.form)
         if isinstance(read, Dialogue):
             self.converses = True

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from primeslurm.base import files
-from primeslurm.chat.jsonl_lines import line_number, record_of
+from primeslurm.chat.jsonl_lines import line_number, parse_line
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
 from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
@@ -134,7 +134,7 @@ def _lines(path: Path, part: int, parts: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _tokenize(line: bytes, text: TrainingText, directory: Path, reader: ImageReader | None) -> Example:
-    record, sources = record_of(line, sees=reader is not None)
+    record, sources = parse_line(line, images=reader is not None)
     parts = text.parts(record)
     encoded = text.token_ids([part for part, _ in parts])
     token_ids = np.asarray([token for ids in encoded for token in ids], np.int32)

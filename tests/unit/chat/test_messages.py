@@ -115,31 +115,31 @@ def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
 @pytest.mark.parametrize(
     ("message", "why"),
     [
-        ("hello", "no list of objects"),
+        ("hello", "not a list of objects"),
         ({"content": "x"}, "it has no role"),
         ({"from": "human", "value": "x"}, "it has no role"),
-        ({"role": "gpt", "content": "x"}, r"role 'gpt' is not known \(`role: assistant`\)"),
-        ({"role": "critic", "content": "x"}, "role 'critic' is not known"),
-        ({"role": "user"}, "it is of role user and has no content"),
-        ({"role": "assistant", "content": None}, "it is of role assistant and has no content"),
+        ({"role": "gpt", "content": "x"}, r"unknown role 'gpt' \(`role: assistant`\)"),
+        ({"role": "critic", "content": "x"}, "unknown role 'critic'"),
+        ({"role": "user"}, "its role is user, but it has no content"),
+        ({"role": "assistant", "content": None}, "its role is assistant, but it has no content"),
         ({"role": "user", "content": {"text": "x"}}, "content is an object"),
         ({"role": "user", "content": [{"type": "video", "video": "a"}]}, "content of type 'video'"),
         ({"role": "user", "content": [{"type": "text"}]}, "content of type 'text'"),
         ({"role": "user", "content": [7]}, "content of type 'a number'"),
-        ({"role": "assistant", "tool_calls": {"name": "f"}}, "tool_calls is no list"),
+        ({"role": "assistant", "tool_calls": {"name": "f"}}, "tool_calls is not a list"),
         ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "no function with a name"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "are no JSON"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "are no object"),
-        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": 7}]}, "are no object"),
-        *[({"role": "assistant", "tool_calls": [{"name": "f", "arguments": wrong}]}, "are no object")
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}, "are not JSON"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "[1]"}]}, "are not an object"),
+        ({"role": "assistant", "tool_calls": [{"name": "f", "arguments": 7}]}, "are not an object"),
+        *[({"role": "assistant", "tool_calls": [{"name": "f", "arguments": wrong}]}, "are not an object")
             for wrong in (0, False, [], "0", "false", "[]", '""')],
         *[({"role": "assistant", "tool_calls": [{"name": "f", name: OBJECT}]}, f"has {name}, but no arguments")
             for name in ("parameters", "input", "args")],
         ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": None, "parameters": TEXT}}]},
             "has parameters, but no arguments"),
         ({"role": "user", "content": "x", "tool_calls": [{"name": "f"}]}, "a message of role user calls tools"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "no longer has"),
-        ({"role": "assistant", "content": "x", "reasoning_content": ["a"]}, "thoughts are no text"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "has removed"),
+        ({"role": "assistant", "content": "x", "reasoning_content": ["a"]}, "thoughts are not text"),
         ({"role": "assistant", "content": "x", "weight": 0}, "weights of messages are not supported"),
     ],
 )  # fmt: skip
@@ -187,9 +187,9 @@ def test_what_a_template_refuses_or_leaves_out_is_told() -> None:
     silent = CHATML.replace("for message in messages", "for message in messages if message.role != 'tool'")
     result = {"role": "tool", "content": "sunny"}
     assert refused(silent, ASKED, result, ANSWERED) == (
-        "message 2: the chat template leaves out this message of role tool (say it in another message)"
+        "message 2: the chat template leaves out this message of role tool (write it into another message)"
     )
-    assert "does not show calls of tools" in refused(CHATML, *calling({}))
+    assert "does not show tool calls" in refused(CHATML, *calling({}))
     assert "does not show the model its `tools`" in refused(CHATML, ASKED, ANSWERED, tools=[{"name": "f"}])
     words = {**calling({})[1], "content": "I look it up."}
     assert "message 2: the chat template leaves out this message" in refused(LLAMA_3, ASKED, words)

@@ -135,7 +135,7 @@ def test_gpt_oss_ends_answers_and_calls_with_different_tokens(stops: list[str] |
     (called,) = trained(text, TOOL_TALK[:2])
     assert called == ' to=functions.weather<|channel|>commentary json<|message|>{"city": "Rome"}<|call|>'
     text.every = True
-    with pytest.raises(ConversationError, match="message 2: the chat template renders this answer in another way"):
+    with pytest.raises(ConversationError, match="message 2: the chat template renders this answer differently"):
         text.parts({"messages": TALK})
 
 
@@ -149,7 +149,7 @@ def test_llama_ends_code_that_is_to_be_run_with_another_token(tmp_path: Path) ->
 def test_deepseek_r1_is_trained_where_its_template_shows_an_answer_as_it_is_sampled(tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("DeepSeek-R1"), DEEPSEEK_END, DEEPSEEK_END)
     assert trained(text, TOOL_TALK) == [f"Sunny.{DEEPSEEK_END}"], "no thoughts are begun after the result of a tool"
-    with pytest.raises(ConversationError, match=r"message 2: .*prompt as the beginning.*write such lines as `prompt`"):
+    with pytest.raises(ConversationError, match=r"message 2: .*prompt as the start.*write such lines as `prompt`"):
         text.parts({"messages": TALK[:2]})
     assert text.parts({"prompt": "a", "completion": "b"}) == [("a", False), (f"b{DEEPSEEK_END}", True)]
 
@@ -166,7 +166,7 @@ def test_thoughts_and_empty_thoughts_follow_on_the_prompt_that_asks_for_them(tmp
 
 def test_thoughts_that_the_template_drops_from_earlier_answers_are_told_of(tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("Qwen3-0.6B"), "<|im_end|>", "<|im_end|>", every=True)
-    with pytest.raises(ConversationError, match=r"message 2: .* once messages follow on it: .*`train: last`"):
+    with pytest.raises(ConversationError, match=r"message 2: .* once messages follow it: .*`train: last`"):
         text.parts({"messages": TOOL_TALK})
     text.every = False
     assert trained(text, TOOL_TALK) == ["<think>\n\n</think>\n\nSunny.<|im_end|>"]
@@ -214,14 +214,14 @@ def test_what_engines_do_not_stop_at_is_told(tmp_path: Path) -> None:
 def test_a_template_that_ends_turns_with_no_token_is_refused(eos: str | None, tmp_path: Path) -> None:
     text = training_text(tmp_path, UNENDING, eos)
     assert text.ends.answer is None
-    with pytest.raises(ConversationError, match=r"writes '\\n\\n' behind an answer, where no .*\(have the template"):
+    with pytest.raises(ConversationError, match=r"writes '\\n\\n' after an answer, so there is .*\(have the template"):
         text.parts({"messages": TALK})
 
 
 @pytest.mark.parametrize("role", ["assistant", "system"])
 def test_a_message_that_ends_no_turn_is_refused_between_two_turns(role: str, tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS, every=True)
-    with pytest.raises(ConversationError, match=f"message 2: nothing that ends a turn follows .* role {role}"):
+    with pytest.raises(ConversationError, match=f"message 2: a message of role {role} follows"):
         text.parts({"messages": [ASKED, SUNNY, {"role": role, "content": "Go on."}, MORE, RAIN]})
 
 

@@ -333,7 +333,7 @@ CALL = b'{"city": "Rome", "days": [1, 2]}'
 @given(texts(CALL).map(lambda data: data.decode(errors="replace")) | st.just("[" * 100_000))
 def test_arguments_that_are_read_for_protocols(text: str) -> None:
     assert isinstance(dialects._arguments(ToolCall(id="c", name="look_up", arguments=text)), dict)
-    call = deepseek_v31_renderer._read(
+    call = deepseek_v31_renderer.parse_call(
         ParsedToolCall(raw=f"look_up{deepseek_v31_renderer.SEPARATOR}{text}", name=None, arguments=None)
     )
     assert call.name == "look_up" and call.status in set(ToolCallParseStatus)

@@ -22,7 +22,7 @@ from verifiers.v1.interception import InterceptionServer, server
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, TraceTask
 
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
 from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
@@ -66,7 +66,7 @@ class Intercepted:
     """A rollout's interception server, served by a thread of its own until `stop`."""
 
     def __init__(self, directory: Path) -> None:
-        config = extending("qwen3", {})
+        config = extending_config("qwen3", {})
         self._rendering, self._model = Rendering(config), write_tokenizer(directory, config)
         tokens = sampled(create_renderer(load_tokenizer(str(self._model)), config), answering(0))
         self._engine = ScriptedEngine(_Always(tokens))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
@@ -31,7 +31,7 @@ JOB = Job("j", "g", "e", 0, 3, "r", "s")
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
     """One question, one answer."""
-    config = extending("qwen3", {})
+    config = extending_config("qwen3", {})
     model = write_tokenizer(tmp_path_factory.mktemp("qwen3"), config)
     engine = ScriptedEngine([sampled(create_renderer(load_tokenizer(str(model)), config), answering(0))], routed=True)
 

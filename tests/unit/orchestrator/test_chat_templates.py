@@ -13,7 +13,7 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 
 from primeslurm.models.catalog import catalog
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.models.gpt_oss import harmony
 from primeslurm.models.renderers import is_import_path, renderers_of
 from primeslurm.orchestrator.rendering import renderer_selection, template_comparison
@@ -134,9 +134,9 @@ def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: P
     template = THEIRS["Qwen3-0.6B"].replace("<|im_", "<|eot_")
     model = write_model(tmp_path, "Llama-3.1-taught", template)
     tokenizer = load_tokenizer(str(model))
-    renderer = create_renderer(tokenizer, extending("llama-3", {}))
+    renderer = create_renderer(tokenizer, extending_config("llama-3", {}))
     (two,) = (probe for probe in template_comparison.CALLS if probe.may_raise)
-    assert "single tool call" in template_comparison._unlike(tokenizer, renderer, two, {})
+    assert "single tool call" in template_comparison.compare(tokenizer, renderer, two, {})
 
 
 def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
     model = write_model(tmp_path, "GLM-4.6", THEIRS["GLM-4.6"])
     tokenizer = load_tokenizer(str(model))
     plain = renderer_selection.config_from_name("glm-4.5")
-    assert "</tool_call><tool_call>" in template_comparison.unlike_template(tokenizer, plain)
-    assert not template_comparison.unlike_template(tokenizer, extending("glm-4.5", {}))
+    assert "</tool_call><tool_call>" in template_comparison.difference(tokenizer, plain)
+    assert not template_comparison.difference(tokenizer, extending_config("glm-4.5", {}))
 
 
 def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 from verifiers.v1.types import AssistantMessage, FinishReason, Response, ToolCall, Usage
 
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.dialects import TrainedAnthropicMessages
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from tests.support.conversations import (
@@ -41,7 +41,7 @@ Program = Callable[[str, str, bool, bool], Awaitable[tuple[list[str], list[dict[
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("model"), extending("qwen3", {}))
+    return write_tokenizer(tmp_path_factory.mktemp("model"), extending_config("qwen3", {}))
 
 
 async def messages(base: str, secret: str, streams: bool, thinks_again: bool) -> tuple[list[str], list[dict[str, Any]]]:
@@ -110,7 +110,7 @@ async def test_a_program_is_trained_on_what_it_was_answered(
     program: Program, thinks_again: bool, streams: bool, qwen3: Path
 ) -> None:
     """In one sequence, as turns extend one another, whether it repeats thoughts or not."""
-    config = extending("qwen3", {})
+    config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in SAID])
     async with engine.serving(), rollout(qwen3, Rendering(config), engine) as (base, secret, ended):
@@ -151,7 +151,7 @@ def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected:
 @pytest.mark.parametrize("said", ["not JSON", "[1]"])
 async def test_arguments_that_are_no_object_are_none_to_the_program(said: str, qwen3: Path) -> None:
     """What was sampled is trained as it is."""
-    config = extending("qwen3", {})
+    config = extending_config("qwen3", {})
     tokenizer = load_tokenizer(str(qwen3))
     text = f'<tool_call>\n{{"name": "look_up", "arguments": {json.dumps(said)}}}\n</tool_call><|im_end|>'
     script: Sequence[Sequence[int]] = [tokenizer.encode(text, add_special_tokens=False)]

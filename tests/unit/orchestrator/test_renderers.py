@@ -11,7 +11,7 @@ import pytest
 from renderers import base, config_from_name
 
 from primeslurm.models import Family, bundled, model_types
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.models.renderers import RENDERERS, is_import_path, renderers_of
 from primeslurm.orchestrator.rendering import renderer_selection
 from primeslurm.recipe import Recipe
@@ -172,7 +172,7 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
-    write_tokenizer_of(tmp_path, extending(VISION[model_type], {}))
+    write_tokenizer_of(tmp_path, extending_config(VISION[model_type], {}))
     assert (
         name_of(renderer_selection.select_renderer(write_config(tmp_path, model_type), images=True))
         == VISION[model_type]

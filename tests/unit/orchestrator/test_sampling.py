@@ -10,7 +10,7 @@ import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import GenerateEndpoint
@@ -28,12 +28,12 @@ CUT = {"top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.3, "logit
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("qwen3"), extending("qwen3", {}))
+    return write_tokenizer(tmp_path_factory.mktemp("qwen3"), extending_config("qwen3", {}))
 
 
 async def asked(model: Path, body: dict[str, Any], **options: Any) -> tuple[httpx.Response, list[dict[str, Any]]]:
     """A program's request: what it is answered, and what the engine was asked."""
-    config = extending("qwen3", {})
+    config = extending_config("qwen3", {})
     engine = ScriptedEngine([sampled(create_renderer(load_tokenizer(str(model)), config), answering(0))])
     async with engine.serving(), rollout(model, Rendering(config), engine, **options) as (base, secret, _):
         headers = {"Authorization": f"Bearer {secret}"}

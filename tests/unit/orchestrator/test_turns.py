@@ -19,10 +19,10 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import AgentInfo, TraceTask
 
 from primeslurm.models import bundled
-from primeslurm.models.extending_renderer import extending
+from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering import conversation_cache
 from primeslurm.orchestrator.rendering.conversation_cache import ConversationCache
-from primeslurm.orchestrator.rendering.renderer_selection import Rendering, named
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering, renderer_config
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.worker.trace_sequences import sequences
 from primeslurm.wire.batches.rollouts import Rollout
@@ -102,13 +102,13 @@ def assert_trained_as_seen(rollouts: tuple[Rollout, ...], engine: ScriptedEngine
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -> None:
-    config = named(name, THINKING.get(name, {}))
+    config = renderer_config(name, THINKING.get(name, {}))
     model = write_harmony_tokenizer(tmp_path) if name == "gpt-oss" else write_tokenizer(tmp_path, config)
     renderer = create_renderer(load_tokenizer(str(model)), config)
     said = messages_of(name)
     speaking = renderer
     if name == "gpt-oss":  # an answer's thoughts are in no prompt
-        speaking = create_renderer(renderer._tokenizer, named(name, {"auto_drop_analysis": False}))
+        speaking = create_renderer(renderer._tokenizer, renderer_config(name, {"auto_drop_analysis": False}))
     engine = ScriptedEngine([sampled(speaking, message) for message in said])
     async with engine.serving():
         found = await converse(model, Rendering(config), engine, replies)
@@ -184,7 +184,7 @@ def as_harmony(message: Message, thinks: bool) -> list[HarmonyMessage]:
 
 async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Path) -> None:
     """A tool's results are gone on from without thoughts; what followed on thoughts begins a sequence without them."""
-    config, silent = named(DEEPSEEK_V3_1, {"thinking": True}), named(DEEPSEEK_V3_1, {})
+    config, silent = renderer_config(DEEPSEEK_V3_1, {"thinking": True}), renderer_config(DEEPSEEK_V3_1, {})
     model = write_tokenizer(tmp_path, config)
     renderer, other = (create_renderer(load_tokenizer(str(model)), each) for each in (config, silent))
     script = [
@@ -203,7 +203,7 @@ async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Pat
 
 
 def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path) -> None:
-    config = named(DEEPSEEK_V3_1, {})
+    config = renderer_config(DEEPSEEK_V3_1, {})
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, config)))
     begin, call, sep, end = (f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end"))
     told = {
@@ -242,7 +242,7 @@ async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkey
         found = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"found {100 + turn}"}
         return [found] if turn < turns - 1 else []
 
-    config = extending("qwen3", {})
+    config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, calling(100 + turn)) for turn in range(turns)])
     monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting_encode)
@@ -256,7 +256,7 @@ async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkey
 
 
 async def test_a_turn_asks_for_its_own_rows_of_router_replay(qwen3: Path) -> None:
-    config = extending("qwen3", {})
+    config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in messages_of("qwen3")], routed=True)
     async with engine.serving():
@@ -280,13 +280,13 @@ def bare(message: Message) -> Message:
 
 @pytest.fixture(scope="module")
 def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tokenizer(tmp_path_factory.mktemp("qwen3"), extending("qwen3", {}))
+    return write_tokenizer(tmp_path_factory.mktemp("qwen3"), extending_config("qwen3", {}))
 
 
 async def talked(
     model: Path, said: list[Message], options: dict[str, Any], **talk: Any
 ) -> tuple[Conversation, ScriptedEngine]:
-    config = extending("qwen3", options)
+    config = extending_config("qwen3", options)
     renderer = create_renderer(load_tokenizer(str(model)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in said])
     async with engine.serving():
@@ -327,14 +327,19 @@ async def test_questions_branch_only_where_thoughts_are_dropped(
         tokenizer = load_tokenizer(str(qwen3))
         engine = ScriptedEngine([tokenizer.encode(message["content"] + "<|im_end|>") for message in said])
         async with engine.serving():
-            found = await converse(qwen3, Rendering(extending("qwen3", {})), engine, replies=ask, says_again=bare)
+            found = await converse(
+                qwen3, Rendering(extending_config("qwen3", {})), engine, replies=ask, says_again=bare
+            )
     rollouts = trained(found)
     assert_trained_as_seen(rollouts, engine)
     assert len(rollouts) == wanted
 
 
 async def test_tools_that_cannot_be_rendered_are_refused_with_a_reason(qwen3: Path) -> None:
-    engine, rendering = ScriptedEngine([]), Rendering(extending("qwen3", {}), "tools cannot be rendered for m: why")
+    engine, rendering = (
+        ScriptedEngine([]),
+        Rendering(extending_config("qwen3", {}), "tools cannot be rendered for m: why"),
+    )
     async with engine.serving():
         with pytest.raises(AssertionError, match="tools cannot be rendered for m: why"):
             await converse(qwen3, rendering, engine, replies)

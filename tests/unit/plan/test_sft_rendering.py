@@ -67,7 +67,7 @@ def test_a_template_without_an_end_is_refused_for_conversations_alone(tmp_path: 
     (tmp_path / "a").mkdir()
     answer = looked(tmp_path / "a", (UNENDING, "<|end|>"), GOOD, GOOD, {"messages": [ASKED]})
     assert [each.field for each in answer.violations] == ["model.path", "sft.data.path"]
-    assert "writes '\\n\\n' behind an answer" in answer.violations[0].why
+    assert "writes '\\n\\n' after an answer" in answer.violations[0].why
     assert "line 3: no message is the assistant's" in answer.violations[1].why
     (tmp_path / "b").mkdir()
     assert not looked(tmp_path / "b", (UNENDING, "<|end|>"), {"prompt": "a", "completion": "b"}).violations
@@ -83,7 +83,7 @@ def test_all_kinds_are_named_at_once_with_their_first_lines(tmp_path: Path) -> N
     found = told(answer)
     assert [each.partition(":")[0] for each in found] == ["line 3", "line 4", "line 6", "line 7"]
     assert "System message must be at the beginning" in found[0]
-    assert "message 2: the arguments of a call are no JSON" in found[1]
+    assert "message 2: the arguments of a call are not JSON" in found[1]
     assert "it has images, but `model.vlm` is not set" in found[2]
 
 
@@ -100,7 +100,7 @@ def test_openai_forms_are_trained(tmp_path: Path) -> None:
 def test_train_all_is_refused_where_the_template_drops_thoughts(tmp_path: Path) -> None:
     talk = {"messages": [ASKED, ANSWERED, ASKED, ANSWERED]}
     (found,) = told(looked(tmp_path, (QWEN_3, "<|im_end|>"), GOOD, talk, talk, every=True))
-    assert found.startswith("line 2: message 2: the chat template renders this answer in another way once messages")
+    assert found.startswith("line 2: message 2: the chat template renders this answer differently once messages")
     assert found.endswith("(`train: last`)")
 
 

@@ -15,8 +15,7 @@ PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
 MOST = 15
 LARGER = {
     "api": "one module for each thing that a command does",
-    "families": "one module for each family",
-    "trainer/models": "one module for each family",
+    "models": "one folder for each family",
     "recipe/sections": "one module for each section",
     ".": "all packages, and the modules below them",
 }
