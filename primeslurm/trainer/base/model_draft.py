@@ -1,4 +1,4 @@
-"""A model of torchtitan's before it is sharded: what converters work on."""
+"""A torchtitan model before it is sharded, as converters change it."""
 
 from __future__ import annotations
 
@@ -10,25 +10,21 @@ from primeslurm.recipe import Recipe
 
 @dataclass
 class ModelDraft:
-    """What becomes a model, and what is known of it meanwhile.
-
-    Args:
-        recipe: what the model is for.
-        spec: torchtitan's `ModelSpec`.
-        settings: torchtitan's `parallelism` and `training`.
-        stored_fp8: names of the weights that the source stores in FP8.
-        model: on the meta device, once it is built.
-        adapter: from its state dict to Hugging Face names and back, once it is built.
-    """
+    """State of a model during its conversion."""
 
     recipe: Recipe
     spec: Any
+    """torchtitan's `ModelSpec`."""
     settings: Any = None
+    """torchtitan's `parallelism` and `training` configs."""
     stored_fp8: frozenset[str] = frozenset()
+    """Names of the weights that the source checkpoint stores in FP8."""
     model: Any = None
+    """The model on the meta device, once it is built."""
     adapter: Any = None
+    """The state dict adapter to Hugging Face's format, once the model is built."""
 
     @property
     def config(self) -> Any:
-        """The model's config in torchtitan, which is changed in place before the model is built of it."""
+        """The model's torchtitan config. Converters change it in place before the model is built from it."""
         return self.spec.model

@@ -1,4 +1,4 @@
-"""What layers keep for the backward pass, and what they compute anew: `activation_checkpointing` of the recipe."""
+"""Activation checkpointing: the tensors that layers save for the backward pass; they recompute the others."""
 
 from __future__ import annotations
 
@@ -12,35 +12,34 @@ from primeslurm.nn.layers import sparse_attention
 
 
 class MatrixProductsAC(SelectiveAC):
-    """torchtitan's selective checkpointing, but products of batches of matrices are not kept.
+    """torchtitan's selective checkpointing, except that results of `bmm` are recomputed and selected keys are saved.
 
-    In our models these are pairs of positions inside the parts of recurrent layers, which are computed anew anyway, and
-    queries that latent attention has absorbed its up-projection into: larger than all else that their layers keep. Keys
-    that sparse attention selects are kept.
+    Our models use `bmm` inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed queries of
+    latent attention, which are larger than everything else that the layer saves.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As SelectiveAC's."""
+        """Config of SelectiveAC."""
 
     def get_save_ops(self) -> set[Any]:
-        """Operations whose results are kept."""
+        """Return the operators whose results are saved."""
         return set(super().get_save_ops()) - {torch.ops.aten.bmm.default} | {sparse_attention.SELECTING}
 
 
 class ChosenExpertsAC(SelectiveAC):
-    """Keeps of a layer its input, and which experts its tokens chose.
+    """Saves a layer's input and its top-k results (the chosen experts).
 
-    A compiled layer does not round alike in its forward pass and where it is computed anew, so a token may then choose
-    other experts. Tokens by expert are counted once, in the forward pass: there would be one too many.
+    A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose other
+    experts there. The counts of tokens per expert are those of the forward pass and would not match.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        """As SelectiveAC's."""
+        """Config of SelectiveAC."""
 
     def get_save_ops(self) -> set[Any]:
-        """Operations whose results are kept."""
+        """Return the operators whose results are saved."""
         return {torch.ops.aten.topk.default}
 
 
@@ -49,14 +48,14 @@ POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
     "selective": MatrixProductsAC.Config(),
     "full": FullAC.Config(),
 }
-"""Of layers that are not compiled, by its name in recipes, torchtitan's setting; None for nothing."""
+"""Name in recipes to torchtitan's config, for layers that are not compiled."""
 
 
 def policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
-    """Return torchtitan's setting for what recipes call `name`; None for nothing.
+    """Return torchtitan's config for a recipe's `activation_checkpointing`. None means no checkpointing.
 
     Args:
-        name: `activation_checkpointing` of a recipe.
-        compiled: whole layers are compiled, and not parts of them.
+        name: Value of the recipe.
+        compiled: Whether whole layers are compiled.
     """
     return ChosenExpertsAC.Config() if compiled and name == "full" else POLICIES[name]
