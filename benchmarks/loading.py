@@ -122,9 +122,9 @@ def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: 
         opened: set[str] = set()
         for group in build._loaded_together(policy, policy.weights()):
             for name, tensor in policy.adapter.to_hf(group).items():
-                part = loading.part_of(files, name, tensor)
+                part = loading.shard_read(files, name, tensor)
                 width, below = part.place.torch_dtype.itemsize, math.prod(part.place.shape[1:])
-                pieces = list(part.pieces())
+                pieces = list(part.row_slices())
                 everything = sum(_bytes(part, piece) for piece in pieces)
                 opened.add(part.place.file)
                 found["not exchanged"] += everything
@@ -134,7 +134,7 @@ def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: 
                     found["exchanged"] += everything
                     found["reads"] += 2 * len(pieces)
                 elif part.group:
-                    rows = min(loading._share(part), part.place.shape[0])
+                    rows = min(loading.rows_per_rank(part), part.place.shape[0])
                     found["bytes"] += rows * below * width
                     found["exchanged"] += part.place.nbytes
                     found["reads"] += 1

@@ -180,7 +180,7 @@ class TrainStep:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise FloatingPointError(
-                f"step {step}: the gradient norm is {norm}; no gradient was finite in {MAX_SKIPPED} consecutive steps"
+                f"the gradient norm is {norm} in step {step}: no gradient was finite in {MAX_SKIPPED} consecutive steps"
             )
         log.warning("step %d does not update the weights: the gradient norm is %s", step, norm)
 

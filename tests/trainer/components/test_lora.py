@@ -181,7 +181,7 @@ def test_only_named_targets_get_an_adapter(moe_model: Path, world: World) -> Non
 def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Path, world: World) -> None:
     with pytest.raises(ValueError, match="experts: this model has no such") as caught:
         build(recipe_of(dense_model, targets=["experts", "q_prj", "o_proj"]), world)
-    assert "targets = q_prj: this model has no such layers (did you mean q_proj? valid: down_proj, gate" in str(
+    assert "targets = q_prj: this model has no layers of that name (did you mean q_proj? valid: down_proj, gate" in str(
         caught.value
     )
     assert "lm_head" not in str(caught.value)

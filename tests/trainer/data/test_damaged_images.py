@@ -44,7 +44,7 @@ def test_damaged_images_are_images_or_an_error_that_names_them(data: bytes) -> N
 
 
 def test_what_pillow_would_decode_by_another_program_is_no_image() -> None:
-    with pytest.raises(ValueError, match="no image of a known kind"), _naming("photo"):
+    with pytest.raises(ValueError, match="not an image of a supported format"), _naming("photo"):
         _decoded(stored("EPS"))
 
 

@@ -265,10 +265,10 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
 @pytest.mark.parametrize(
     ("data", "tokens", "why"),
     [
-        (b"no image", 2, "no image of a known kind"),
+        (b"no image", 2, "not an image of a supported format"),
         (PNG[:100], 2, "truncated"),
         (PNG[:33] + bytes([0, 0, 0, 5]) + PNG[37:], 2, "broken PNG"),
-        (PNG, 3, "3 tokens stand for it, not 2"),
+        (PNG, 3, "2 tokens, expected 3"),
     ],
     ids=["text", "cut off", "damaged", "other tokens"],
 )

@@ -64,8 +64,8 @@ def _decompressed(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("at_once", [64, 3000, 8 << 20])
 def test_a_stack_is_read_in_pieces_of_any_size(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "PIECE", at_once)
-    monkeypatch.setattr(loading, "SHORT", 24)
+    monkeypatch.setattr(loading, "CHUNK_BYTES", at_once)
+    monkeypatch.setattr(loading, "MIN_RUN_BYTES", 24)
     torch.manual_seed(0)
     parts, expected = mxfp4(5, 24, 96)
     save_file({f"stack{name}": tensor for name, tensor in parts.items()}, tmp_path / "model.safetensors")
@@ -128,5 +128,5 @@ def test_other_formats_of_compressed_tensors_are_refused(change: dict[str, Any],
     group = INT4["config_groups"]["group_0"]  # type: ignore[index]
     groups = {"group_0": group | {"weights": group["weights"] | change}}
     change_config(source, model_type="kimi_k2", quantization_config=INT4 | {"config_groups": groups})
-    with pytest.raises(ValueError, match="weights stored in compressed-tensors are not read"):
+    with pytest.raises(ValueError, match="weights stored in compressed-tensors are not supported"):
         build(make_recipe(source), world)

@@ -80,8 +80,8 @@ def _in_four_bits() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
     whole_rows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "PIECE", 64)
-    monkeypatch.setattr(loading, "SHORT", 24)
+    monkeypatch.setattr(loading, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(loading, "MIN_RUN_BYTES", 24)
     shape = (4, 5, 6)
     numbers = torch.arange(4 * 5 * 6).view(shape)
     regions = [
@@ -92,7 +92,7 @@ def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
     ]
     for region in regions:
         read: list[int] = []
-        for piece in loading.pieces(TensorLocation("f", 0, shape, "F32"), region, whole_rows):
+        for piece in loading.row_slices(TensorLocation("f", 0, shape, "F32"), region, whole_rows):
             assert not whole_rows or piece.slab == ()
             read += numbers[piece.slab][piece.row : piece.row + piece.rows].flatten().tolist()
         assert len(read) == len(set(read))
@@ -137,9 +137,9 @@ def _missing(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "error", "message"),
     [
-        (_cut, ValueError, "model.safetensors: cut short, 79 bytes of 80"),
-        (_no_header, ValueError, "model.safetensors: no safetensors file, or cut short"),
-        (_no_offsets, ValueError, "model.safetensors: its header cannot be read: .*data_offsets"),
+        (_cut, ValueError, "model.safetensors: truncated, 79 bytes of 80"),
+        (_no_header, ValueError, "model.safetensors: not a safetensors file, or truncated"),
+        (_no_offsets, ValueError, "model.safetensors: cannot read its header: .*data_offsets"),
         (_missing, FileNotFoundError, "other.safetensors"),
     ],
 )
@@ -157,9 +157,9 @@ def test_another_shape_is_said_before_anything_is_read(tmp_path: Path) -> None:
         {"a": torch.zeros(4, 2), "b" + FP8_SCALE: torch.zeros(1), "b": torch.zeros(4)}, tmp_path / "x.safetensors"
     )
     files = TensorFiles.read(tmp_path)
-    with pytest.raises(ValueError, match="a is 4 x 2, and 2 x 4 by the model's config"):
-        loading.part_of(files, "a", torch.zeros(2, 4))
-    with pytest.raises(ValueError, match="b is in FP8 and no matrix"):
-        loading.part_of(files, "b", torch.zeros(4))
+    with pytest.raises(ValueError, match="a is 4 x 2 in the files, but 2 x 4"):
+        loading.shard_read(files, "a", torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="b is stored in FP8 but is no matrix"):
+        loading.shard_read(files, "b", torch.zeros(4))
     with OpenFiles(files) as opened:
         assert torch.equal(opened.tensor("a"), torch.zeros(4, 2))

@@ -140,7 +140,7 @@ OWN = {
         "trainer/checkpoints/shards.py",
         "trainer/data/token_files.py",
         "trainer/main.py",
-        "trainer/optimizers/host_memory.py",
+        "trainer/optimizers/host_states.py",
     ),
     "one byte, or a tensor into room that was made before, of who has shown the secret": (
         "emulated/ranks.py",
