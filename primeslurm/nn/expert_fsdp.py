@@ -1,7 +1,7 @@
-"""FSDP of torchtitan's layers, with the stacks of experts split as `families.expert_shards` says.
+"""FSDP of torchtitan's layers, with stacks of experts split by the rule of `expert_splits`.
 
-torchtitan splits them between experts wherever there are at least as many as ranks. FSDP then fills up what does not
-come out even, which no adapter of checkpoints understands; through every expert, the same ranks can share them evenly.
+torchtitan splits stacks between experts if there are at least as many experts as ranks. FSDP then pads uneven splits,
+which no checkpoint adapter supports. Splitting through every expert is even for the same ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Numbers of small tensors that the host knows, too: noted beside them by who brought them there.
+"""Host copies of small integer tensors, cached on the tensor object.
 
-The host has to know how many rows each expert has, and waits for the GPU to hear it. Once it has
-heard, nobody waits again.
+The host has to know the number of rows of each expert, and must wait for the GPU to get it. The cache avoids waiting a
+second time.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import itertools
 import torch
 
 
-def note(tensor: torch.Tensor, numbers: list[int]) -> list[int]:
-    """Note what a tensor of integers holds. Returns it."""
+def store(tensor: torch.Tensor, numbers: list[int]) -> list[int]:
+    """Cache the values of an integer tensor, and return them."""
     tensor.numbers_on_host = numbers  # type: ignore[attr-defined]
     return numbers
 
 
-def known(tensor: torch.Tensor) -> list[int] | None:
-    """Return what was noted beside this tensor object; None if nothing was."""
+def get(tensor: torch.Tensor) -> list[int] | None:
+    """Return the cached values of this tensor object, or None."""
     return getattr(tensor, "numbers_on_host", None)
 
 
 def ends(counts: torch.Tensor) -> torch.Tensor:
-    """Where each expert's rows end, int32, by how many each has. What is known of one is known of the other."""
+    """Return the end of each expert's rows (int32) from the row counts. Also converts cached counts to cached ends."""
     offsets = torch.cumsum(counts, dim=0, dtype=torch.int32)
-    if not torch.compiler.is_compiling() and (numbers := known(counts)) is not None:
-        note(offsets, list(itertools.accumulate(numbers)))
+    if not torch.compiler.is_compiling() and (numbers := get(counts)) is not None:
+        store(offsets, list(itertools.accumulate(numbers)))
     return offsets

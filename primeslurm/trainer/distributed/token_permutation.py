@@ -188,7 +188,7 @@ class _Numbers:
             return of_ranks, pairs
         numbers = self._copied.tolist()
         found = [[numbers.pop(0) for _ in part] for part in self._of_ranks]
-        return found, sum(host_value_cache.note(self._counts, numbers))
+        return found, sum(host_value_cache.store(self._counts, numbers))
 
 
 def _by_expert(ids: torch.Tensor, experts: int) -> Copies:

@@ -62,7 +62,7 @@ def test_whole_blocks(size: tuple[int, ...], dimension: int, ranks: int, whole: 
 
 def stood_in(values: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
     numbers = quantize(values, BLOCKS)
-    return placeholder_tensor.stand_in(numbers, values.shape, values.dtype, values.device), numbers
+    return placeholder_tensor.create(numbers, values.shape, values.dtype, values.device), numbers
 
 
 @pytest.mark.parametrize("view", [torch.detach, lambda t: t.view(2, 256, 128), lambda t: t.mT.mT])
@@ -81,12 +81,12 @@ def test_a_part_of_a_hollow_tensor_is_refused() -> None:
 
 def test_other_tensors_stand_for_nothing_also_where_a_hollow_one_was() -> None:
     tensor, _ = stood_in(matrix(2, 256, 128))
-    assert placeholder_tensor.behind(torch.empty(3)) is None
+    assert placeholder_tensor.lookup(torch.empty(3)) is None
     address = tensor.untyped_storage()._cdata
     del tensor
     kept = [torch.empty(2, 256, 128, dtype=torch.bfloat16) for _ in range(100)]
-    assert all(other.untyped_storage()._cdata != address and placeholder_tensor.behind(other) is None for other in kept)
+    assert all(other.untyped_storage()._cdata != address and placeholder_tensor.lookup(other) is None for other in kept)
     another, _ = stood_in(matrix(2, 256, 128))
-    assert placeholder_tensor.behind(another) is not None and not any(
+    assert placeholder_tensor.lookup(another) is not None and not any(
         known.expired() for known, _ in placeholder_tensor._behind.values()
     )

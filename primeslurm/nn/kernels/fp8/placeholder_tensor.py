@@ -1,8 +1,8 @@
-"""Tensors without memory: they have shape, dtype and gradients as any other, and stand for numbers in another form.
+"""Placeholder tensors: without memory, with the shape, dtype and gradient of a tensor that exists in another form.
 
-Autograd wants a weight and its gradient to be of one dtype. A weight that is there in FP8 alone goes through it as such
-a tensor, of the dtype of compute, and products look up what it stands for. Views of it are hollow, too, so layers may
-transpose it and pass it on. Whoever reads one fails: its address is 0.
+Autograd requires a weight and its gradient to have the same dtype. A weight that exists in FP8 only is passed through
+autograd as a placeholder in the compute dtype, and products look up the FP8 data. Views of a placeholder are
+placeholders, too, so layers may transpose it. Reading one fails, because its address is 0.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-_behind: dict[int, tuple[StorageWeakRef, Any]] = {}
-"""By the address of the hollow tensor's storage, which a weak reference keeps from being another one's."""
+_contents: dict[int, tuple[StorageWeakRef, Any]] = {}
+"""Contents by address of the placeholder's storage object. The weak reference keeps the address from being reused."""
 
 
-def stand_in(numbers: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make a contiguous tensor that stands for `numbers`."""
-    for address in [address for address, (storage, _) in _behind.items() if storage.expired()]:
-        del _behind[address]
+def create(contents: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Create a contiguous placeholder for `contents`."""
+    for address in [address for address, (storage, _) in _contents.items() if storage.expired()]:
+        del _contents[address]
     size = math.prod(shape) * dtype.itemsize
     storage = torch._C._construct_storage_from_data_pointer(0, device, size)
-    known = StorageWeakRef(storage)
-    _behind[known.cdata] = known, numbers
+    reference = StorageWeakRef(storage)
+    _contents[reference.cdata] = reference, contents
     return torch.empty(0, dtype=dtype, device=device).set_(storage).view(shape)
 
 
-def behind(tensor: torch.Tensor) -> Any | None:
-    """Return what a tensor, or the tensor that it is a view of, stands for; None if it is an ordinary one."""
-    known = _behind.get(tensor.untyped_storage()._cdata)
-    return None if known is None or known[0].expired() else known[1]
+def lookup(tensor: torch.Tensor) -> Any | None:
+    """Return the contents of a placeholder or of a view of one. None for an ordinary tensor."""
+    entry = _contents.get(tensor.untyped_storage()._cdata)
+    return None if entry is None or entry[0].expired() else entry[1]

@@ -1,6 +1,6 @@
-"""What was last made of a tensor, for all who ask for it: projections of one input share its quantised form.
+"""A one-entry cache of a tensor's quantized form, so that projections with the same input quantize it once.
 
-Tensors are known by storage, view and version: activation checkpointing hands each consumer a view of its own.
+Tensors are identified by storage, view and version, because activation checkpointing passes each consumer a new view.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class QuantizedCache(Generic[T]):
-    """Remembers one result until it makes another one.
-
-    Once the tensor is gone that it was made of, nobody can ask for it again: whoever asks for anything lets it go.
-    """
+    """Caches the last result. A call on any cache also drops the results of all caches whose tensors are gone."""
 
     _all: ClassVar[weakref.WeakSet[QuantizedCache[Any]]] = weakref.WeakSet()
 
@@ -27,28 +24,28 @@ class QuantizedCache(Generic[T]):
         QuantizedCache._all.add(self)
         self._storage: StorageWeakRef | None = None
         self._key: tuple[Any, ...] = ()
-        self._beside: object = None
+        self._context: object = None
         self._result: T | None = None
 
-    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], T], beside: object = None) -> T:
-        """Return what `make` makes of a tensor, but not anew if the tensor is the same as the last time.
+    def of(self, tensor: torch.Tensor, make: Callable[[torch.Tensor], T], context: object = None) -> T:
+        """Return `make(tensor)`, from the cache if the tensor and the context are those of the last call.
 
         Args:
-            tensor: not an inference tensor, as these have no versions.
-            make: the same function at every call, but for what is `beside`.
-            beside: what else the result depends on; known by its identity.
+            tensor: The tensor. Inference tensors are not supported, because they have no version.
+            make: The same function in every call on this cache.
+            context: Another object that the result depends on, compared by identity.
         """
         for other in QuantizedCache._all:
-            other._forget_gone()
+            other._drop_expired()
         storage = StorageWeakRef(tensor.untyped_storage())
-        # Kept, it keeps the address from being used for another storage.
+        # The weak reference, which is kept, prevents the address from being reused for another storage.
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if self._result is None or key != self._key or beside is not self._beside:
-            self._result = None  # may be large: let it go before the next one is made
+        if self._result is None or key != self._key or context is not self._context:
+            self._result = None  # may be large, so free it first
             self._result = make(tensor)
-            self._storage, self._key, self._beside = storage, key, beside
+            self._storage, self._key, self._context = storage, key, context
         return self._result
 
-    def _forget_gone(self) -> None:
+    def _drop_expired(self) -> None:
         if self._storage is not None and self._storage.expired():
-            self._storage, self._key, self._beside, self._result = None, (), None, None
+            self._storage, self._key, self._context, self._result = None, (), None, None
