@@ -32,9 +32,13 @@ warm-start demo="reverse-text": setup
 model name: setup
     {{ bin }}/primeslurm install --model {{ name }}
 
-# Lint, type-check and run all tests, or those that are named
+# Lint and run all tests except campaigns, or pass arguments to pytest
 test *args: setup (harness "mini_swe_agent") games
     scripts/test.sh {{ args }}
+
+# Run long tests (runs, fuzz, power, chaos), as the nightly job does: about two hours
+campaigns *names: setup (harness "mini_swe_agent") games
+    scripts/campaigns.sh {{ names }}
 
 # ruff, mypy, import rules, declared dependencies, shell scripts, Dockerfile, and the documentation site
 lint: setup docs-site

@@ -1,1 +1,1 @@
-"""What was measured, and the commands that measure it."""
+"""Benchmarks: one module per measurement."""

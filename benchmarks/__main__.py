@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m benchmarks NAME [ARGUMENTS]`, from the root of the checkout. Without a name: list all."""
+"""Runs a benchmark: `python -m benchmarks NAME [ARGUMENTS]` at the root of the checkout. No NAME lists them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.support import temporary
 
 
 def benchmarks() -> dict[str, str]:
-    """The first line of what each benchmark says of itself, by name. Modules without a `main` are no benchmarks."""
+    """Return the first line of each benchmark's docstring, by name. Modules without `main` are not benchmarks."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("[!_]*.py")):
         module = ast.parse(path.read_text())
@@ -24,12 +24,11 @@ def benchmarks() -> dict[str, str]:
 
 
 def end_in_order() -> None:
-    """Have `timeout` end a benchmark in order: a run that it left behind would keep its GPUs from the next."""
+    """Turn SIGTERM (of `timeout`) into an orderly exit, because a run that stays behind would keep its GPUs."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def main(words: list[str]) -> None:
-    """List the benchmarks, or run one with the rest of the words."""
     known = benchmarks()
     if not words or words[0] in ("-h", "--help"):
         print("usage: python -m benchmarks NAME [ARGUMENTS]\n")
@@ -37,7 +36,7 @@ def main(words: list[str]) -> None:
     elif words[0] not in known:
         sys.exit(f"error: no benchmark is named {words[0]!r}; there are {', '.join(known)}")
     else:
-        # Processes that are started let in who knows this; those of a run have one from their agent.
+        # Child processes authenticate with this secret. Processes of a run get one from their agent.
         os.environ.setdefault("PRIMESLURM_SECRET", secrets.token_hex(32))
         end_in_order()
         held = temporary.use_own()  # noqa: F841  (sockets of an orchestrator that is killed would stay)

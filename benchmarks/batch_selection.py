@@ -1,8 +1,8 @@
-"""What filters, difficulty pools and choosing a batch cost the orchestrator at the size of long agentic runs.
+"""Orchestrator cost of filters, difficulty pools and batch selection at the size of long agentic runs.
 
-256 rollouts of 131,072 tokens, half of them sampled, in groups of 16, through all filters; 100,000 examples, of which
-each is drawn and learned once, their record and its reading; a batch of 256 out of 512 waiting rollouts. All times are
-of the processor. Prints JSON.
+256 rollouts of 131,072 tokens, half of them sampled, in groups of 16, pass all filters. 100,000 examples are drawn and
+recorded once each, and the record is read back. A batch of 256 is selected from 512 waiting rollouts. All times are CPU
+times. Prints JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.filters import has_advantage, rollout_filters, sift
+from primeslurm.orchestrator.batching.group_filter import has_advantage, rollout_filters, sift
 from primeslurm.orchestrator.dispatch import group_id
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.dispatch.limits import choose
@@ -46,7 +46,6 @@ RECIPE = Recipe.model_validate(
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Measure, and print."""
     argparse.ArgumentParser(prog="python -m benchmarks batch_selection", description=__doc__).parse_args(words)
     with tempfile.TemporaryDirectory() as directory:
         found = {

@@ -1,11 +1,11 @@
-"""What a checkpoint costs to commit and to resume: CPU seconds per GB of rank 0 and of the others, before and after.
+"""CPU cost of committing a checkpoint and resuming from it, per GB, before and after an optimisation.
 
-Before: torch writes, rank 0 reads all of it back and hashes it (as release 0.1.0 did), for the commit and again to
-resume. After: `Checkpoints` as the trainer has it; each rank makes digests while it writes, and checks them while it
-reads. Before is measured at `--small`, after at that size and at `--gigabytes`.
+Before: torch writes, and rank 0 reads everything back to hash it, for the commit and again for the resume. After:
+`Checkpoints` of the trainer; each rank computes digests while it writes, and checks them while it reads. Before is
+measured at `--small`, after at that size and at `--gigabytes`.
 
-Every byte is written, flushed, and read from the file system, which compresses: tensors are one memory of each rank
-under many names. What the ranks have the kernel compress in its own threads is not among their CPU seconds.
+Every byte is written, flushed, and read from the file system, which compresses: all tensors of a rank share one memory.
+The CPU time of the kernel's compression threads is not counted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from benchmarks.support.compressed_disk import DESCRIPTION, allocated, compresse
 
 RESULT = Path(__file__).resolve().parent / "results" / "checkpoints.json"
 TENSOR_BYTES = 64 << 20
-"""Of each tensor on a rank: about what it holds of a layer's experts."""
+"""Size of each tensor on a rank, about that of its experts of one layer."""
 _WIDTH = 4096
 _LONGEST_WAIT = timedelta(hours=6)
 Way = Literal["before", "after"]
 
 
 class Cost(NamedTuple):
-    """What one rank spent on a commit or a resume."""
+    """Cost of a commit or a resume for one rank."""
 
     cpu_s: float
     read: int
@@ -45,7 +45,7 @@ class Cost(NamedTuple):
 
 
 class _Named:
-    """Tensors under names, as an optimizer's state."""
+    """Tensors under names, as in an optimizer's state."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         self._tensors = tensors
@@ -54,11 +54,11 @@ class _Named:
         return dict(self._tensors)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """They are filled in place."""
+        pass
 
 
 def _learner(ranks: int, each: int) -> tuple[Any, Any]:
-    """A model and its optimizer with `each` tensors of a kind, all split over the ranks; and the memory of them all."""
+    """Return a model and its optimizer with `each` sharded tensors per kind, and the memory that all share."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
@@ -100,7 +100,7 @@ def _after(rank: int, ranks: int, run: Path, train_step: Any) -> Iterator[Callab
 
 
 def _before(rank: int, ranks: int, run: Path, train_step: Any) -> Iterator[Callable[[], object]]:
-    """Save and resume as release 0.1.0 did."""
+    """Save and resume by reading everything back on rank 0."""
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
@@ -160,7 +160,8 @@ def _rank(rank: int, ranks: int, each: int, way: Way, run: Path, results: Any) -
             memory.zero_()
             for path in run.glob(f"checkpoints/*/trainer/__{rank}_*"):
                 with path.open("rb") as file:
-                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # it resumes from the disk
+                    # so that the resume reads from the disk
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     if not bool((memory == rank + 1).all()):
         _fail()
     results.put((rank, *costs, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
@@ -171,13 +172,13 @@ def measure(way: Way, ranks: int, gigabytes: float, run: Path) -> dict[str, Any]
     """Save and load one checkpoint.
 
     Args:
-        way: which.
-        ranks: processes.
-        gigabytes: of the checkpoint; rounded to as many tensors for weights and for each of two moments.
-        run: the run's directory.
+        way: `_before` or `_after`.
+        ranks: number of processes.
+        gigabytes: size of the checkpoint, rounded to whole tensors for weights and two moments.
+        run: directory of the run.
 
     Returns:
-        CPU seconds per GB of the checkpoint, of rank 0 and the mean of the others; GB that these moved; seconds.
+        CPU seconds per GB of rank 0, and the mean of the others; GB that these moved; elapsed seconds.
     """
     context = multiprocessing.get_context("fork")
     results = context.SimpleQueue()
@@ -208,7 +209,6 @@ def _of_ranks(values: list[float], digits: int) -> dict[str, float]:
 
 
 def main(words: list[str]) -> None:
-    """Print and write what both ways cost."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks checkpoints", description=__doc__)
     parser.add_argument("directory", type=Path, help="has room for a twentieth of the size")
     parser.add_argument("--ranks", type=int, default=8)
@@ -216,7 +216,7 @@ def main(words: list[str]) -> None:
     parser.add_argument("--small", type=float, default=8)
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args(words)
-    # Processes that are forked share it, and nobody pays for imports within what is measured.
+    # imported before the fork, so that no rank's CPU time includes imports
     import primeslurm.trainer.checkpoints.checkpoint  # noqa: F401
 
     runs: list[tuple[Way, float]] = [("before", options.small), ("after", options.small), ("after", options.gigabytes)]

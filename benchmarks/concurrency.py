@@ -1,12 +1,10 @@
-"""How near the concurrency controller comes to the best static cap, under a simulated clock.
+"""Throughput of the concurrency controller compared with the best static cap, under a simulated clock.
 
-The real dispatcher and controller over four simulated engines (`primeslurm.testbed.fakes.simulated_engine`), each a
-replica,
-looked at every five seconds as in a run, for the first time when dispatch has begun. Each engine starts half a minute
-after the one before. For each workload static caps are tried, and the best kept; then the controller starts from
-nothing. Each is the mean of three draws of lengths, which are the same for caps and controller.
-After half an hour a replica is lost: its engine answers nothing more, and half a minute later the fleet gives it up. In
-another run its engine takes four times as long from then on.
+The real dispatcher and controller run four simulated engines (`primeslurm.testbed.fakes.simulated_engine`), each a
+replica, polled every five seconds as in a run. Each engine starts half a minute after the previous one. For each
+workload, static caps are tried to find the best one; then the controller starts from nothing. All results are means
+over the same three draws of lengths. After half an hour one replica is lost: its engine stops answering, and half a
+minute later the fleet gives it up. In another run its engine becomes four times slower.
 
     python -m benchmarks concurrency [--write] [WORKLOAD ...]
 """
@@ -36,9 +34,9 @@ RESULT = ROOT / "benchmarks" / "results" / "concurrency.json"
 REPLICAS, GROUP, TICK_S, LOOK_S = 4, 8, 1.0, 5.0
 BOUND = 4096
 SLOW = 0.25
-"""Speed of a replica that is slow."""
+"""Speed of the slow replica."""
 STAGGER_S = 30.0
-"""From one engine's start to the next one's. What is sent to one before waits there."""
+"""Time between two engine starts [s]. Requests to an engine wait until it has started."""
 COLD_S, WINDOW_S = 600.0, 300.0
 DRAWS = 3
 TOKENS = np.ones(2, np.int32)
@@ -46,30 +44,29 @@ TOKENS = np.ones(2, np.int32)
 
 @dataclass(frozen=True)
 class Workload:
-    """Rollouts of one kind. Lengths are log-normal: median, and deviation of the logarithm."""
+    """Rollouts of one kind. Lengths are log-normal, given as the median and the deviation of the logarithm."""
 
     name: str
     prompt: int
     answer: tuple[float, float]
     turns: int = 1
     observed: int = 0
-    """Tokens that a tool answers."""
+    """Tokens of a tool's answer."""
     tool_s: float = 0.0
     longest: int = 32_768
     system: int = 0
-    """Tokens at the beginning of the prompt that are the same for all. 0: a group shares its whole prompt."""
+    """Tokens at the start of the prompt that all rollouts share. With 0 a group shares its whole prompt."""
     separate: bool = False
-    """Each replica has a prefill and a decode engine."""
+    """Whether each replica has a prefill and a decode engine."""
     steady_s: float = 1800.0
-    """So long a cap is held, and the controller has before a replica is lost; then two thirds of it."""
+    """Duration of a run with a cap, and of the controller's run before a replica is lost; two thirds of it follow."""
 
     @property
     def end_s(self) -> float:
-        """Return when it is over."""
         return self.steady_s * 5 / 3
 
     def script(self, job: str, draw: int) -> list[tuple[int, int, float]]:
-        """Say of each turn: new tokens in the prompt, tokens of the answer, and seconds until then."""
+        """Yield for each turn: new tokens in the prompt, tokens of the answer, and seconds until the next turn."""
         source = random.Random(f"{draw}/{job}")
         turns = source.randint(max(1, self.turns // 2), self.turns * 3 // 2) if self.turns > 1 else 1
         median, sigma = self.answer
@@ -99,13 +96,13 @@ WORKLOADS = (
 
 @dataclass
 class World:
-    """Engines, sessions in tools, a trainer that is never waited for."""
+    """Engines, tool sessions, and a trainer that is always ready."""
 
     workload: Workload
     cap: int | None
-    """Static; None: the controller."""
+    """Static cap; None for the controller."""
     draw: int = 0
-    """Of the lengths."""
+    """Seed of the lengths."""
     loses: bool = False
     slows: bool = False
     now: float = 0.0
@@ -127,14 +124,14 @@ class World:
                 name for number, router in enumerate(self.routers) for name in self.engines[router].samples(number)
             ]
             self.controller = Concurrency(self.routers, names, BOUND, clock=lambda: self.now)
-            self.dispatch.replicas.shares = self.controller.shares
+            self.dispatch.replicas.limits = self.controller.slots
         self._jobs: dict[str, tuple[Job, list[tuple[int, int, float]], int]] = {}
         self._tools: list[tuple[float, str, int]] = []
         self._gone: set[str] = set()
         self._up_at = {router: number * STAGGER_S for number, router in enumerate(self.routers)}
 
     def run(self, seconds: float) -> None:
-        """Simulate until then."""
+        """Simulate until this time [s]."""
         ticks = round((seconds - self.now) / TICK_S)
         for _ in range(ticks):
             if self.now % LOOK_S == 0:
@@ -154,13 +151,13 @@ class World:
             self.now += TICK_S
 
     def rate(self, since: float, until: float, what: str = "tokens") -> float:
-        """Mean over a time."""
+        """Return the mean of a count per second over a time span."""
         series = getattr(self, what)
         first, last = (next(value for at, value in series if at >= moment) for moment in (since, until))
         return (last - first) / (until - since)
 
     def preempted_of(self, rollouts: int) -> float:
-        """Preemptions for so many rollouts that ended, while all was well."""
+        """Return preemptions per rollouts that ended, before the fault."""
         times = (COLD_S, self.workload.steady_s)
         return round(rollouts * self.rate(*times, "preempted") / max(1e-9, self.rate(*times, "ended")), 1)
 
@@ -180,8 +177,8 @@ class World:
             samples: dict[str, dict[str, float]] = {}
             for router, engine in alive.items():
                 samples |= engine.samples(int(router.removeprefix("router-")))
-            self.controller.look(samples, self.dispatch.replicas.load, self.dispatch.replicas.ended)
-            self.dispatch.replicas.shares = self.controller.shares
+            self.controller.observe(samples, self.dispatch.replicas.load, self.dispatch.replicas.ended)
+            self.dispatch.replicas.limits = self.controller.slots
 
     def _events(self) -> None:
         lost = self.routers[-1]
@@ -226,12 +223,12 @@ def worlds(workload: Workload, cap: int | None, until: float, **how: bool) -> li
 
 
 def rate(made: list[World], since: float, until: float) -> float:
-    """Tokens a second over a time, mean of all draws."""
+    """Return tokens per second over a time span, as the mean of all draws."""
     return float(np.mean([world.rate(since, until) for world in made]))
 
 
 def best_cap(workload: Workload) -> tuple[int, list[World]]:
-    """Find the static cap that gives the most tokens a second: in steps of a quarter, then finer around it."""
+    """Return the static cap with the most tokens per second, searched in steps of a quarter, then finer."""
     tried: dict[int, list[World]] = {}
 
     def most(cap: int) -> float:
@@ -249,7 +246,7 @@ def best_cap(workload: Workload) -> tuple[int, list[World]]:
 
 
 def measure(workload: Workload) -> dict[str, Any]:
-    """Find the best static cap, and see the controller: from nothing, after a loss, and with a slow replica."""
+    """Find the best static cap, and measure the controller: from nothing, after a loss, and with a slow replica."""
     cap, best = best_cap(workload)
     steady, end = workload.steady_s, workload.end_s
     most = rate(best, COLD_S, steady)
@@ -267,7 +264,7 @@ def measure(workload: Workload) -> dict[str, Any]:
 
 
 def seen(made: list[World], best: list[World], most: float) -> dict[str, Any]:
-    """Compare the controller's runs with what the best static cap gives."""
+    """Compare the controller's runs with the best static cap."""
     steady, end = made[0].workload.steady_s, made[0].workload.end_s
     enough = [
         (float(at), rate(made, at, steady) >= 0.95 * most) for at in np.arange(0, steady - 2 * WINDOW_S + 1, LOOK_S * 6)
@@ -290,18 +287,17 @@ def seen(made: list[World], best: list[World], most: float) -> dict[str, Any]:
 
 
 def _worst(made: list[World], most: float) -> float:
-    """The least that five minutes gave, in any draw, beside the best cap's mean."""
+    """Return the lowest throughput of any five minutes in any draw, relative to the best cap's mean."""
     starts = np.arange(COLD_S, made[0].workload.steady_s - WINDOW_S + 1, 60)
     return round(min(world.rate(at, at + WINDOW_S) for world in made for at in starts) / most, 3)
 
 
 def _preempted(made: list[World]) -> float:
-    """Preemptions for 1,000 rollouts."""
+    """Return preemptions per 1,000 rollouts."""
     return round(float(np.mean([world.preempted_of(1000) for world in made])), 1)
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Simulate every workload, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks concurrency", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     parser.add_argument("workload", nargs="*", help="number of the workloads to run, from 0; default: all")

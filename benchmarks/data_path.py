@@ -1,7 +1,7 @@
-"""What rollouts of the real size cost on their way through the orchestrator: `python -m benchmarks data_path [PART]`.
+"""Cost of full-size rollouts on their way through the orchestrator: `python -m benchmarks data_path [PART]`.
 
-Rollouts of 131,072 tokens with the routed experts of GLM-5 (75 layers, top 8, uint8): 80 MB each, synthetic. All
-processes and sockets are real; what nobody needs any more is thrown away, so that a machine of 24 GiB holds it.
+Synthetic rollouts of 131,072 tokens with GLM-5's routed experts (75 layers, top 8, uint8) have 80 MB each. All
+processes and sockets are real. Data is discarded as soon as it is not needed, so that 24 GiB of memory suffice.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ PARTS = {
     "restart": "what a restarted orchestrator reads to report a step",
     "again": "from an orchestrator that was restarted to the 96 ranks",
 }
-"""Modules `benchmarks.support.data_path_PART`, whose `measure` returns figures."""
+"""Modules `benchmarks.support.data_path_PART`, whose `measure` returns results."""
 
 
 def main(words: list[str]) -> None:
-    """Measure one part or all, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks data_path", description=__doc__)
     parts = "; ".join(f"{name}: {what}" for name, what in PARTS.items())
     parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=f"{parts}. Default: all")

@@ -1,11 +1,10 @@
-"""How full the dispatcher keeps the engines under a long tail, under a simulated clock.
+"""How full the dispatcher keeps the engines under a long tail, with a simulated clock.
 
-Durations of rollouts are log-normal with a median of ten minutes; a step of the trainer takes four. Engines take as
-many rollouts as may be in flight, at no loss. Measured after a warm-up: the mean share of the places in use; the time
-of a step beside the bound (what engines or trainer, whichever is slower, could do at best); the share of rollouts that
-was thrown away; rollouts in a batch; and, where half of the variance is the example's own, how many of the examples
-that were begun were trained, of the longest third beside all, and in how many groups, of the shortest third and of the
-longest.
+Durations of rollouts are log-normal with a median of ten minutes. A trainer step takes four minutes. Engines run as
+many rollouts as may be in flight, without slowing down. Measured after a warm-up: the mean share of slots in use; the
+step time relative to the bound (the faster of engines or trainer limits it); the share of rollouts that are discarded;
+rollouts per batch. If half of the variance belongs to the example: how many of the started examples were trained, of
+the longest third and of all, and in how many groups, of the shortest and of the longest third.
 
     python -m benchmarks dispatch [--large] [--write] [--resume]
 """
@@ -42,27 +41,27 @@ RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"
 MEDIAN_S, TRAINER_S = 600.0, 240.0
 GROUP = 16
 STALENESS = 8
-"""Versions."""
+"""In policy versions."""
 WARM_UP, STEPS = 12, 40
 SETTLED = 24
-"""Steps after which an example should have been trained, though it was dropped once; at most half of all steps."""
+"""Steps after which an example should have been trained even if it was dropped once; at most half of all steps."""
 SIGMAS = (0.3, 0.6, 1.0, 1.3)
 SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "surplus", "steps")
-"""What a row is of, beside what was measured."""
+"""Columns of a result row that describe the setting."""
 LARGE, LARGE_STEPS = 10_000, 12
 LARGE_SIGMAS = (1.0, 1.3, 0.3, 0.6)
-"""Where the tail is long first."""
+"""Long tails first."""
 TOKENS = np.ones(2, np.int32)
 
 
 @dataclass
 class World:
-    """What is simulated: rollouts that take their time, and a trainer that asks for batches."""
+    """Simulates rollouts that take their time, and a trainer that requests batches."""
 
     limits: DispatchLimits
     sigma: float
     shared: float
-    """Share of the variance of log durations that is the example's own."""
+    """Share of the variance of log durations that belongs to the example."""
     kind: type[Dispatcher] = Dispatcher
     now: float = 0.0
     _events: list[tuple[float, int, Job | None]] = field(default_factory=list)
@@ -70,24 +69,24 @@ class World:
     in_use_s: float = 0.0
     steps: list[float] = field(default_factory=list)
     begun: dict[str, int] = field(default_factory=dict)
-    """Step in which an example was begun."""
+    """Step in which each example was started."""
     trained: Counter[str] = field(default_factory=Counter)
-    """Groups of an example that were trained."""
+    """Number of trained groups per example."""
     trained_rollouts: Counter[str] = field(default_factory=Counter)
-    """Of an example."""
+    """Number of trained rollouts per example."""
     counted_from: float = 0.0
 
     def __post_init__(self) -> None:
         self.dispatch = self.kind(self.limits, ["r"], "s", "i", clock=lambda: self.now)
 
     def duration(self, job: Job) -> float:
-        """Seconds of a rollout: of its example, and its own."""
+        """Return the duration of a rollout [s], from its example's and its own part."""
         own = random.Random(job.id).gauss(0, 1)
         deviation = math.sqrt(self.shared) * difficulty(job.group.partition(".")[0]) + math.sqrt(1 - self.shared) * own
         return MEDIAN_S * math.exp(self.sigma * deviation)
 
     def run(self, steps: int) -> None:
-        """Simulate so many steps."""
+        """Simulate this many steps."""
         self.dispatch.version = 0
         waiting = True
         while len(self.steps) < steps:
@@ -115,21 +114,13 @@ class World:
         heapq.heappush(self._events, (at, self._serial, job))
 
     def trained_shares(self) -> list[float]:
-        """Of the examples that were begun `SETTLED` steps before the end or earlier: which share of them was trained.
-
-        Returns:
-            Of the longest third, and of all.
-        """
+        """Return the trained share of the longest third and of all examples that were started long ago."""
         old = self._begun_long_ago()
         groups = old[2 * len(old) // 3 :], old
         return [round(sum(name in self.trained for name in names) / len(names), 3) for names in groups]
 
     def of_short_and_long(self, trained: Counter[str]) -> list[float]:
-        """Of the same examples: how much of one was trained. No more of long ones than of others, at best.
-
-        Returns:
-            Of the shortest third, and of the longest.
-        """
+        """Return the mean training of an example in the shortest and in the longest third. Equal values are best."""
         old = self._begun_long_ago()
         groups = old[: len(old) // 3], old[2 * len(old) // 3 :]
         return [round(sum(trained[name] for name in names) / len(names), 2) for names in groups]
@@ -146,7 +137,7 @@ class World:
     def _cut(self) -> bool:
         for group in self.dispatch.apply_age_limit(self.dispatch.step).early:
             self.dispatch.add_ready(group)
-        groups = self.dispatch.cut()
+        groups = self.dispatch.take_batch()
         if groups is None:
             return False
         self.steps.append(self.now)
@@ -158,18 +149,18 @@ class World:
 
 
 def difficulty(group: str) -> float:
-    """How long an example's rollouts are, in standard deviations."""
+    """Return the length of an example's rollouts [standard deviations]."""
     return random.Random(group).gauss(0, 1)
 
 
 def rollout(job: Job, version: int) -> tuple[Rollout, ...]:
-    """What a job makes, but for its tokens."""
+    """Return a job's rollout without tokens."""
     info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, reward=1.0)
     return (Rollout(info, TOKENS, TOKENS.astype(bool), TOKENS.astype(np.float32), TOKENS * version),)
 
 
 class GroupsHoldPlaces(Dispatcher):
-    """The rule of release 0.1.0: a group holds its places until all its rollouts are done."""
+    """A simple rule: a group keeps its slots until all its rollouts are done."""
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         sizes = self.limits.group_sizes
@@ -177,11 +168,11 @@ class GroupsHoldPlaces(Dispatcher):
         expected = held + GROUP * (len(self.open) + 1)
         lands_in = self.step + (expected - 1) // self.limits.batch_size
         fits = expected <= max(2 * self.limits.batch_size, self.limits.max_inflight)
-        return ["e"] if fits and self.version >= self.limits.oldest_version(lands_in) else []
+        return ["e"] if fits and self.version >= self.age_limit.oldest_version(lands_in) else []
 
 
 class WheneverThereIsRoom(Dispatcher):
-    """prime-rl's, as far as it is known: a group begins whenever there is room; too old ones are dropped each time."""
+    """prime-rl's rule, as far as known: a group starts whenever a slot is free, and is dropped when too old."""
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         return ["e"]
@@ -195,7 +186,7 @@ SYNCHRONOUS = "synchronous"
 
 
 def synchronous(inflight: int, sigma: float, batch: int, steps: int = 200) -> float:
-    """Seconds of a step where each waits for its own rollouts, as slime's does without oversampling."""
+    """Return the step time [s] if each step waits for its own rollouts, as in slime without oversampling."""
     source = np.random.default_rng(0)
     rounds = [source.lognormal(math.log(MEDIAN_S), sigma, batch) for _ in range(steps)]
     assert batch <= inflight
@@ -214,13 +205,13 @@ def measure(
     """Simulate one setting.
 
     Args:
-        inflight: places.
-        sigma: of the log-normal durations.
-        rule: a stale rule of recipes, or the name of one of the others here.
-        shared: share of the variance of log durations that is the example's own.
-        extra_rollouts: of each group, beyond those that are trained.
-        surplus: what becomes of them.
-        steps: to measure, after the warm-up.
+        inflight: number of slots.
+        sigma: deviation of the log durations.
+        rule: a staleness rule of recipes, or the name of one of the other rules here.
+        shared: share of the variance of log durations that belongs to the example.
+        extra_rollouts: rollouts per group beyond those that are trained.
+        surplus: how extra rollouts are handled.
+        steps: steps to measure after the warm-up.
     """
     batch = max(2 * GROUP, inflight // 2 // GROUP * GROUP)
     if rule == SYNCHRONOUS:
@@ -254,16 +245,17 @@ def measure(
 
 
 def bound(inflight: int, sigma: float, batch: int) -> int:
-    """Seconds of a step at best: of the trainer, or of engines that are always full."""
+    """Return the best step time [s], limited by the trainer or by engines that are always full."""
     return round(max(TRAINER_S, batch * MEDIAN_S * math.exp(sigma**2 / 2) / inflight))
 
 
 def bound_with_waste(inflight: int, sigma: float, batch: int) -> int:
-    """Seconds of a step of `drop` at best, where rollouts are independent of one another.
+    """Return the best step time [s] of `drop` if rollouts are independent.
 
-    Engines are always full. A group has the steps that its version lasts, less half of the one that it opens in; if any
-    of its rollouts takes longer, what all of them took till then is thrown away, and its example is sampled once more,
-    to the end. Longer steps give groups more time: the least step that is long enough for what it has to sample.
+    Engines are always full. A group has the steps for which its version is valid, less half of the step in which it
+    opens. If any of its rollouts takes longer, all their work is discarded, and the example is sampled once more, to
+    the end. Longer steps give groups more time. The result is the shortest step that is long enough for what it has to
+    sample.
     """
     mean, normal = MEDIAN_S * math.exp(sigma**2 / 2), NormalDist()
     step = float(bound(inflight, sigma, batch))
@@ -277,7 +269,7 @@ def bound_with_waste(inflight: int, sigma: float, batch: int) -> int:
 
 
 def settings(large: bool) -> Iterator[dict[str, Any]]:
-    """Name every setting that is simulated."""
+    """Return all settings that are simulated."""
     rules = get_args(StaleRule)
     if large:
         for sigma, rule in itertools.product(LARGE_SIGMAS, rules):
@@ -303,7 +295,6 @@ def _measured(setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Simulate every setting, print, and with --write keep each result as it comes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks dispatch", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write each row to {RESULT.relative_to(ROOT)}")
     parser.add_argument("--resume", action="store_true", help="leave out the settings that are in the file already")

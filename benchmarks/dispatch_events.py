@@ -1,7 +1,7 @@
-"""What the dispatcher takes for each rollout that ends: `python -m benchmarks dispatch_events [--write]`.
+"""CPU time of the dispatcher per finished rollout: `python -m benchmarks dispatch_events [--write]`.
 
-The real dispatcher, and what notices environments that always fail, both asked whenever a rollout ends. Rollouts take
-half a minute on average under a simulated clock: with ten thousand, 333 end each second. Medians of rounds.
+The real dispatcher and the check for failing environments run after every rollout. Rollouts take half a minute on
+average under a simulated clock, so that with ten thousand in flight 333 end per second. Medians of several rounds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ TOKENS = np.ones(2, np.int32)
 
 
 def main(words: list[str]) -> None:
-    """Measure every size, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks dispatch_events", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args(words).write
@@ -48,7 +47,6 @@ def main(words: list[str]) -> None:
 
 
 def measure(size: int) -> dict[str, float]:
-    """One size."""
     now, source = 0.0, random.Random(0)
     limits = DispatchLimits({"e": GROUP}, max(GROUP, size // 2 // GROUP * GROUP), size, 8, 10**9, {"e": 1.0})
     routers = [f"r{index}" for index in range(REPLICAS)]

@@ -1,8 +1,7 @@
-"""What it costs to have records on disk before they count: submission, a rollout group, progress, a checkpoint.
+"""Cost of flushing records to disk before they count: a submission, a rollout group, progress, a checkpoint.
 
-Each is done with and without the flushes that `primeslurm.base.durable` adds to what was flushed before, in turns, in
-the
-directory that is named: what a flush costs is the file system's.
+Each is written alternately with and without the flushes that `primeslurm.base.durable` adds. The cost depends on the
+file system of the given directory.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ from primeslurm.wire.stored import checkpoints
 
 RESULT = Path(__file__).resolve().parent / "results" / "durable_writes.json"
 GROUP, TOKENS = 8, 4096
-"""Rollouts of a group, and tokens of each."""
+"""Rollouts per group, and tokens per rollout."""
 FILES, FILE_BYTES = 16, 4 << 20
-"""Of a checkpoint; the trainer's ranks have flushed them, as torch does."""
+"""Number and size of a checkpoint's files, which the trainer's ranks have flushed."""
 
 
 def submission(directory: Path, number: int) -> None:
-    """What a submission writes, but for submitit's two files."""
+    """Write the files of a submission, without submitit's two files."""
     from primeslurm.api.loading import load
 
     loaded = load(RECIPE, local=True, overrides={"model.path": str(directory)}, name=f"r{number}")
@@ -48,7 +47,7 @@ def submission(directory: Path, number: int) -> None:
 
 
 def group(directory: Path, number: int) -> None:
-    """One finished group of rollouts."""
+    """Write a finished group of rollouts."""
     ones = np.ones(TOKENS, np.int32)
     info = RolloutInfo("r", f"g{number}", "e", 0, 1.0)
     rollout = Rollout(info, ones, ones.astype(bool), ones.astype(np.float32), ones)
@@ -60,7 +59,7 @@ def group(directory: Path, number: int) -> None:
 
 
 def progress(directory: Path, number: int) -> None:
-    """The orchestrator's record, before it gives out a batch."""
+    """Write the orchestrator's record before it serves a batch."""
     record = RunProgress(1, number, number, batches={number: [f"e-{i:08d}" for i in range(64)]})
     began = time.perf_counter()
     record.save(directory / "rollouts" / "progress.bin")
@@ -68,7 +67,7 @@ def progress(directory: Path, number: int) -> None:
 
 
 def checkpoint(directory: Path, number: int) -> None:
-    """From the last rank's file to COMMITTED, with the records before it."""
+    """Write from the last rank's file to COMMITTED, with the records before it."""
     path = checkpoints.step_dir(directory, number)
     (path / "trainer").mkdir(parents=True)
     for rank in range(FILES):
@@ -105,7 +104,6 @@ def _seconds(case: Callable[[Path, int], None], directory: Path, number: int, *,
 
 
 def main(words: list[str]) -> None:
-    """Print and write milliseconds (median of the repetitions) with and without."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks durable_writes", description=__doc__)
     parser.add_argument("directory", type=Path, help="on the file system to be measured")
     parser.add_argument("--repetitions", type=int, default=20)

@@ -1,7 +1,7 @@
-"""How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28 to 512 nodes.
+"""Whole jobs at full size: `recipes/glm5_pd.yaml`, emulated on 28 to 512 nodes.
 
-Needs root and Slurm's daemons. 256 and 512 nodes have one GPU each; 512 fit into 24 GB only with --merge-pages.
-Result: benchmarks/results/emulated_scale_<nodes>.json, one file a size.
+Needs root and Slurm's daemons. With 256 and 512 nodes each has one GPU, and 512 nodes fit into 24 GB only with --merge-
+pages. Result: benchmarks/results/emulated_scale_<nodes>.json, one file per size.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from primeslurm.testbed.embedded_slurm.page_merging import are_merged
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4), 256: (96, 10), 512: (192, 20)}
-"""Nodes to trainer nodes and inference replicas (of 12 prefill and 4 decode nodes)."""
+"""Number of trainer nodes, and of inference replicas (12 prefill and 4 decode nodes), by number of nodes."""
 WHOLE_NODES = 128
-"""Larger sizes have one GPU a node."""
+"""Largest size with all GPUs of a node. Larger ones have one GPU per node."""
 ONE_GPU = {
     "deployment.train.gpus_per_node": 1,
     "deployment.inference.prefill.gpus_per_node": 1,
     "deployment.inference.decode.gpus_per_node": 1,
-    "inference.prefill.all2all": "allgather_reducescatter",  # DeepEP spans whole nodes
+    "inference.prefill.all2all": "allgather_reducescatter",  # DeepEP needs whole nodes
     "inference.decode.all2all": "allgather_reducescatter",
     "inference.prefill.dbo": "false",
 }
 KSM = Path("/sys/kernel/mm/ksm")
 MERGING = {"run": "1", "pages_to_scan": "8000"}
-"""The kernel's own pace would take minutes for the memory of a hundred processes."""
+"""At the kernel's default pace, merging the memory of a hundred processes would take minutes."""
 KSMD_NICE = -10
-"""At its own 5, the kernel's thread gets no core beside them."""
+"""At its default of 5 the kernel's thread would get no CPU time beside the processes."""
 KINDS = (
     "emulated.engine",
     "emulated.trainer",
@@ -59,12 +59,12 @@ KINDS = (
     "vllm::router",
 )
 PERIOD_S = 1.0
-"""Between two looks at 128 nodes, and longer at more: they take as long as there are processes."""
+"""Polling interval for 128 nodes [s]. It grows with the number of nodes, as polling all processes takes longer."""
 
 
 @dataclass
 class Usage:
-    """What the run's processes used, by kind."""
+    """Resource use of the run's processes, by kind."""
 
     before: int = field(default_factory=lambda: psutil.virtual_memory().used)
     peak_bytes: int = 0
@@ -73,7 +73,7 @@ class Usage:
     private_bytes: dict[str, int] = field(default_factory=dict)
 
     def look(self, memory: bool) -> None:
-        """Sample. `memory`: each process's own memory too, which takes a while."""
+        """Take a sample. `memory` includes each process's private memory, which is slow."""
         self.peak_bytes = max(self.peak_bytes, psutil.virtual_memory().used - self.before)
         found: dict[str, list[psutil.Process]] = {}
         for process in psutil.process_iter(["cmdline"]):
@@ -104,14 +104,14 @@ def _private_bytes(process: psutil.Process) -> int:
 
 
 def primeslurm(*args: str, cwd: Path) -> str:
-    """Run a command; returns its output."""
+    """Run a command and return its output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     argv = [sys.executable, "-m", "primeslurm", *args]
     return subprocess.run(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
 
 
 def measure(recipe: Path, nodes: int, steps: int, where: Path) -> dict[str, Any]:
-    """Measure one run from nothing to its last step."""
+    """Measure one run from its submission to its last step."""
     train, replicas = SIZES[nodes]
     name = f"scale-{nodes}"
     changes = {
@@ -136,7 +136,7 @@ def measure(recipe: Path, nodes: int, steps: int, where: Path) -> dict[str, Any]
 
 @contextmanager
 def merging() -> Iterator[None]:
-    """Have the kernel merge equal pages of processes that ask for it, until the block ends."""
+    """Enable page merging within the block."""
     before = {name: (KSM / name).read_text() for name in MERGING}
     ksmd = next(process for process in psutil.process_iter(["name"]) if process.info["name"] == "ksmd")
     nice = ksmd.nice()
@@ -152,7 +152,7 @@ def merging() -> Iterator[None]:
 
 
 def follow(run: RunDirectory, usage: Usage, period_s: float) -> dict[str, float]:
-    """Watch until the end, every so many seconds; returns when what was first seen."""
+    """Poll until the run ends, and return the time at which each milestone was first seen."""
     attempt, seen, turn = run.attempt(1), {}, 0
     plan = attempt.plan()
     while attempt.end() is None:
@@ -170,7 +170,7 @@ def follow(run: RunDirectory, usage: Usage, period_s: float) -> dict[str, float]
 
 
 def _tokens(attempt: Any, plan: Plan) -> bool:
-    """Whether any prefill engine has sampled something."""
+    """Return whether any prefill engine has sampled a token."""
     known = read_json(attempt.addresses_file) or {}
     for process in plan.processes():
         if process.role == "prefill":
@@ -178,14 +178,14 @@ def _tokens(attempt: Any, plan: Plan) -> bool:
             try:
                 lines = httpx.get(url, timeout=5).text.splitlines()
             except httpx.HTTPError:
-                continue  # not up yet, or too busy to say
+                continue  # not up yet, or too busy to answer
             if any(line.startswith("vllm:generation_tokens_total") and not line.endswith(" 0") for line in lines):
                 return True
     return False
 
 
 def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]) -> dict[str, Any]:
-    """Return the result's figures."""
+    """Return the result."""
     attempt = run.attempt(1)
     job, end, plan, table = attempt.job(), attempt.end(), attempt.plan(), rows(run.path)
     assert job is not None and end is not None
@@ -216,7 +216,6 @@ def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]
 
 
 def main(words: list[str]) -> None:
-    """Measure each size and write its result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks emulated_scale", description=__doc__)
     parser.add_argument("nodes", nargs="*", type=int, default=[28])
     parser.add_argument("--steps", type=int, default=20)

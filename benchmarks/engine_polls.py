@@ -1,8 +1,8 @@
-"""What looking after many engines costs the orchestrator: `python -m benchmarks engine_polls [--write]`.
+"""Cost for the orchestrator of polling many engines: `python -m benchmarks engine_polls [--write]`.
 
-Engines are servers of other processes (of the stand-ins' kind), each on a port of its own.
-Measured in the process of the policy loop: its share of a core while nothing happens, how long engines are not looked
-at, and how long it takes to bring all of them to a policy that they only have to confirm.
+Engines are emulated servers in other processes, each with its own port. Measured in the process of the policy loop: its
+CPU share while nothing happens, the longest time between two polls of an engine, and the time to confirm a policy on
+all engines.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "engine_polls.json"
 SIZES = (64, 256, 1_000)
 SERVERS = 4
-"""Processes that the engines are in."""
+"""Processes that serve the engines."""
 SECONDS = 20.0
 
 
 def main(words: list[str]) -> None:
-    """Measure every size, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks engine_polls", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args(words).write
@@ -49,7 +48,7 @@ def main(words: list[str]) -> None:
 
 
 def measure(engines: int) -> dict[str, float]:
-    """So many engines, in a few processes of their own."""
+    """Measure this many engines, in a few processes."""
     fork = multiprocessing.get_context("fork")
     pipes = [fork.Pipe() for _ in range(SERVERS)]
     shares = [engines // SERVERS + (i < engines % SERVERS) for i in range(SERVERS)]
@@ -69,7 +68,7 @@ def measure(engines: int) -> dict[str, float]:
 
 
 class _Engine:
-    """Answers looks, and remembers when they came."""
+    """Answers polls, and records their times."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -99,7 +98,7 @@ async def _serving(pipe: Connection, count: int) -> None:
 
 
 def _tell(pipe: Connection, engines: list[_Engine]) -> None:
-    """The longest time between two looks at one engine since the question before."""
+    """Return the longest time between two polls of an engine since the previous call."""
     pipe.recv()
     gaps = [b - a for engine in engines for a, b in zip(engine.looks, engine.looks[1:], strict=False)]
     for engine in engines:

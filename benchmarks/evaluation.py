@@ -1,9 +1,9 @@
-"""What an evaluation during training costs it: staleness and seconds of steps, with and without one.
+"""Cost of evaluations during training: staleness and step time, with and without them.
 
-Whole runs of the demo's recipe on CPUs, without Slurm, in pairs: one trains alone, the other is evaluated every few
-steps besides. Pairs take turns, so that whatever else the machine does falls on both; steps beside an evaluation are
-also told apart from the others of the same run. What is reported comes from the records of the runs; the final
-evaluation comes after the last step and is in no step's time.
+Runs the demo's recipe on CPUs, without Slurm, in pairs: one run trains alone, the other is also evaluated every few
+steps. Pairs alternate, so that other load on the machine affects both. Steps during an evaluation are also compared
+with other steps of the same run. Results come from the records of the runs. The final evaluation follows the last step,
+and is not part of any step time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from primeslurm.run.records import dropped_of, rows
 RESULT = Path(__file__).resolve().parent / "results" / "evaluation.json"
 RECIPE = "recipes/reverse_text_single.yaml"
 SKIPPED = 1
-"""Steps at the beginning, whose time includes the start of the engines."""
+"""First steps, whose time includes the start of the engines."""
 
 
 def settings(options: argparse.Namespace, *, evaluated: bool) -> dict[str, Any]:
-    """Return what is set in the recipe of one of the two cases."""
+    """Return the recipe settings of one of the two cases."""
     common: dict[str, Any] = {"max_steps": options.steps, "model.path": str(options.model.resolve())}
     if not evaluated:
         return common
@@ -48,7 +48,7 @@ def settings(options: argparse.Namespace, *, evaluated: bool) -> dict[str, Any]:
 
 
 def run(name: str, changes: Mapping[str, Any]) -> RunDirectory:
-    """Run to the end. Raises CalledProcessError if it fails."""
+    """Run to the end. Raise CalledProcessError if it fails."""
     words = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     submit = ["-m", "primeslurm", "submit", RECIPE, "--local", "--wait", "--name", name, *words]
     subprocess.run([sys.executable, *submit], check=True)
@@ -56,7 +56,7 @@ def run(name: str, changes: Mapping[str, Any]) -> RunDirectory:
 
 
 def figures(run: RunDirectory) -> dict[str, Any]:
-    """Return the figures of one run."""
+    """Return the results of one run."""
     steps: Sequence[Row] = rows(run.path)
     during = [record for record in evaluations(run.path) if record.step < len(steps)]
     spans = [(record.time - record.seconds, record.time) for record in during]
@@ -80,7 +80,7 @@ def figures(run: RunDirectory) -> dict[str, Any]:
 
 
 def _overlap(row: Row, begin: float, end: float) -> bool:
-    """Whether a step fell into a span of time."""
+    """Return whether a step overlaps a time span."""
     return row["time"] > begin and row["time"] - row["throughput/step_seconds"] < end
 
 
@@ -97,7 +97,6 @@ def _round(value: float) -> float:
 
 
 def main(words: list[str]) -> None:
-    """Run the pairs, and write after each what there is."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks evaluation", description=__doc__)
     parser.add_argument(
         "--model", type=Path, default=Path(".primeslurm/reverse-text/model"), help="of ./just warm-start"

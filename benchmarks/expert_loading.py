@@ -1,8 +1,8 @@
-"""What loading a policy's experts costs an engine.
+"""Cost for an engine of loading a policy's experts.
 
-One vLLM worker in this process, with Qwen3-30B-A3B's layers (`--thin`: with small matrices, which leaves the Python
-that an expert costs) and random weights. Every layer is given what a trainer would send: once each expert by itself,
-then each layer's experts in three stacks. All 48 layers take a GPU of 80 GB; nothing is downloaded.
+One vLLM worker in this process has Qwen3-30B-A3B's layers and random weights. With `--thin` the matrices are small, so
+that only the Python cost per expert remains. Every layer is loaded as a trainer sends it: expert by expert, then as
+three stacks. All 48 layers need a GPU with 80 GB. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the worker's model is in reach
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that the worker's model is in this process
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 import torch
@@ -54,7 +54,6 @@ THIN |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def main(words: list[str]) -> None:
-    """Measure, print, and write if a file is named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks expert_loading", description=__doc__)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
@@ -78,7 +77,7 @@ def main(words: list[str]) -> None:
 
 
 def make_engine(config: dict[str, Any]) -> FilesystemTransferEngine:
-    """Make the receiving end of a worker whose model has random weights."""
+    """Return the weight-transfer engine of a worker whose model has random weights."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         llm = LLM(directory, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=256)
@@ -87,7 +86,7 @@ def make_engine(config: dict[str, Any]) -> FilesystemTransferEngine:
 
 
 def measure(engine: FilesystemTransferEngine, config: dict[str, Any], repeats: int, whole: bool) -> dict[str, float]:
-    """Measure the medians of the parts of an update."""
+    """Return the median time of each part of an update."""
     held = held_experts(engine.model, enable_eplb=False)
     parts: dict[str, list[float]] = {"start_s": [], "load_s": [], "finish_s": []}
     for _ in range(repeats):
@@ -107,7 +106,7 @@ def measure(engine: FilesystemTransferEngine, config: dict[str, Any], repeats: i
 
 
 def experts(config: dict[str, Any], device: torch.device) -> list[Named]:
-    """Make the experts of a layer, as a trainer sends them; `L` stands for the layer's number."""
+    """Return the experts of a layer as a trainer sends them. `L` stands for the layer's number."""
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     name = "model.layers.L.mlp.experts.{}."
@@ -120,7 +119,7 @@ def experts(config: dict[str, Any], device: torch.device) -> list[Named]:
 def policy(
     config: dict[str, Any], layer: list[tuple[str, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Make all tensors of a policy. Its layers share theirs: only the model is as large as it is."""
+    """Yield all tensors of a policy. Its layers share their tensors, to save memory."""
     hidden, words, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {
@@ -144,12 +143,11 @@ def policy(
 
 
 def random(*shape: int, device: torch.device) -> torch.Tensor:
-    """Return random values in bfloat16."""
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
 def now(device: torch.device) -> float:
-    """Return the time in seconds, when the device has done everything."""
+    """Return the time [s] after the device has finished all work."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""What each fault costs a run: the faults of tests/emulated, one after the other on one small deployment.
+"""Cost of each fault of tests/emulated to a run, one after another on one small deployment.
 
-Needs root and Slurm's daemons; takes about ten minutes. The tests of these faults are run, and what they record of each
-is written to benchmarks/results/fault_table.json. Names given replace their rows in it.
+Needs root and Slurm's daemons, and about ten minutes. It runs the tests of the faults, and writes their recorded costs
+to benchmarks/results/fault_table.json. Given names replace only their rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ TESTS = "tests/emulated/test_faults.py"
 
 
 def main(words: list[str]) -> None:
-    """Measure, and write the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks fault_table", description=__doc__)
     parser.add_argument("names", nargs="*", help="of faults; default: all")
     names = parser.parse_args(words).names
@@ -35,7 +34,7 @@ def main(words: list[str]) -> None:
         code = subprocess.call(argv, cwd=RESULT.parents[2])
         found = recorded(report) if report.is_file() else []
     if not found:
-        sys.exit(code)  # pytest has said why
+        sys.exit(code)  # pytest has printed the reason
     rows |= {row["fault"]: row for row in found}
     RESULT.write_text(json.dumps({"cores": os.cpu_count(), "faults": list(rows.values())}, indent=2) + "\n")
     print(json.dumps(list(rows.values()), indent=2))
@@ -43,6 +42,6 @@ def main(words: list[str]) -> None:
 
 
 def recorded(report: Path) -> list[dict[str, Any]]:
-    """What the tests recorded as `cost`."""
+    """Return the `cost` that the tests recorded."""
     costs = xml.parse(report).iterfind(".//property[@name='cost']")
     return [json.loads(cost.attrib["value"]) for cost in costs]

@@ -1,10 +1,10 @@
-"""Milliseconds of products in bfloat16 and FP8 at real layer shapes, and of what FP8 does beside them.
+"""Time of products in bfloat16 and FP8 at real layer shapes, and of FP8's extra steps [ms].
 
     python -m benchmarks fp8_products ['glm5 o' ...]
 
-Each line: a forward pass, and a forward and backward pass, in bfloat16 and in FP8 as a layer does them; then what
-FP8 consists of: quantising by rows and by columns (`q_`), three products, and copies. On one GPU; without one at a
-sixteenth of the width, in emulation.
+Each row has a forward pass, and a forward and backward pass, in bfloat16 and in FP8 as a layer computes them; then the
+parts of FP8: quantising by rows and columns (`q_`), three products, and copies. Runs on one GPU, or in emulation on a
+CPU at a sixteenth of the width.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from primeslurm.nn.layers import fp8
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16384 if DEVICE == "cuda" else 256
 SCALE = 1 if DEVICE == "cuda" else 16
-# name: output, input features
+# name: output and input features
 DENSE = {
     "qwen3 q": (4096, 2048),
     "qwen3 k": (512, 2048),
@@ -38,7 +38,7 @@ DENSE = {
     "glm5 shared gate": (2048, 6144),
     "glm5 dense gate": (12288, 6144),
 }
-# name: experts of a rank, output, input features
+# name: experts per rank, output and input features
 EXPERTS = {
     "qwen3 gate, 64 experts": (64, 768, 2048),
     "qwen3 down, 64 experts": (64, 2048, 768),
@@ -48,7 +48,7 @@ EXPERTS = {
 
 
 def milliseconds(work: Callable[[], Any], rounds: int = 5) -> float:
-    """Median of elapsed time, after one round."""
+    """Return the median elapsed time after one warm-up round [ms]."""
     times = []
     for _ in range(rounds + 1):
         _wait()
@@ -65,11 +65,11 @@ def _wait() -> None:
 
 
 def passes(product: Callable[..., torch.Tensor], gradient: torch.Tensor, *inputs: torch.Tensor) -> tuple[float, float]:
-    """A forward pass, and a forward and backward pass."""
+    """Return the time of a forward pass, and of a forward and backward pass."""
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
-            inputs[0][:1, :1].zero_()  # or what was quantised the last time would be used again
+            inputs[0][:1, :1].zero_()  # otherwise the cached quantised tensor would be used again
         return product(*inputs)
 
     return milliseconds(forward), milliseconds(lambda: torch.autograd.grad(forward(), inputs, gradient))
@@ -83,12 +83,11 @@ def line(name: str, bf16: tuple[float, float], mine: tuple[float, float], parts:
 
 
 def dense(name: str, n: int, k: int) -> None:
-    """Time one projection."""
     rows, weight = (torch.randn(s, k, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for s in (TOKENS, n))
     gradient = torch.randn(TOKENS, n, device=DEVICE, dtype=torch.bfloat16)
     bf16 = passes(torch.nn.functional.linear, gradient, rows, weight)
     mine = passes(fp8.linear_product, gradient, rows, weight)
-    x, w, g = rows.detach(), fp8._filled(weight.detach(), -2), fp8._filled(gradient, -1)
+    x, w, g = rows.detach(), fp8._padded(weight.detach(), -2), fp8._padded(gradient, -1)
     gemm, qx, qw, qg = backend(DEVICE), quantize(x, ROWS), quantize(w, BLOCKS), quantize(w.mT, BLOCKS)
     up, xt, gt = quantize(g, ROWS), quantize(x.mT, ROWS), quantize(g.mT, ROWS)
     parts = {
@@ -106,7 +105,7 @@ def dense(name: str, n: int, k: int) -> None:
 
 
 def grouped(name: str, experts: int, n: int, k: int) -> None:
-    """Time one product of experts, whose loads differ by up to a factor of about two."""
+    """Time a product of experts whose loads differ by up to about a factor of two."""
     share = torch.rand(experts, generator=torch.Generator().manual_seed(0)) + 0.7
     offsets = (share.cumsum(0) / share.sum() * TOKENS * 8).int()
     count = int(offsets[-1])
@@ -140,7 +139,6 @@ def grouped(name: str, experts: int, n: int, k: int) -> None:
 
 
 def main(words: list[str]) -> None:
-    """Print the table."""
     known = [*EXPERTS, *DENSE]
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks fp8_products",

@@ -1,6 +1,6 @@
-"""What it costs that routers and the ranks' store ask for the run's secret: requests and operations, with and without.
+"""Cost of checking the run's secret in routers and in the ranks' store: requests and operations with and without.
 
-Both routers stand over the same server, which answers at once, and are asked in turns.
+Both routers run over the same server, which answers at once, and are measured in turns.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from primeslurm.wire.transport import rendezvous, secret
 
 RESULT = Path(__file__).resolve().parent / "results" / "gates.json"
 CLIENTS, REQUESTS, TOKENS = 8, 400, 2048
-"""Clients at once; requests of all of them, in a round; tokens of a prompt."""
+"""Concurrent clients, requests per round, and tokens per prompt."""
 OPERATIONS = 500
 
 
 def main(argv: list[str]) -> int:
-    """Measure, and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gates", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--server", type=int, help=argparse.SUPPRESS)
@@ -65,7 +64,7 @@ async def _serve(port: int) -> None:
 
 
 def _routers(rounds: int) -> dict[str, Any]:
-    """Requests a second with `CLIENTS` clients, and ms of a request with one."""
+    """Return requests per second with `CLIENTS` clients, and the time of a request with one client [ms]."""
     recipe = Recipe.model_validate(
         {"name": "b", "max_steps": 1, "seq_len": 64, "model": {"path": "/m"}, "task": "serve"}
     )
@@ -112,7 +111,7 @@ async def _load(url: str) -> dict[str, float]:
 
 
 def _stores(rounds: int) -> dict[str, Any]:
-    """Microseconds of an operation of a rank that is not rank 0's process."""
+    """Return the time of an operation by a rank other than rank 0 [microseconds]."""
     import torch.distributed as dist
 
     from primeslurm.wire.transport.rendezvous_store import serve_store

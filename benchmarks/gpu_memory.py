@@ -1,8 +1,8 @@
-"""The memory model against one GPU (under 5 minutes, no network).
+"""The memory model compared with one GPU (under 5 minutes, no network).
 
-A random Qwen3-shaped model of 4 billion parameters is made on the spot. vLLM loads it and says what its weights take
-and how many tokens its KV cache has; then our trainer's model does a few steps and torch says what it allocated at the
-peak. Each part is a process of its own, because neither gives its memory back.
+vLLM loads a random Qwen3-shaped model of 4 billion parameters, and reports the size of its weights and KV cache. Then
+the trainer runs a few steps, and torch reports its peak memory. Each part is a separate process, because neither frees
+its memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ BATCHED_TOKENS = 8192
 
 
 def main(words: list[str]) -> None:
-    """Measure both parts in their own processes, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_memory", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     parser.add_argument("--part", choices=["model", "engine", "trainer"], help=argparse.SUPPRESS)
@@ -66,7 +65,7 @@ def main(words: list[str]) -> None:
 
 
 def in_process(part: str, directory: str) -> dict[str, Any]:
-    """Run one part as a process and take its result line."""
+    """Run one part as a process, and parse its result line."""
     argv = [sys.executable, "-m", "benchmarks", "gpu_memory", "--part", part, "--directory", directory]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
@@ -74,7 +73,7 @@ def in_process(part: str, directory: str) -> dict[str, Any]:
 
 
 def compare(measured: dict[str, float], predicted: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Return both, and the error in per cent."""
+    """Return both values, and the error [%]."""
     return {
         name: {
             "measured": round(value, 2),
@@ -86,20 +85,20 @@ def compare(measured: dict[str, float], predicted: dict[str, float]) -> dict[str
 
 
 def predicted_engine(gpu_gib: float) -> dict[str, float]:
-    """Return what the memory model says of an engine that has the GPU to itself."""
+    """Return the memory model's prediction for an engine that has the GPU to itself."""
     layout = EngineLayout(1, 1, 2, 2, False, BATCHED_TOKENS, True, None)
     memory = engine_memory(shape_of(CONFIG), layout, gpu_gib * GIB, UTILIZATION)
     return {"weights_gib": memory.weights / GIB, "kv_tokens": memory.kv_tokens}
 
 
 def predicted_trainer() -> dict[str, float]:
-    """Return what the memory model says of a trainer on one GPU."""
+    """Return the memory model's prediction for a trainer on one GPU."""
     memory = trainer_memory(shape_of(CONFIG), TrainerLayout(1, 1, SEQ_LEN, "full"))
     return {"peak_gib": memory.allocated / GIB}
 
 
 def make_model(directory: Path) -> dict[str, Any]:
-    """Write random weights and a config; no tokenizer is needed."""
+    """Write random weights and a config, without a tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -112,7 +111,7 @@ def make_model(directory: Path) -> dict[str, Any]:
 
 
 def measure_engine(directory: Path) -> dict[str, float]:
-    """Measure the weights that vLLM loaded, and tokens in its KV cache."""
+    """Return the size of vLLM's weights, and the tokens in its KV cache."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -129,7 +128,7 @@ def measure_engine(directory: Path) -> dict[str, float]:
 
 
 def measure_trainer(directory: Path) -> dict[str, float]:
-    """Measure the peak of three steps of our trainer's model with AdamW and full recompute."""
+    """Return the peak memory of three trainer steps with AdamW and full recomputation."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     os.environ |= alone
     import torch

@@ -1,15 +1,15 @@
-"""The demos' runs on real GPUs, without Slurm: warm starts, then RL with a trainer, prefill and decode on GPUs.
+"""Demo runs on real GPUs, without Slurm: warm starts, then RL with trainer, prefill and decode engines on GPUs.
 
     timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8          # four GPUs
-    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # likewise; two engines, as replay needs
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8-replay   # four GPUs; two engines
     timeout 270 python -m benchmarks gpu_run OUT.json tool-use-sft          # one GPU: the warm start of both
-    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two, each shared by two processes
-    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one, shared by all four
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 1 0 1   # two GPUs, shared
+    timeout 880 python -m benchmarks gpu_run OUT.json tool-use-fp8 --gpus 0 0 0 0   # one GPU, shared by all
 
-Each cell is a run of its own (local executor) with a time-out of its own. One that starts from another cell's policy
-finds it in .primeslurm/gpu-run, or runs that cell first. What is reported comes from the records of the run, which
-OUT.CELL.tar.gz keeps. Without names: all cells that the GPUs suffice for. Where GPUs are shared and NCCL is older than
-2.30, policies go by files.
+Each cell is a separate run (local executor) with its own time limit. A cell that starts from another cell's policy
+takes it from .primeslurm/gpu-run, or runs that cell first. Results come from the records of the run, which
+OUT.CELL.tar.gz keeps. Without names, all cells run for which the GPUs suffice. If GPUs are shared and NCCL is older
+than 2.30, policies are transferred as files.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Cell:
 
     Attributes:
         recipe: its file in recipes/.
-        gpus: that it takes.
-        timeout_s: after which it is ended.
-        settings: of its recipe, by dotted path.
-        after: the cell whose newest policy it starts from.
-        tiny: where it starts from a random model: how `scripts.models.tiny_model model` is to make it.
-        demonstrations: the module, with words, that writes the demonstrations of a warm start.
+        gpus: number of GPUs.
+        timeout_s: time limit [s].
+        settings: recipe fields by dotted path.
+        after: cell from whose newest policy it starts.
+        tiny: arguments of `scripts.models.tiny_model model`, for a start from a random model.
+        demonstrations: module, with arguments, that writes the demonstrations of a warm start.
     """
 
     recipe: str
@@ -71,7 +71,7 @@ FP8 = {
     "trainer.fp8": "true",
     "inference.quantization": "fp8",
     "inference.deep_gemm": "true",
-    # Compiling DeepGEMM's kernels for every size that there may be takes minutes; few are met here.
+    # Compiling DeepGEMM's kernels for all possible sizes takes minutes. This run needs few.
     "inference.env.VLLM_DEEP_GEMM_WARMUP": "skip",
     "weights.transport": "nccl",
     "max_steps": "30",
@@ -82,12 +82,13 @@ REPLAY = {
     "deployment.inference": "{type: multi_node, gpus_per_node: 2}",  # two engines
     "trainer.router_replay": "true",
 }
-# The demo's own tasks; machines that are lent may lack bubblewrap.
+# the demo's own tasks, because borrowed machines may lack bubblewrap
 TRUSTED = {"environments.0.runtime": "{type: subprocess, trusted: true}"}
-# vLLM takes DeepGEMM for experts wider than 512, in blocks of 128. For narrower ones 0.32 reserves DeepGEMM's room and
-# takes Triton, which needs more unless the model is twice as wide: engines end with an AssertionError (_resize_cache).
+# For experts wider than 512, vLLM uses DeepGEMM in blocks of 128. For narrower ones, 0.32 reserves memory as for
+# DeepGEMM
+# but uses Triton, which needs more unless the model is twice as wide: the assertion in _resize_cache fails.
 FP8_SIZES = ("--hidden", "640", "--head-dim", "128")
-# The recipe's own schedule is for the narrow model of the demo, on a CPU. This is how the wide one was measured.
+# The recipe's schedule is tuned for the demo's narrow model on a CPU. This one was tuned for the wide model.
 WIDE_WARM_START = {
     "max_steps": "400",
     "seq_len": "512",
@@ -120,14 +121,14 @@ CELLS = {
 
 
 def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: SharedGpus | None) -> dict[str, Any]:
-    """Run a cell, and report what it left behind.
+    """Run a cell, and return its results.
 
     Args:
-        name: of the cell.
-        cell: what is run.
-        more: settings over those of the cell, as words `field=value`.
-        archive: where its records are kept, without `.tar.gz`.
-        shared: how processes share this machine's GPUs; None: each has its own.
+        name: name of the cell.
+        cell: the cell.
+        more: additional settings, as `field=value`.
+        archive: path of the archived records, without `.tar.gz`.
+        shared: how processes share this machine's GPUs; None if each has its own.
     """
     run_name = f"{name}-{time.strftime('%H%M%S')}"
     changes = {**cell.settings, **start(name, cell), **(shared_settings() if shared else {})}
@@ -144,7 +145,7 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: Share
     finally:
         if code:
             python("-m", "primeslurm", "cancel", str(directory.path))
-        if (directory.path / "attempts").is_dir():  # also where `timeout` ends this benchmark
+        if (directory.path / "attempts").is_dir():  # also if `timeout` ends this benchmark
             shutil.make_archive(str(archive), "gztar", directory.path, "attempts")
     seconds = round(time.monotonic() - began)
     published = sorted((directory.path / "weights").glob("v*"))
@@ -159,7 +160,7 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: Share
 
 
 def start(name: str, cell: Cell) -> dict[str, str]:
-    """Say where a cell starts from; what is not there yet of that is made."""
+    """Make the start of a cell if it does not exist, and return the settings that use it."""
     if cell.after:
         return {"model.path": str(MODELS / cell.after / "model")}
     random, chats = MODELS / name / "random", MODELS / name / "demonstrations.jsonl"
@@ -170,25 +171,21 @@ def start(name: str, cell: Cell) -> dict[str, str]:
 
 
 def of_rl(steps: Sequence[Row], directory: RunDirectory) -> dict[str, Any]:
-    """Report what the parts of a run did: update and pause seconds, mismatch, tokens a second, idle shares."""
+    """Return update and pause seconds, mismatch, tokens per second and idle shares of a run."""
     names = {"sampled": "throughput/tokens_per_s", "trained": "trainer/tokens_per_s"}
     return {
         **report(steps, events(directory)),
         "tokens_per_s": {
             kind: round(statistics.median(row[name] for row in steps if name in row), 1) for kind, name in names.items()
         },
-        "idle": idle(steps[1:]),  # the first waits for engines to start
+        "idle": idle(steps[1:]),  # the first step waits for engines to start
     }
 
 
 def idle(steps: Sequence[Row]) -> dict[str, float]:
-    """Work out which share of the time trainer and engines had nothing to do.
+    """Return the share of time in which trainer and engines had nothing to do, by role.
 
-    Args:
-        steps: rows of metrics. Of the trainer's phases, `wait` is for a batch; engines are looked at every few seconds.
-
-    Returns:
-        By role.
+    The trainer's phase `wait` is the wait for a batch. Engines are polled every few seconds.
     """
     phases = [(name, row[name]) for row in steps for name in row if name.startswith("trainer/seconds/")]
     total = sum(seconds for _, seconds in phases)
@@ -204,19 +201,19 @@ def idle(steps: Sequence[Row]) -> dict[str, float]:
 
 
 def python(*words: str, timeout_s: float = 600, env: Mapping[str, str] = {}) -> int:
-    """Run Python; the exit code. What does not end in time is asked to, as by `timeout`, and counts as failed."""
+    """Run Python, and return its exit code. After the time limit it gets SIGTERM, and counts as failed."""
     process = subprocess.Popen([sys.executable, *words], env={**os.environ, **env})
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         return 124
     finally:
-        process.terminate()  # nothing happens to one that has ended
+        process.terminate()  # no effect on a process that has ended
         process.wait()
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """List cells with those that they need, if there is nothing of these yet, in the order of running."""
+    """Return cells in the order of running, with missing prerequisites."""
     found: list[str] = []
     for name in names:
         before = CELLS[name].after
@@ -228,7 +225,7 @@ def in_order(names: Sequence[str]) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    """Run the cells, and write after each what there is; the exit code is that of the first that failed."""
+    """Run the cells, and write all results so far after each. Return the exit code of the first failed cell."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_run", description=__doc__)
@@ -251,7 +248,7 @@ def main(words: list[str]) -> None:
         "cells": {},
     }
     for name in in_order(options.cells or fitting):
-        # What is set is for the cells that were named, not for what they start from.
+        # Settings apply to the named cells, not to their prerequisites.
         more = options.set if name in (options.cells or fitting) else []
         found = run(name, CELLS[name], more, options.out.with_suffix(f".{name}"), shared)
         result["cells"][name] = found

@@ -1,15 +1,15 @@
-"""Tokens a second of an engine whose conversations outgrow its GPU, with and without KV cache in host memory.
+"""Throughput of an engine whose conversations outgrow its GPU, with and without KV offload to host memory.
 
     timeout 370 python -m benchmarks kv_offload OUT.json        # one GPU of 80 GB: two cells
     timeout 370 python -m benchmarks kv_offload OUT.json kept   # one GPU of 141 GB: the bound
     python -m benchmarks kv_offload OUT.json --shape tiny --layers 2 --prompt 512 --kv-gib 0.02 --host-gib 0.1   # CPUs
 
-Needs neither network nor Slurm: the engine, of Qwen3-30B-A3B's shape, draws its weights at random. Conversations of 8k
-tokens and more take turns, so that all others were served before one comes back, and there are as many as host memory
-keeps: the KV cache of the GPU (8 GiB) has lost each by then. Cells: `offloaded`, with native offload to 32 GiB of host
-memory (vLLM takes them of /dev/shm; fewer where it has fewer); `dropped`, without; `kept`, a GPU cache for all of them.
-The first turn, which finds nothing, is told apart from the later ones. A cell that is not done in time says so, and the
-next one begins; OUT.CELL.log has its engine's words.
+Needs neither network nor Slurm: the engine has Qwen3-30B-A3B's shape and random weights. Conversations of 8k tokens and
+more take turns, so that all others are served before one returns. There are as many as host memory holds, so the GPU's
+KV cache (8 GiB) has evicted each one by then. Cells: `offloaded`, with 32 GiB of host memory (in /dev/shm; less if it
+is smaller); `dropped`, without; `kept`, a GPU cache for all of them. The first turn, which finds nothing cached, is
+reported separately. A cell that exceeds its time says so, and the next one begins. OUT.CELL.log has the engine's
+output.
 """
 
 from __future__ import annotations
@@ -43,25 +43,26 @@ from primeslurm.recipe import Recipe
 
 CELLS = ("offloaded", "dropped", "kept")
 CELL_S = 175.0
-"""Of a cell: on an H200 the engine takes 80 of them to start, and four turns 50. Two cells fit into six minutes."""
+"""Time limit of a cell [s]. On an H200 the engine starts in 80 s, and four turns take 50 s. Two cells fit into six
+minutes."""
 FILLED = 0.85
-"""Of host memory, by all conversations at their longest: those that are being written have room."""
+"""Share of host memory that all conversations fill at their longest, leaving room for those being written."""
 BUSY = 0.75
-"""Of the GPU's cache, by the conversations that are served at the same time."""
+"""Share of the GPU's cache that concurrently served conversations fill."""
 _TRANSFERRED = re.compile(r"^vllm:kv_offload_((?:load|store)_(?:bytes|time))_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What an engine is asked for. All numbers but the first two and the last are tokens.
+    """Load of an engine.
 
     Attributes:
-        conversations: how many there are.
-        at_once: of them, are served at the same time.
-        prompt: of a conversation's first turn.
-        added: to what was said, at every later turn.
-        sampled: at every turn.
-        turns: of a conversation.
+        conversations: number of conversations.
+        at_once: conversations served at a time.
+        prompt: tokens of a conversation's first turn.
+        added: tokens added at every later turn.
+        sampled: tokens sampled at every turn.
+        turns: turns per conversation.
     """
 
     conversations: int
@@ -78,16 +79,16 @@ class Load:
 
 
 def load_for(prompt: int, turns: int, gpu_tokens: float, host_tokens: float) -> Load:
-    """Work out a load that host memory keeps and the GPU does not.
+    """Return a load that fits into host memory and not into the GPU's cache.
 
     Args:
         prompt: tokens of the first turn.
-        turns: of a conversation.
-        gpu_tokens: that the GPU's KV cache holds.
-        host_tokens: that host memory holds.
+        turns: turns per conversation.
+        gpu_tokens: capacity of the GPU's KV cache [tokens].
+        host_tokens: capacity of host memory [tokens].
 
     Raises:
-        ValueError: host memory does not hold twice as much as the GPU, or the GPU not one conversation.
+        ValueError: host memory holds less than twice as much as the GPU, or the GPU less than one conversation.
     """
     one = Load(1, 1, prompt, prompt // 16, prompt // 64, turns)
     conversations, at_once = int(FILLED * host_tokens / one.longest), int(BUSY * gpu_tokens / one.longest)
@@ -103,20 +104,20 @@ def load_for(prompt: int, turns: int, gpu_tokens: float, host_tokens: float) -> 
 
 
 def token_bytes(config: Any, number_bytes: int) -> int:
-    """Return what the keys and values of a token take."""
+    """Return the size of a token's keys and values [bytes]."""
     return int(2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * number_bytes)
 
 
 def recipe(model: Path, dtype: str, longest: int, kv_bytes: int, host_bytes: int | None) -> Recipe:
-    """Make the recipe of one engine, with host memory behind its KV cache or without."""
+    """Return the recipe of one engine, with or without host memory behind its KV cache."""
     extra = {
         "load_format": "dummy",
-        # Compiling would take most of the time that a cell has.
+        # Compilation would take most of a cell's time.
         "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     }
     inference = {
         "kv_cache_bytes": kv_bytes,
-        "max_num_seqs": 32,  # and CUDA graphs for no more
+        "max_num_seqs": 32,  # and no CUDA graphs for more
         "kv_offload": {"type": "native", "cpu": {"bytes": host_bytes}} if host_bytes else None,
         "vllm_extra": extra,
     }
@@ -129,7 +130,7 @@ def recipe(model: Path, dtype: str, longest: int, kv_bytes: int, host_bytes: int
 
 
 async def counters(server: Server) -> dict[str, float]:
-    """Read what the engine has counted so far: tokens, and bytes and seconds of transfers."""
+    """Return the engine's counters: tokens, and bytes and seconds of transfers."""
     async with httpx.AsyncClient(verify=False, trust_env=False) as client:
         text = (await client.get(f"{server.url}/metrics", timeout=30)).text
     found = dict.fromkeys(engine_metrics.COUNTERS, 0.0) | engine_metrics.parse(text)
@@ -139,17 +140,7 @@ async def counters(server: Server) -> dict[str, float]:
 
 
 async def turn(server: Server, endpoint: GenerateEndpoint, said: Sequence[list[int]], load: Load) -> dict[str, Any]:
-    """Have every conversation go on by one turn; the samples become part of what was said.
-
-    Args:
-        server: the engine.
-        endpoint: by which it is asked.
-        said: tokens of each conversation.
-        load: of the benchmark.
-
-    Returns:
-        Seconds, and the differences of the counters.
-    """
+    """Continue all conversations by one turn, extend `said`, and return seconds and counter differences."""
     places, before, begun = asyncio.Semaphore(load.at_once), await counters(server), time.monotonic()
 
     async def go_on(tokens: list[int]) -> float:
@@ -169,18 +160,10 @@ async def turn(server: Server, endpoint: GenerateEndpoint, said: Sequence[list[i
 async def converse(
     server: Server, asked: Recipe, load: Load, vocabulary: int, within_s: float, rows: list[dict[str, Any]]
 ) -> None:
-    """Serve all turns of all conversations.
-
-    Args:
-        server: the engine.
-        asked: its recipe.
-        load: of the benchmark.
-        vocabulary: from which words are drawn.
-        within_s: seconds for all of it.
-        rows: gets what was seen of each turn.
+    """Serve all turns of all conversations, and append the results of each turn to `rows`.
 
     Raises:
-        TimeoutError: `within_s` was not enough.
+        TimeoutError: it took longer than `within_s`.
     """
     draw = random.Random(0)
 
@@ -190,7 +173,8 @@ async def converse(
     client = EngineClient(lambda: server.url, asked.model.path)
     endpoint = GenerateEndpoint(lambda: server.url, asked.max_len, within_s)
     async with asyncio.timeout(within_s):
-        await client.apply(PolicyVersion(0, asked.model.path), within_s)  # it serves nobody before
+        # engines serve nobody before their first policy
+        await client.apply(PolicyVersion(0, asked.model.path), within_s)
         await turn(server, endpoint, [words(load.prompt)], load)  # compiles kernels
         said = [words(load.prompt) for _ in range(load.conversations)]
         for number in range(load.turns):
@@ -203,11 +187,11 @@ async def converse(
 
 
 def report(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Say what turns took together.
+    """Summarise turns.
 
     Returns:
-        Seconds, sampled tokens a second, seconds of an answer; of the prompts' tokens, the shares that were found in
-        the GPU's cache and in host memory, and that were computed; GB and GB a second between the two.
+        Seconds, sampled tokens per second, seconds per completion; the shares of prompt tokens that were found in the
+    GPU's cache and in host memory, and that were computed; GB and GB per second between the two.
     """
     total = {name: sum(row[name] for row in turns) for name in turns[0] if name != "answers"}
     answers = [seconds for row in turns for seconds in row["answers"]]
@@ -234,7 +218,7 @@ def report(turns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def measure(asked: Recipe, device: Device, load: Load, vocabulary: int, cell_s: float, log: Path) -> dict[str, Any]:
-    """Start an engine, have it serve the load, and end it; what was found, and what kept it from finding more."""
+    """Start an engine, serve the load, end it, and return the results or the reason for their absence."""
     begun = time.monotonic()
     log.unlink(missing_ok=True)
     server = start_engine(Engines(asked, device, "engine", sys.executable).command(ALONE), log)
@@ -253,7 +237,6 @@ def measure(asked: Recipe, device: Device, load: Load, vocabulary: int, cell_s: 
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks kv_offload", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}; default: the first two")
@@ -271,7 +254,6 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> None:
-    """Measure the cells, and write after each what there is."""
     import torch
 
     from benchmarks.training_models import SHAPES

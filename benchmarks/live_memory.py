@@ -1,6 +1,6 @@
-"""Bytes of the tensors that are alive, counted as operations make them: memory without an allocator or a GPU.
+"""Bytes of live tensors, counted per operation: memory use without an allocator or a GPU.
 
-Works with fake tensors too, so that layers at full width cost neither memory nor time.
+It works with fake tensors, too, so that layers at full width need neither memory nor time.
 """
 
 from __future__ import annotations
@@ -16,25 +16,20 @@ from torch.utils._pytree import tree_map_only
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts every storage once, from the operation that makes it until nothing holds it.
-
-    Args:
-        besides: tensors whose storages are not counted.
-    """
+    """Counts every storage from its creation until its last reference is gone, without those of `besides`."""
 
     def __init__(self, besides: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = 0
-        """Bytes."""
+        """Current bytes."""
         self.peak = 0
-        """Most of them since it was set last."""
+        """Largest number of bytes since it was last reset."""
         self._besides = [tensor.untyped_storage() for tensor in besides]
         self._seen: dict[int, Any] = {id(storage): storage for storage in self._besides}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count what it returns."""
         result = func(*args, **(kwargs or {}))
         tree_map_only(torch.Tensor, self._count, result)
         return result
@@ -56,24 +51,18 @@ class LiveMemory(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Passes:
-    """Bytes beside parameters, their gradients, inputs and outputs."""
+    """Bytes in addition to parameters, their gradients, inputs and outputs."""
 
     forward: int
-    """Most of them during the forward pass."""
+    """Peak of the forward pass."""
     kept: int
-    """Between the two passes."""
+    """Kept between the two passes."""
     backward: int
-    """Most of them during the backward pass; 0 if there is none."""
+    """Peak of the backward pass; 0 if there is none."""
 
 
 def passes(module: torch.nn.Module, call: Callable[[], tuple[torch.Tensor, ...]], given: list[torch.Tensor]) -> Passes:
-    """Measure what a forward and a backward pass need.
-
-    Args:
-        module: whose parameters and gradients are left out.
-        call: the forward pass; returns its outputs.
-        given: the inputs.
-    """
+    """Measure a forward and a backward pass of `call` on `given`, without the parameters and gradients of `module`."""
     parameters = list(module.parameters())
     for parameter in parameters:
         if parameter.requires_grad:

@@ -1,8 +1,8 @@
-"""Loading a model into the trainer at the real size, without GPUs: what each rank reads, and what that costs.
+"""Loading a full-size model into the trainer, without GPUs: what each rank reads, and the cost.
 
-The checkpoint is a sparse one: real names, shapes, headers and sizes, and no data. Ranks are assembled in fake process
-groups. `--layers` of them are really read, by one rank in host memory; what all ranks read is counted from what they
-would ask for. Prints a line of JSON.
+The checkpoint is sparse: real names, shapes, headers and sizes, without data. Ranks are assembled in fake process
+groups. One rank really reads `--layers` layers into host memory; for all ranks the reads are counted. Prints a line of
+JSON.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ STORED: dict[str, dict[str, Any] | None] = {
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
     },
 }
-"""How a checkpoint may be stored, as its config says it."""
+"""Formats of a checkpoint, as its config describes them."""
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 _GROUP = 32
-"""Columns of a row in four bits that share a scale."""
+"""Columns of a 4-bit row that share a scale."""
 CPU = torch.device("cpu")
 
 
 def write_sparse(config: Any, directory: Path, stored: str) -> None:
-    """Write a checkpoint of a transformers config that takes no room: headers, then holes."""
+    """Write a sparse checkpoint of a transformers config: headers and holes."""
     spec = model_builder.spec(config, 128, "flex")
     with torch.device("meta"):
         model = spec.model.build()
@@ -115,7 +115,7 @@ def _write(path: Path, entries: list[tuple[str, str, list[int], int]]) -> list[s
 
 
 def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int, rank: int) -> dict[str, int]:
-    """Count what one rank reads of all: bytes, reads, files; and what it would read were columns not exchanged."""
+    """Count the bytes, reads and files of one rank, and what it would read without the exchange of columns."""
     with _group(rank, size) as world:
         policy = build.assemble(_in_transformers(config), files.directory, recipe, world, files=files)
         found: Counter[str] = Counter()
@@ -145,7 +145,7 @@ def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: 
 
 
 def _bytes(part: loading.ShardRead, piece: loading.RowSlice) -> int:
-    """Of a piece, with its scales if it is in four bits."""
+    """Return the bytes of a slice, including its scales if it is in four bits."""
     place = part.place
     read = piece.rows * math.prod(place.shape[len(piece.slab) + 1 :]) * place.torch_dtype.itemsize
     return read + (read * part.codes.scales.nbytes // place.nbytes if part.codes else 0)
@@ -157,7 +157,7 @@ def _bytes_of_a_code(part: loading.ShardRead) -> float:
 
 
 def really(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int, rank: int) -> dict[str, float]:
-    """Assemble a rank in host memory and load it: seconds, and the most memory."""
+    """Assemble a rank in host memory and load it. Return the seconds and the peak memory."""
     with _group(rank, size) as meta:
         world, values = replace(meta, device=CPU, host=CPU), _in_transformers(config)
         began = time.process_time()
@@ -181,7 +181,7 @@ def really(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int
 
 
 def dequantising(rows: int = 2048, columns: int = 6144) -> dict[str, float]:
-    """Weights of each format that one CPU core turns into numbers in a second, in billions."""
+    """Return the billions of weights per second that one CPU core converts, for each format."""
     raw = torch.randint(0, 120, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
     codes, of_groups = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8), (rows, columns // _GROUP)
@@ -201,13 +201,13 @@ def dequantising(rows: int = 2048, columns: int = 6144) -> dict[str, float]:
 
 
 def _alone(look: Callable[[], T]) -> T:
-    """Run it in a process that ends with it."""
+    """Run in a separate process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(look)
 
 
 def measure(path: Path, ranks: list[int], layers: int, stored: str, ranks_in_all: int | None) -> dict[str, Any]:
-    """Look at some ranks of a recipe's trainer, and load a few layers of the first of them."""
+    """Inspect some ranks of a recipe's trainer, and load a few layers of the first one."""
     recipe = load_recipe(path)
     size = ranks_in_all or trainer_gpus(recipe)
     found: dict[str, Any] = {"recipe": path.stem, "ranks": size, "stored": stored}
@@ -237,7 +237,6 @@ def measure(path: Path, ranks: list[int], layers: int, stored: str, ranks_in_all
 
 
 def main(words: list[str]) -> None:
-    """Look at a recipe's trainer."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--ranks", default="0,37,95", help="that are looked at, with commas between them")

@@ -1,10 +1,10 @@
-"""The memory model against measurements.
+"""The memory model compared with measurements.
 
-Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory, no CP
-or EP, full activation recompute; LM head in pieces of about 8192 x 8192 logits for RL and LoRA, whole for SFT). Two
-constants of the model (bytes per logit, copies of a routed token) were chosen with these rows in view. With --measure:
-parameters that transformers builds from the same configs, KV cache that vLLM allocates on the CPU for a tiny model, and
-logits of prompts that its runner for GPUs has at once.
+Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory,
+without CP or EP, full activation recomputation; LM head in chunks of about 8192 x 8192 logits for RL and LoRA, whole
+for SFT). Two constants of the model (bytes per logit, copies of a routed token) were chosen with these rows in view.
+With --measure: parameters that transformers builds from the same configs, the KV cache that vLLM allocates on the CPU
+for a tiny model, and the prompt logits that its GPU runner holds at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from primeslurm.plan.memory.trainer import TrainerLayout, lora_parameters, train
 
 RESULT = Path(__file__).resolve().parent / "results" / "memory_model.json"
 PIECE = 8192 * 8192
-"""Logits that exist at once in prime-rl's fused LM head."""
+"""Logits per chunk of prime-rl's fused LM head."""
 RANK = 16
 
 
@@ -62,7 +62,7 @@ TRAINER_ROWS = (
 
 
 def predicted_gib(row: Row) -> float:
-    """Return what the model says torch allocates."""
+    """Return the model's prediction of torch's allocation."""
     shape = catalog()[row.model].shape
     layout = TrainerLayout(
         shard=row.gpus,
@@ -77,7 +77,6 @@ def predicted_gib(row: Row) -> float:
 
 
 def main(words: list[str]) -> None:
-    """Print the comparison, and with --write keep it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks memory_model", description=__doc__)
     parser.add_argument("--measure", action="store_true", help="measure with transformers and vLLM (a minute)")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
@@ -109,7 +108,7 @@ def main(words: list[str]) -> None:
 
 
 def built_parameters() -> list[dict[str, object]]:
-    """Count parameters of the models that transformers builds (on no device) from the catalog's configs."""
+    """Count the parameters of the models that transformers builds (on the meta device) from the catalog's configs."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -129,7 +128,7 @@ def built_parameters() -> list[dict[str, object]]:
 
 
 def kv_cache() -> dict[str, object]:
-    """Measure the tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
+    """Return the tokens that fit into vLLM's KV cache of a given size, for a tiny model on the CPU."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     from vllm import LLM
 
@@ -149,7 +148,7 @@ def kv_cache() -> dict[str, object]:
 
 
 def prompt_logits() -> dict[str, object]:
-    """Measure what vLLM's loop over tokens of prompts has at once, without its Triton kernel, which makes no logits."""
+    """Return the memory of vLLM's loop over prompt tokens, without its Triton kernel, which creates no logits."""
     from types import SimpleNamespace
     from unittest.mock import patch
 

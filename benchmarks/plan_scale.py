@@ -1,6 +1,7 @@
-"""Seconds for check, plan and render of large runs, and the plan's file: `python -m benchmarks plan_scale [--write]`.
+"""Time of check, plan and render for large runs: `python -m benchmarks plan_scale [--write]`.
 
-Each size is recipes/glm5_pd.yaml with more train nodes and replicas; the whole command is a process of its own.
+Each size is recipes/glm5_pd.yaml with more train nodes and replicas. The whole command runs in a separate process. The
+size of the plan file is reported as well.
 """
 
 from __future__ import annotations
@@ -30,12 +31,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RECIPE, SITE = ROOT / "recipes" / "glm5_pd.yaml", ROOT / "sites" / "h200.yaml"
 RESULT = ROOT / "benchmarks" / "results" / "plan_scale.json"
 SIZES = {28: (12, 1), 256: (128, 8), 1024: (512, 32)}
-"""Train nodes and inference replicas (of 16 nodes) by the number of GPU nodes."""
+"""Train nodes and inference replicas (of 16 nodes) by number of GPU nodes."""
 REPEATS = 5
 
 
 def main(words: list[str]) -> None:
-    """Measure every size, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks plan_scale", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args(words).write
@@ -53,7 +53,7 @@ def main(words: list[str]) -> None:
 
 
 def measure(nodes: int) -> dict[str, object]:
-    """Measure the best seconds of each part, and of the whole command `primeslurm render`."""
+    """Return the shortest time of each part, and of the whole command `primeslurm render`."""
     train, replicas = SIZES[nodes]
     overrides = [f"deployment.train.nodes={train}", f"deployment.inference.num_replicas={replicas}"]
     site = load_site(SITE)
@@ -96,7 +96,7 @@ def _sums(measured: Iterable[tuple[float, float]]) -> dict[str, float]:
 
 
 def best(part: Callable[[], object]) -> tuple[float, float]:
-    """Time the shortest of a few runs: seconds on the clock, and of CPU, which other work does not lengthen as much."""
+    """Return the shortest of a few runs: elapsed and CPU seconds. Other load affects CPU time less."""
     clock, cpu = [], []
     for _ in range(REPEATS):
         began, used = time.perf_counter(), _cpu_seconds()
@@ -107,6 +107,6 @@ def best(part: Callable[[], object]) -> tuple[float, float]:
 
 
 def _cpu_seconds() -> float:
-    """Of this process and of its children that have ended."""
+    """Return the CPU time of this process and its ended children [s]."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -1,12 +1,12 @@
-"""Seconds until engines compute with a policy that other GPUs' trainer ranks send them, at full size.
+"""Time until engines compute with a new policy from the trainer ranks of other GPUs, at full size.
 
     timeout 400 python -m benchmarks policy_update OUT.json                         # two GPUs: a rank, an engine
     timeout 400 python -m benchmarks policy_update OUT.json --ranks 2 --engines 2   # four GPUs
 
-Needs a GPU for each rank and engine; without any, it runs on CPUs. Trainer (FSDP2, experts split over its ranks) and
-engines begin with weights of their own, drawn at random, so no checkpoint is needed; after an update all give the same
-tokens the same log-probabilities. Of an update, `wait` is until the session begins, `sent` the trainer's part of it,
-`load` the engine's until all is in place, `pause` how long it does not generate: of the engine that took longest.
+Needs a GPU per rank and engine, or runs on CPUs. Trainer (FSDP2, experts sharded over its ranks) and engines start with
+different random weights, so no checkpoint is needed. After an update all give the same tokens the same log-
+probabilities. `wait` is the time until the session begins, `sent` the trainer's part of it, `load` the engine's part
+until the weights are active, and `pause` the time without generation, each of the slowest engine.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *ALLOC_CONF,
 )
-"""Variables of trainer ranks, which engines do not have."""
+"""Variables of trainer ranks, which engines must not inherit."""
 
 
 def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:
-    """Make the recipe of engines that are sent their policies, and of the trainer that sends them."""
+    """Return the recipe of engines and trainer."""
     inference = {
         "enforce_eager": True,
         "kv_cache_bytes": 2**31,
@@ -76,7 +76,7 @@ def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:
 
 
 def start_engines(asked: Recipe, device: Device, options: argparse.Namespace, first_gpu: int) -> list[Server]:
-    """Start the engines, each on a GPU of its own if there are any, from this one on."""
+    """Start the engines, each on its own GPU if there are any, beginning with `first_gpu`."""
     unset = [word for name in _OF_RANKS for word in ("-u", name)]
     command = Engines(asked, device, "engine", sys.executable).command(ALONE)
     command = command._replace(argv=("env", *unset, *command.argv))
@@ -85,7 +85,7 @@ def start_engines(asked: Recipe, device: Device, options: argparse.Namespace, fi
 
 
 async def sampled(servers: Sequence[Server]) -> list[Completion]:
-    """Have each engine sample something, the likeliest tokens."""
+    """Return a greedy completion of each engine."""
 
     async def one(server: Server) -> Completion:
         endpoint = GenerateEndpoint(lambda: server.url, SEQ_LEN, timeout_s=TIMEOUT_S, routed=False)
@@ -99,15 +99,9 @@ async def sampled(servers: Sequence[Server]) -> list[Completion]:
 
 
 def difference(answers: Sequence[Completion] | None, policy: PolicyModel, world: World) -> float:
-    """Return the mean difference of log-probabilities that engine and trainer give what the engine samples.
+    """Return the mean difference of log-probabilities between trainer and engine, for the worst engine.
 
-    Args:
-        answers: of the engines, on rank 0. All ranks come here together.
-        policy: the trainer's.
-        world: its ranks.
-
-    Returns:
-        That of the engine where it is largest.
+    All ranks call this together. `answers` are the engines' completions, on rank 0.
     """
     largest = 0.0
     for answer in world.share(answers) or []:
@@ -123,13 +117,13 @@ def difference(answers: Sequence[Completion] | None, policy: PolicyModel, world:
 async def updates(
     servers: Sequence[Server], asked: Recipe, sender: Callable[[str], Sender], meet: Callable[[str], None]
 ) -> list[dict[str, float]]:
-    """Send the policy some times, as rank 0; the first also connects.
+    """Send the policy several times, as rank 0. The first update also connects.
 
     Args:
-        servers: the engines, which have no policy yet.
+        servers: engines without a policy.
         asked: their recipe.
-        sender: makes this rank's sender, of the orchestrator's address.
-        meet: called when all other ranks may send, too.
+        sender: makes this rank's sender from the orchestrator's address.
+        meet: called when the other ranks may send.
 
     Returns:
         Seconds of each update, by part.
@@ -171,7 +165,7 @@ async def updates(
 
 
 async def opened(servers: Sequence[Server], asked: Recipe) -> list[Completion]:
-    """Have the engines serve the weights that they began with; what they sample."""
+    """Make the engines serve their initial weights, and return their completions."""
 
     async def open_up(server: Server) -> None:
         client = EngineClient(lambda: server.url, asked.model.path)
@@ -184,10 +178,10 @@ async def opened(servers: Sequence[Server], asked: Recipe) -> list[Completion]:
 def send_and_compare(
     servers: Sequence[Server], asked: Recipe, policy: PolicyModel, world: World
 ) -> tuple[list[dict[str, float]], list[float]]:
-    """Send the policy some times, as all ranks together; `servers` are rank 0's to know.
+    """Send the policy several times with all ranks. Only rank 0 has `servers`.
 
     Returns:
-        Seconds of each update (on rank 0), and the difference of log-probabilities before and after them.
+        Seconds of each update (on rank 0), and the difference of log-probabilities before and after.
     """
 
     def sender(address: str) -> Sender:
@@ -201,7 +195,7 @@ def send_and_compare(
     if world.is_main:
         rows = asyncio.run(updates(servers, asked, sender, meet))
     else:
-        sends = sender("tcp://127.0.0.1:1")  # rank 0 alone talks to the orchestrator
+        sends = sender("tcp://127.0.0.1:1")  # only rank 0 talks to the orchestrator
         for number in range(1, UPDATES + 1):
             meet(f"update {number}")
             sends.send(number)
@@ -210,8 +204,8 @@ def send_and_compare(
 
 
 def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
-    """What the ranks find together; rank 0 starts the engines."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # or engines would start with it blocked
+    """Measure with all ranks. Rank 0 starts the engines."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # otherwise engines would start with the signal blocked
     shape = SHAPES[options.shape]
     servers: list[Server] = []
     config = shape.build(options.layers, None, None)
@@ -247,7 +241,6 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Measure and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks policy_update", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "tiny"], default="qwen3_30b_a3b")

@@ -1,14 +1,13 @@
-"""Seconds until a run is whole again: after an engine of two replicas was killed, then after a trainer rank was.
+"""Time until a run has recovered from a killed engine (of two replicas), and from a killed trainer rank.
 
-    timeout 600 python -m benchmarks recovery OUT.json 2      # GPUs of the trainer; each replica has one, too
+    timeout 600 python -m benchmarks recovery OUT.json 2      # GPUs of the trainer; each replica has one more
     timeout 600 python -m benchmarks recovery OUT.json 2 --gpus 0 1 0 1      # two GPUs, shared
     scripts/warm_start.sh .primeslurm/reverse-text
     python -m benchmarks recovery OUT.json 1 --model .primeslurm/reverse-text/model --patience-s 1200
 
-A run of its own (local executor), of the model of `rl_on_gpus` unless another is named. Once it has trained and
-committed some steps, the engine of the second replica gets SIGKILL; once that serves again and steps go on, the
-trainer's last rank. All figures are seconds since the signal, of events that the run itself has recorded. The run is
-cancelled then.
+One run (local executor) with the model of `rl_on_gpus`, or another. After some committed steps, the engine of the
+second replica gets SIGKILL. Once it serves again and steps continue, the trainer's last rank does. All results are
+seconds since the signal, from events of the run, which is cancelled at the end.
 """
 
 from __future__ import annotations
@@ -38,21 +37,20 @@ from primeslurm.run.records import events
 
 R = TypeVar("R")
 STEPS = 4
-"""Trained before the first fault, and between the two."""
+"""Steps to train before the first fault, and between the two."""
 
 
 def engine_recovery(happened: Sequence[Event], engine: str, killed: float) -> dict[str, Any] | None:
-    """Work out how a run came over a killed engine.
+    """Return how a run recovered from a killed engine.
 
     Args:
         happened: events in order of time.
-        engine: its name.
-        killed: when, in Unix seconds.
+        engine: name of the engine.
+        killed: time of the signal [Unix seconds].
 
     Returns:
-        Seconds from then until its end was seen, it was started again, and it served the current policy again;
-        how many steps were trained until then, the longest time without one, and the median of a step before. None: it
-        does not serve yet.
+        Seconds until its end was noticed, it was restarted, and it served the current policy again; steps trained until
+    then, the longest time without a step, and the median before. None if it does not serve yet.
     """
     later = [event for event in happened if event.time >= killed]
     started = _first(e for e in later if isinstance(e, ProcessStarted) and e.name == engine)
@@ -78,17 +76,17 @@ def engine_recovery(happened: Sequence[Event], engine: str, killed: float) -> di
 
 
 def trainer_recovery(happened: Sequence[Event], rank: str, killed: float) -> dict[str, Any] | None:
-    """Work out how a run came over a killed trainer rank: by another attempt.
+    """Return how a run recovered from a killed trainer rank, through another attempt.
 
     Args:
         happened: events in order of time.
-        rank: its name.
-        killed: when, in Unix seconds.
+        rank: name of the rank.
+        killed: time of the signal [Unix seconds].
 
     Returns:
-        Seconds from then until its end was seen, the attempt ended, the next one had an agent, all ranks had read the
-        checkpoint, all engines served, a step was trained, and one that had not been trained before; how many steps
-        were trained a second time. None: not all of that has come.
+        Seconds until its end was noticed, the attempt ended, the next one had an agent, all ranks had read the
+    checkpoint, all engines served, a step was trained, and a new step was trained; the number of repeated steps. None
+    if that has not all happened yet.
     """
     later = [event for event in happened if event.time >= killed]
     ended = _first(e for e in later if isinstance(e, AttemptEnds))
@@ -134,24 +132,19 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 class Faults:
-    """A run, and what is done to it.
-
-    Args:
-        run: of two replicas.
-        patience_s: for each state that is waited for.
-    """
+    """Kills processes of a run with two replicas. `patience_s` is the time limit for each state to come."""
 
     def __init__(self, run: Run, patience_s: float) -> None:
         self._run, self._patience_s = run, patience_s
 
     def kill_engine(self) -> dict[str, Any]:
-        """Kill the engine of the second replica; what came of it. Raises TimeoutError; RuntimeError if the run ends."""
+        """Kill the second replica's engine, and return the result. Raise TimeoutError or RuntimeError (run ended)."""
         self._after_steps(STEPS)
         engine, killed = self._kill("engine-r1-0")
         return self._until(lambda: engine_recovery(events(self._run.directory), engine, killed))
 
     def kill_trainer(self) -> dict[str, Any]:
-        """Kill the trainer's last rank; what came of it. Raises as `kill_engine`."""
+        """Kill the trainer's last rank, and return the result. Raise as `kill_engine`."""
         self._after_steps(STEPS)
         ranks = [p.name for p in self._run.status(processes=True).processes if p.name.startswith("trainer-rank-")]
         rank, killed = self._kill(max(ranks, key=lambda name: int(name.rpartition("-")[2])))
@@ -187,7 +180,6 @@ class Faults:
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks recovery", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("trainer_gpus", type=int)
@@ -201,7 +193,6 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def main(words: list[str]) -> None:
-    """Start a run, kill its parts, and write after each what there is."""
     options = arguments(words)
     model = options.model or Path(".primeslurm/rl-on-gpus")
     if options.model is None:

@@ -1,9 +1,9 @@
-"""What a recurrent layer keeps of a row for its backward pass.
+"""Memory that a recurrent layer keeps per row for its backward pass.
 
-A CPU is enough (a minute): bytes of fake tensors are counted. One row, bfloat16, the layers of Qwen3.5-35B-A3B (gated
-delta net) and Nemotron-3-Nano (Mamba-2) at full width, under each kind of activation checkpointing; beside it what
-would be kept if no part were computed anew, and the most that the backward pass takes of the layer with the norm before
-it. Parameters are left out. Prints JSON.
+A CPU suffices (a minute), as bytes of fake tensors are counted: one row in bfloat16, with the layers of Qwen3.5-35B-A3B
+(gated delta net) and Nemotron-3-Nano (Mamba-2) at full width, under each kind of activation checkpointing. For
+comparison: without any recomputation, and the peak of the backward pass of the layer with its norm. Parameters are
+excluded. Prints JSON.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ NEMOTRON = NemotronHConfig(
     layers_block_type=["linear_attention"],
 )
 LAYERS = {"gated_delta_net": (QWEN, "delta_net", "attention_norm"), "mamba_2": (NEMOTRON, "mamba", "norm")}
-"""Of each kind a model, and the names of the layer and of the norm before it."""
+"""For each kind a model, and the names of the layer and of the norm before it."""
 LENGTH = 16384
 SHORT = 4096
-"""As short as that where nothing is computed anew."""
+"""Row length of the measurements without recomputation."""
 
 
 class _Layer(nn.Module):
-    """A recurrent layer alone, or after its norm and beside the residual."""
+    """A recurrent layer alone, or with its norm and the residual connection."""
 
     def __init__(self, mixer: nn.Module, norm: nn.Module | None) -> None:
         super().__init__()
@@ -66,12 +66,12 @@ class _Layer(nn.Module):
 
 
 def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Module:
-    """Build the recurrent layer of a model's first layer in bfloat16, not initialised; called with rows and positions.
+    """Return the recurrent layer of a model's first layer, in bfloat16, which takes rows and positions.
 
     Args:
-        config: of the model, as transformers has it.
-        name: of the recurrent layer.
-        norm: name of the norm before it, if that is to be part of it.
+        config: transformers config of the model.
+        name: name of the recurrent layer.
+        norm: name of the norm before it; empty to leave it out.
         checkpointing: none, selective or full.
     """
     spec, policy = model_builder.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
@@ -83,7 +83,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
 
 
 def measure(config: Any, length: int, name: str, norm: str | None = None, checkpointing: str = "none") -> Passes:
-    """Measure a forward and backward pass of one row through what `built` returns."""
+    """Measure a forward and backward pass of one row."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         layer = built(config, name, norm, checkpointing)
         row = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -92,12 +92,11 @@ def measure(config: Any, length: int, name: str, norm: str | None = None, checkp
 
 
 def per_token(config: Any, found: Passes, length: int) -> int:
-    """Return the bytes kept of a token, with the layer's input and its position."""
+    """Return the bytes kept per token, including the layer's input and its position."""
     return round(found.kept / length) + config.hidden_size * 2 + 8
 
 
 def main(words: list[str]) -> None:
-    """Measure each layer."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks recurrence_memory", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args(words)

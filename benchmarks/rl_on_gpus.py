@@ -1,9 +1,9 @@
-"""The whole loop on GPUs: mismatch of trainer and engines, and the seconds of a policy update, in a few cells.
+"""The whole RL loop on GPUs: mismatch of trainer and engines, and the seconds of a policy update, in a few cells.
 
-Needs two GPUs, for the cells with prefill and decode apart three; a cell takes one to two minutes. Without names all
-cells are run that the GPUs suffice for. With --shared-gpu trainer and engine share one, and policies go by files. Each
-is a run of its own (`primeslurm submit --local`) from the same random Qwen3-MoE, whose sizes are multiples of an FP8
-block; what is reported comes from the records of that run.
+Needs two GPUs, or three for cells with separate prefill and decode engines. A cell takes one to two minutes. Without
+names, all cells run for which the GPUs suffice. With --shared-gpu trainer and engine share one, and policies are
+transferred as files. Each cell is a separate run (`primeslurm submit --local`) from the same random Qwen3-MoE, whose
+sizes are multiples of an FP8 block. Results come from the records of the run.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ REPLAY = {"trainer.router_replay": "true"}
 FP8 = {
     "trainer.fp8": "true",
     "inference.quantization": "fp8",
-    # Compiling DeepGEMM's kernels for every size that there may be takes minutes; few are met here.
+    # Compiling DeepGEMM's kernels for all possible sizes takes minutes. These runs need few.
     "inference.env.VLLM_DEEP_GEMM_WARMUP": "skip",
 }
 COMPILED = {"trainer.compile": "true"}
 SKIPPED = 2
-"""Updates at the beginning, which connect and compile."""
+"""First updates, which connect and compile."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def make_model(directory: Path) -> None:
 
 
 def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, Any]:
-    """Run a cell and report what it left behind."""
+    """Run a cell, and return its results."""
     run_name = f"{name}-{time.strftime('%H%M%S')}"
     settings = {**cell.settings, **(shared_gpu.shared_settings() if shared else {})}
     options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -130,8 +130,8 @@ def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, A
 def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Event]) -> dict[str, Any]:
     """Return medians over the steps and updates of a run.
 
-    `publish` is the trainer's part of an update, `transfer` that of it in which tensors are sent; `load` (while they
-    arrive) and `pause` are those of the engine that took longest.
+    `publish` is the trainer's part of an update, and `transfer` the part of it that sends tensors. `load` (while they
+    arrive) and `pause` are those of the slowest engine.
     """
     kl = [row["trainer/mismatch_kl"] for row in steps if "trainer/mismatch_kl" in row]
     slowest: dict[int, dict[str, float]] = {}
@@ -160,7 +160,6 @@ def _median(values: Sequence[float]) -> float | None:
 
 
 def main(words: list[str]) -> None:
-    """Run the cells, and write after each what there is."""
     import torch
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks rl_on_gpus", description=__doc__)

@@ -1,16 +1,14 @@
-"""What rollouts in flight cost the orchestrator: `python -m benchmarks rollouts_at_scale [--sizes 100 ...] [--write]`.
+"""Orchestrator cost of rollouts in flight: `python -m benchmarks rollouts_at_scale [--sizes 100 ...] [--write]`.
 
-The real orchestrator, with the real job protocol, spool and policy loop, and the controller unless `--static` begins
-all rollouts at once, as in the figures that are kept; before 128 emulated engines, each a replica with a port of its
-own; environment workers that send each of a rollout's 100 turns to its engine by the real client; and a trainer that
-takes every batch, so that policies change. A turn takes 90 s at any size. Left out are what computes on a GPU, and
-verifiers with its token client, routed experts, and vllm-router, which the orchestrator does not talk to.
+The orchestrator, job protocol, spool and policy loop are real. The controller is real, too, unless `--static` starts
+all rollouts at once, as for the recorded results. There are 128 emulated engines, each a replica with its own port;
+environment workers that send each of a rollout's 100 turns to its engine with the real client; and a trainer that takes
+every batch, so that policies change. A turn takes 90 s at any size. Not included: GPU computation, verifiers with its
+token client, routed experts, and vllm-router, which the orchestrator does not talk to.
 
-Groups that are begun first are found somewhere between their first and last turn, so that as many end each second, and
-steps are trained, as in the middle of a long run. Those are too few for any group to get too old: that takes as many
-rollouts as are in flight. Measured from when all places are in use: seconds of CPU by kind of process, memory, open
-files, and how late the orchestrator's event loop comes to what is due. `busy` is the same by the CPU that it used: what
-other work on the machine adds is not in it.
+The first groups start somewhere between their first and last turn, so that groups end evenly, as in the middle of a
+long run. Measured once all slots are in use: CPU seconds by kind of process, memory, open files, and the lag of the
+orchestrator's event loop. `busy` is the lag by CPU time, which excludes other load on the machine.
 """
 
 from __future__ import annotations
@@ -45,11 +43,10 @@ SIZES = (100, 1_000, 3_000, 10_000)
 ENGINES, SERVERS, WORKERS, GROUP = 128, 2, 8, 4
 SECONDS = 240.0
 FILLED, FILLED_S = 0.98, 900.0
-"""Share of the places in use from when on it is measured, and how long that may take."""
+"""Share of slots that must be in use before the measurement, and the longest time to reach it [s]."""
 
 
 def main(words: list[str]) -> None:
-    """Measure every size, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks rollouts_at_scale", description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="rollouts in flight")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="to measure for")
@@ -66,7 +63,7 @@ def main(words: list[str]) -> None:
 
 
 def _keep(row: dict[str, Any]) -> None:
-    """Put a size's row into the result, in place of what was measured of that size before."""
+    """Put a size's row into the result, replacing an earlier one."""
     known = (read_json(RESULT) or {}).get("sizes", [])
     rows = [row, *(other for other in known if other["rollouts"] != row["rollouts"])]
     rows.sort(key=lambda each: int(each["rollouts"]))
@@ -75,7 +72,7 @@ def _keep(row: dict[str, Any]) -> None:
 
 
 def _growth(least: dict[str, Any], most: dict[str, Any]) -> dict[str, Any]:
-    """What one more rollout in flight takes, between the smallest size and the largest."""
+    """Return the cost per additional rollout in flight, between the smallest and the largest size."""
     more = most["rollouts"] - least["rollouts"]
     if not more:
         return {}
@@ -95,7 +92,7 @@ def _growth(least: dict[str, Any], most: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(size: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One size, in a run directory of its own."""
+    """Measure one size, in its own run directory."""
     directory = options.keep or Path(tempfile.mkdtemp(prefix="rollouts-"))
     run_dir = Path(directory) / str(size)
     run_dir.mkdir(parents=True)
@@ -118,7 +115,7 @@ class Run:
     worker_lag: list[Any]
 
     def measure(self, size: int, seconds: float | None) -> dict[str, Any]:
-        """Wait until all places are in use, then for so long, or until as many rollouts ended as there are places."""
+        """Wait until all slots are in use, then for `seconds` or until as many rollouts as slots have ended."""
         began = time.monotonic()
         while self._state().get("inflight", 0) < FILLED * size:
             self._alive()
@@ -218,7 +215,7 @@ class Run:
 
 
 def batch_size(size: int) -> int:
-    """Return how many rollouts a step trains: few, so that steps are trained while it is measured."""
+    """Return rollouts per step: few, so that several steps are trained during the measurement."""
     return max(GROUP, size // 200 // GROUP * GROUP)
 
 
@@ -227,7 +224,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def lag_of(shared: Any) -> dict[str, float]:
-    """Return what was seen of a loop's lag [ms]: bounds that 99 and 99.9 % of the probes kept, and the longest."""
+    """Return a loop's lag [ms]: the 99 % and 99.9 % quantiles, and the maximum."""
     longest, busy, probes, *later = list(shared)
     bounds = [*Lag.BOUNDS_MS, longest / 1e3]
 
@@ -290,7 +287,7 @@ def _running(size: int, run_dir: Path, *, staggered: bool, static: bool) -> Iter
 
 
 def _prepare(size: int, run_dir: Path, concurrency: str, ports: dict[str, int]) -> None:
-    """Write what a submission and the head have written when the orchestrator begins."""
+    """Write the files that a submission and the head have written when the orchestrator starts."""
     from primeslurm.recipe import Recipe
 
     recipe = Recipe.model_validate(

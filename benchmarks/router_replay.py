@@ -1,9 +1,8 @@
-"""What router replay does to the mismatch of trainer and engine.
+"""Effect of router replay on the mismatch between trainer and engine.
 
-A random Qwen3-MoE (8 layers, 32 experts, 4 of them a token) is made on the spot. A real vLLM engine in bfloat16 samples
-one batch from it and says which experts each token went to; the rollouts are packed as in a run. Then our trainer, with
-the same weights, computes the log-probabilities of the same tokens in bfloat16 and in float32, once with experts of its
-own choice and once with the engine's.
+A vLLM engine in bfloat16 samples one batch from a random Qwen3-MoE (8 layers, 32 experts, 4 per token), and reports the
+routed experts. The rollouts are packed as in a run. The trainer, with the same weights, computes the log-probabilities
+of the same tokens in bfloat16 and float32, with its own experts and with the engine's.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ CONFIG = {
 
 
 def main(words: list[str]) -> None:
-    """Sample, score, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks router_replay", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
@@ -84,7 +82,7 @@ def main(words: list[str]) -> None:
 
 
 def recipe(directory: Path, dtype: str) -> Recipe:
-    """Make the recipe of a run that replays."""
+    """Return the recipe of a run with router replay."""
     return Recipe.model_validate(
         {
             "name": "router-replay",
@@ -106,13 +104,13 @@ def make_model(directory: Path) -> None:
     from scripts.models import tiny_model
 
     torch.manual_seed(0)
-    # bfloat16 numbers, so that trainer and engine start from the same ones whatever they compute in
+    # bfloat16 values, so that trainer and engine start with equal weights in any dtype
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).bfloat16().save_pretrained(directory)
     tiny_model.tokenizer().save_pretrained(directory)
 
 
 def sample(directory: Path, device: str) -> list[Row]:
-    """Sample packed rows of one on-policy batch."""
+    """Return packed rows of one on-policy batch."""
     engines = Engines(recipe(directory, "bfloat16"), cast(Device, device), "engine", sys.executable)
     engine = start_process(engines.command(ALONE), {}, directory / "engine.log")
     try:
@@ -125,7 +123,7 @@ def sample(directory: Path, device: str) -> list[Row]:
 
 
 async def rollouts(url: str, directory: Path) -> list[Document]:
-    """Return answers of the engine to random prompts."""
+    """Return the engine's completions of random prompts."""
     client = EngineClient(lambda: url, str(directory), retry_s=0.1)
     await client.apply(PolicyVersion(0, str(directory)), timeout_s=120)
     endpoint = GenerateEndpoint(lambda: url, SEQ_LEN, timeout_s=600, routed=True)
@@ -138,7 +136,7 @@ async def rollouts(url: str, directory: Path) -> list[Document]:
 
 
 def document(prompt: list[int], answer: Completion) -> Document:
-    """One rollout to train on."""
+    """Return one rollout for training."""
     given = [0.0] * len(prompt)
     tokens = np.array([*prompt, *answer.token_ids], np.int32)
     logprobs = np.array([*given, *answer.logprobs], np.float32)
@@ -153,7 +151,7 @@ def document(prompt: list[int], answer: Completion) -> Document:
 
 
 def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
-    """Measure the mismatch with experts of the trainer's own choice, and with the engine's."""
+    """Return the mismatch with the trainer's own experts, and with the engine's."""
     alone = rank_environment(0, 1, free_port())
     os.environ |= {name: value for name, value in alone.items() if name != "OMP_NUM_THREADS"}
     import torch

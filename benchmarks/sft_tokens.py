@@ -1,8 +1,8 @@
-"""What the conversations of agents cost before they can be trained on: `python -m benchmarks sft_tokens [--write]`.
+"""Cost of tokenising the conversations of agents for SFT: `python -m benchmarks sft_tokens [--write]`.
 
-Conversations of 40 messages with tools and 30,000 tokens, every answer trained, with the tokenizer and template of the
-tiny model. Some are made, in as many parts as there would be ranks; what a hundred thousand take is worked out from
-them. Then what a later attempt and a batch take of what is there.
+Conversations have 40 messages with tools and 30,000 tokens, and every answer is trained, with tokenizer and template of
+the tiny model. Some are tokenised, in as many parts as there would be ranks, and the cost of a hundred thousand is
+extrapolated. Then a later attempt and a batch read the stored tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BATCH = 256
 
 
 def conversation(number: int) -> dict[str, Any]:
-    """An agent's conversation of about 30,000 characters, which are its tokens."""
+    """Return an agent's conversation of about 30,000 characters, each a token."""
     call = {"type": "function", "function": {"name": "sh", "arguments": {"command": f"grep -rn {number} src"}}}
     messages: list[dict[str, Any]] = [{"role": "user", "content": WORDS * 10}]
     for _ in range(TURNS - 1):
@@ -40,7 +40,7 @@ def conversation(number: int) -> dict[str, Any]:
 
 
 def measure(count: int) -> dict[str, Any]:
-    """Make the files of so many conversations in parts, and look at them."""
+    """Tokenise this many conversations in parts, and read them."""
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         tiny_model.write_model(directory / "model")
@@ -75,7 +75,6 @@ def measure(count: int) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Measure, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sft_tokens", description=__doc__)
     parser.add_argument("--conversations", type=int, default=BATCH)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")

@@ -1,6 +1,6 @@
-"""DSA's attention at GLM-5's shape on one GPU: the indexer, sparse attention forward and backward, and dense beside it.
+"""DSA attention at GLM-5's shape on one GPU: indexer, sparse attention forward and backward, and dense attention.
 
-Needs an NVIDIA GPU. One document of LENGTH tokens, 64 heads, 512 + 64 values a key, 2,048 of them selected, bfloat16.
+Needs an NVIDIA GPU. One document of LENGTH tokens, 64 heads, 512 + 64 values per key, 2,048 selected keys, bfloat16.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ HEADS, RANK, ROPE, TOP_K = 64, 512, 64, 2048
 INDEX_HEADS, INDEX_WIDTH = 32, 128
 SCALE = (192 + ROPE) ** -0.5
 DENSE_UP_TO = 8192
-"""All scores of a longer row do not fit."""
+"""Scores of longer rows do not fit into memory."""
 ROUNDS = 3
 
 
 def measure(what: Callable[[], Any]) -> dict[str, float]:
-    """Seconds (best of some) and peak memory beyond what was there."""
+    """Return the shortest time [s] and the additional peak memory."""
     what()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -43,7 +43,7 @@ def measure(what: Callable[[], Any]) -> dict[str, float]:
 
 
 def attention(attend: sparse_mla.Attend, indices: torch.Tensor, length: int) -> dict[str, Any]:
-    """Forward, and forward with backward."""
+    """Measure forward, and forward with backward."""
     shapes = ((1, length, HEADS, RANK + ROPE), (1, length, RANK + ROPE))
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     weight = torch.randn(1, length, HEADS, RANK, device="cuda", dtype=torch.bfloat16)
@@ -59,7 +59,7 @@ def attention(attend: sparse_mla.Attend, indices: torch.Tensor, length: int) -> 
 
 
 def selection(length: int) -> tuple[dict[str, float], torch.Tensor]:
-    """What the indexer costs, and the keys that it selects."""
+    """Return the cost of the indexer, and the selected keys."""
     query = torch.randn(1, length, INDEX_HEADS, INDEX_WIDTH, device="cuda", dtype=torch.bfloat16)
     keys = torch.randn(1, length, INDEX_WIDTH, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1, length, INDEX_HEADS, device="cuda")
@@ -69,7 +69,7 @@ def selection(length: int) -> tuple[dict[str, float], torch.Tensor]:
 
 
 def at(length: int) -> dict[str, Any]:
-    """One row of one document."""
+    """Return the row of one document length."""
     found: dict[str, Any] = {"length": length}
     found["select"], indices = selection(length)
     found["sparse"] = attention(sparse_mla.sparse_mla, indices, length)
@@ -82,7 +82,6 @@ def at(length: int) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Measure each length and write the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks sparse_attention", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("lengths", nargs="*", type=int, default=[4096, 8192, 16384, 65536, 131072])

@@ -1,8 +1,8 @@
-"""What a restart does with 10,000 finished groups on disk: `python -m benchmarks spooled_groups [GROUPS]`.
+"""Restart with 10,000 finished groups on disk: `python -m benchmarks spooled_groups [GROUPS]`.
 
-Groups of GLM-5: 16 rollouts of 131,072 tokens with routed experts (75 layers, top 8, uint8), 1.3 GB each. Files are
-sparse: each has its true head and its true size, and holes where the rollouts would be, which a restart does not read.
-The real `recover` goes over them. Beside it, what reading one whole group costs, and all of them would.
+GLM-5's groups have 16 rollouts of 131,072 tokens with routed experts (75 layers, top 8, uint8), 1.3 GB each. Files are
+sparse: real head and size, and holes for the rollouts, which a restart does not read. The real `recover` reads them.
+For comparison: the cost of reading one whole group, and of all.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ RECIPE = {
     "deployment": {"train": {"nodes": 1, "gpus_per_node": 1}, "inference": {"type": "multi_node", "gpus_per_node": 1}},
 }
 HEADS = 4
-"""Parts of a spool file that come before its rollouts."""
+"""Frames of a spool file before its rollouts."""
 
 
 def made(example: int) -> RolloutGroup:
-    """A group whose arrays are zeros, which take no memory until they are looked at, one for all rollouts."""
+    """Return a group whose arrays are zeros, shared by all rollouts and not backed by memory."""
     arrays: dict[str, Any] = {"token_ids": np.zeros(TOKENS, np.int32), "mask": np.ones(TOKENS, np.bool_)}
     arrays |= {"logprobs": np.zeros(TOKENS, np.float32), "versions": np.zeros(TOKENS, np.int32)}
     arrays["routed_experts"] = np.zeros((TOKENS, LAYERS, TOP_K), np.uint8)
@@ -57,19 +57,19 @@ def made(example: int) -> RolloutGroup:
 
 
 def cpu_s() -> float:
-    """Seconds of processors that this process took."""
+    """Return the CPU time of this process [s]."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def read_bytes() -> int:
-    """Bytes that this process read, from page cache or disk."""
+    """Return the bytes that this process has read from page cache or disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 
 
 def measure(count: int, directory: Path) -> dict[str, Any]:
-    """Make the files, and recover over them."""
+    """Make the files, and recover."""
     spool, one = Spool(directory / "rollouts"), made(0)
     rest = one.to_parts()[HEADS:]
     size, digest = sum(memoryview(part).nbytes for part in rest), digest_of(rest)
@@ -92,7 +92,7 @@ def measure(count: int, directory: Path) -> dict[str, Any]:
 
 
 def whole(one: RolloutGroup, directory: Path, count: int) -> dict[str, Any]:
-    """Read one group whole, as a restart did with each before spool files had heads. It takes its size in memory."""
+    """Read one whole group, as a restart without heads would, which needs its size in memory."""
     path = directory / "one.group"
     with path.open("wb") as file:
         for part in one.to_parts():
@@ -109,7 +109,6 @@ def whole(one: RolloutGroup, directory: Path, count: int) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks spooled_groups", description=__doc__)
     parser.add_argument("groups", nargs="?", type=int, default=10_000)
     options = parser.parse_args(words)

@@ -1,6 +1,6 @@
-"""CPU time of short commands against that of importing typer, pydantic, yaml and jinja2, which they cannot do without.
+"""CPU time of short commands compared with importing typer, pydantic, yaml and jinja2, which they need.
 
-CPU seconds (user and system) and not wall time; commands take turns, so that what else the machine does meets them all.
+CPU seconds (user and system), not elapsed time. Commands take turns, so that other load affects all of them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,12 @@ GOALS = {"--help": 2.0, "check": 3.0, "render": 3.0}
 
 
 def main(words: list[str]) -> None:
-    """Measure, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks start_up", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args(words).write
     commands = {"base": BASE} | {name: [sys.executable, "-m", "primeslurm", *words] for name, words in COMMANDS.items()}
     for argv in commands.values():
-        cpu_seconds(argv)  # compiled modules and files in memory
+        cpu_seconds(argv)  # warms the file cache
     seconds: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(ROUNDS):
         for name, argv in commands.items():
@@ -51,7 +50,7 @@ def main(words: list[str]) -> None:
 
 
 def cpu_seconds(argv: list[str]) -> float:
-    """Return user and system time of a command and what it starts."""
+    """Return user and system time of a command and its children [s]."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, check=True)

@@ -1,7 +1,7 @@
-"""How long `primeslurm status` takes for large runs.
+"""Time of `primeslurm status` for large runs.
 
-Makes the files that a run of so many nodes with 8 GPUs each leaves behind (real plans; what the head, the agents and
-the orchestrator would have written) and times the whole command in a process of its own. Prints JSON; takes a minute.
+Makes the files of a run with 8 GPUs per node (real plans, and the records of head, agents and orchestrator), and times
+the whole command in a separate process. Prints JSON; takes a minute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOAD = Load(engines=24, running=30, waiting=9, kv_usage=0.7, seconds=60, generat
 
 
 def make(root: Path, nodes: int) -> RunDirectory:
-    """Make a run in the middle of its work: half of the nodes train, replicas of 3 prefill and 1 decode node."""
+    """Make a run in the middle of its work: half of the nodes train, and replicas have 3 prefill and 1 decode node."""
     replicas = nodes // 8
     inference = {
         "type": "disaggregated",
@@ -71,7 +71,7 @@ def make(root: Path, nodes: int) -> RunDirectory:
 def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
     now = time.time()
     states = {process.name: "HEALTHY" for process in plan.processes()} | {"router-0": "RESTARTING"}
-    # Its time lies ahead, so that it stays fresh however long this takes.
+    # The time is in the future, so that heartbeats stay fresh.
     write_json(attempt.fleet_file, msgspec.to_builtins(FleetView(now + 3600, states=states)))
     agents = {node.index: AssignedAgent(node.index, f"n{node.index:04d}") for node in plan.nodes}
     write_json(attempt.assignment_file, msgspec.to_builtins(AssignmentRecord(1, agents)))
@@ -90,10 +90,7 @@ def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
 
 
 def measure(run: RunDirectory, *options: str) -> dict[str, float]:
-    """Measure the fastest of five runs of the whole command, in seconds: the others tell of what else the machine did.
-
-    `cpu` is its processor time, which other work on the machine does not lengthen much.
-    """
+    """Return the shortest of five runs of the whole command [s]. `cpu` is CPU time, which other load hardly affects."""
     argv = [sys.executable, "-m", "primeslurm", "status", str(run.path), *options]
     times, used = [], []
     for _ in range(REPEATS):
@@ -110,7 +107,6 @@ def _cpu() -> float:
 
 
 def main(words: list[str]) -> None:
-    """Measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks status_scale", description=__doc__)
     parser.add_argument("nodes", nargs="*", type=int, default=[28, 128, 1024])
     sizes = parser.parse_args(words).nodes

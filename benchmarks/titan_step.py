@@ -1,6 +1,6 @@
-"""torchtitan's own training step, on its own model: what ours is timed beside.
+"""torchtitan's own training step and model, for comparison.
 
-It takes the `World` of `primeslurm.trainer`, which whoever has one has imported before torchtitan.
+Create the `World` of `primeslurm.trainer` first, because it must be imported before torchtitan.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TitanStep(Trainer):
-    """A `Trainer` of which only what `train_step` uses is set up: no data, checkpoints or metrics."""
+    """A torchtitan `Trainer` that is set up only for `train_step`: without data, checkpoints or metrics."""
 
     def __init__(self, flavor: str, config: Any, recipe: Recipe, rows: int, world: World) -> None:
-        """Build the model and all that trains it.
+        """Build the model and its optimizer.
 
         Args:
-            flavor: of torchtitan's Qwen3 models.
-            config: how many layers, and how large a vocabulary, the model has.
-            recipe: dtype, lengths, layout and chunks of the head's loss; its model is not looked at.
-            rows: of each data-parallel rank.
-            world: the ranks that share the work.
+            flavor: name of torchtitan's Qwen3 model.
+            config: number of layers and size of the vocabulary.
+            recipe: dtype, lengths, layout and loss chunks; its model is ignored.
+            rows: rows per data-parallel rank.
+            world: the ranks.
         """
         layout = recipe.trainer.parallelism
         self.device = world.device
@@ -59,7 +59,7 @@ class TitanStep(Trainer):
             fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
             spmd_backend="partial_dtensor",
         )
-        dist_utils.set_spmd_backend(parallelism.spmd_backend)  # as its trainer does, before it makes meshes
+        dist_utils.set_spmd_backend(parallelism.spmd_backend)  # as torchtitan's trainer does before it makes meshes
         self.config = SimpleNamespace(training=training, parallelism=parallelism)
         self.parallel_dims = ParallelDims.from_config(parallelism, world.size)
         self.gradient_accumulation_steps = rows // per_pass
@@ -81,7 +81,7 @@ class TitanStep(Trainer):
         spec.model.layers = spec.model.layers[: config.num_hidden_layers]
         spec.model.vocab_size = config.vocab_size
         spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = config.vocab_size
-        for layer in spec.model.layers:  # its own flavors end at 40,960 positions
+        for layer in spec.model.layers:  # torchtitan's flavors end at 40,960 positions
             layer.attention.rope = replace(layer.attention.rope, max_seq_len=recipe.seq_len)
         if compat.ON_CPU:
             compat.convert(ModelDraft(recipe, spec))
@@ -104,18 +104,18 @@ class TitanStep(Trainer):
         return model.train()
 
     def train(self, samples: Iterator[Sample]) -> None:
-        """One optimizer step on the next samples, each of as many rows as are computed at once."""
+        """Run one optimizer step on the next samples, each with as many rows as are computed at a time."""
         self.step += 1
         self.train_step(samples)
 
 
 def attention(cp: int) -> Literal["flex", "varlen"]:
-    """The attention that torchtitan has here: varlen is bfloat16 on GPUs, and not split over ranks."""
+    """Return the attention that torchtitan supports here: varlen needs bfloat16 on GPUs, and no context parallelism."""
     return "flex" if compat.ON_CPU or cp > 1 else "varlen"
 
 
 def _checkpointing(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
-    """Its own, but for `full` of compiled layers, which a token that chooses another expert ends with an assertion."""
+    """Return torchtitan's checkpointing. Compiled `full` is ours, because re-routed tokens fail an assertion there."""
     return SelectiveAC.Config() if name == "selective" else activation_checkpointing.policy(name, compiled)
 
 

@@ -1,11 +1,11 @@
-"""How tokens reach their experts and come back: torch's all-to-all, and DeepEP beside it, in milliseconds and values.
+"""Time and errors of token dispatch in expert parallelism: torch's all-to-all and DeepEP.
 
     python -m benchmarks token_dispatch --shape qwen3_30b_a3b --ranks 2 --backends torch deepep --out R.json
 
-One layer's dispatch and combine as the trainer makes them, forward and backward, with random
-routing; expert e only scales its tokens, so what must come out is known, and so are the gradients. Errors are relative,
-of the whole result; those of one backend differ from the other's by the rounding of bfloat16. Times are medians of the
-slower rank, with the permutation into the experts' order and back.
+One layer's dispatch and combine as in the trainer, forward and backward, with random routing. Expert e only scales its
+tokens, so the exact result and gradients are known. Errors are relative to the whole result; the two backends differ by
+the rounding of bfloat16. Times are medians of the slower rank, including the permutation into the experts' order and
+back.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from typing import Any
 from benchmarks.support import ranks
 
 SHAPES = {"tiny": (64, 8, 2), "qwen3_30b_a3b": (2048, 128, 8), "glm5": (6144, 256, 8)}
-"""Hidden size, experts, and how many of them a token meets."""
+"""Hidden size, number of experts, and experts per token."""
 WARM_UP = 3
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks token_dispatch", description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
@@ -37,7 +36,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def dispatcher(backend: str, shape: tuple[int, int, int], tokens: int, mesh: Any) -> Any:
-    """Build the dispatcher that a layer of the trainer has with this `ep_backend`."""
+    """Return the dispatcher of a trainer layer with this `ep_backend`."""
     from primeslurm.trainer.distributed import deepep, token_permutation
 
     hidden, experts, top_k = shape
@@ -53,14 +52,7 @@ def dispatcher(backend: str, shape: tuple[int, int, int], tokens: int, mesh: Any
 
 
 class Case:
-    """Tokens, their routing, and what must come of them.
-
-    Args:
-        shape: as in `SHAPES`.
-        tokens: of this rank.
-        rank: of this process.
-        device: of the tokens.
-    """
+    """Tokens of this rank, their routing, and the exact result."""
 
     def __init__(self, shape: tuple[int, int, int], tokens: int, rank: int, device: Any) -> None:
         import torch
@@ -72,7 +64,7 @@ class Case:
         logits = torch.randn(tokens, self.experts, generator=draw, device=device)
         self.scores, self.ids = logits.softmax(-1).topk(top_k, sorted=False)
         self.counts = torch.bincount(self.ids.flatten(), minlength=self.experts)
-        # The same for all ranks; exact in bfloat16, and no two neighbours alike.
+        # Equal on all ranks, exact in bfloat16, and different for neighbours.
         self.scale = (torch.arange(self.experts, device=device) % 7 + 1).bfloat16()
         weight = (self.scores * self.scale[self.ids].float()).sum(1, keepdim=True)
         self.wanted = (
@@ -82,7 +74,7 @@ class Case:
         )
 
     def forward(self, made: Any, rank: int, world_size: int) -> tuple[Any, Any, Any]:
-        """Send the tokens to their experts and back. Returns the result, and the inputs that have gradients."""
+        """Send the tokens to their experts and back. Return the result, and the inputs with gradients."""
         x, scores = self.x.clone().requires_grad_(), self.scores.clone().requires_grad_()
         routed, counts, state = made.dispatch(x, scores, self.ids, self.counts)
         own = self.scale.chunk(world_size)[rank]
@@ -90,7 +82,7 @@ class Case:
         return made.combine(routed[: rows.shape[0]] * rows[:, None], state, x), x, scores
 
     def errors(self, made: Any, rank: int, world_size: int) -> dict[str, float]:
-        """Relative errors of the result and of both gradients."""
+        """Return the relative errors of the result and of both gradients."""
         out, x, scores = self.forward(made, rank, world_size)
         out.backward(self.gradient)
         found = zip(("out", "grad_x", "grad_scores"), (out, x.grad, scores.grad), self.wanted, strict=True)
@@ -98,7 +90,7 @@ class Case:
 
 
 def milliseconds(step: Callable[[], Any], rounds: int, world: Any) -> float:
-    """Median time of a step that all ranks begin together."""
+    """Return the median time of a step that all ranks begin together [ms]."""
     import torch
 
     times = []
@@ -113,7 +105,7 @@ def milliseconds(step: Callable[[], Any], rounds: int, world: Any) -> float:
 
 
 def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
-    """What all ranks together find, of each backend."""
+    """Measure each backend with all ranks."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torchtitan.distributed.utils import set_spmd_backend
@@ -146,7 +138,6 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Time the ways of tokens, as so many ranks."""
     options = arguments(words)
 
     def measured(world: Any) -> dict[str, Any]:

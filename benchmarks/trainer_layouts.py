@@ -1,8 +1,8 @@
-"""The trainer of a recipe at its real size, rank by rank: does everything fit together, and into what memory.
+"""The trainer of a recipe at full size, rank by rank: whether all shards fit together, and their memory.
 
-No GPU is needed: fake process groups, tensors without memory (`primeslurm.testbed.fakes.meta_rank`). Prints a line of
-JSON
-for each recipe: faults, bytes of a rank's states and how far they are from what the planner says, and what it sends.
+Needs no GPU: it uses fake process groups and tensors without memory (`primeslurm.testbed.fakes.meta_rank`). Prints a
+line of JSON per recipe: problems, bytes of a rank's states and their difference from the planner's prediction, and the
+bytes that it sends.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ ENGINE_RANKS = 8
 
 
 def trainer_gpus(recipe: Recipe) -> int:
-    """Count the GPUs that train."""
     requests = resource_requests(recipe, load_site(SITE))
     return sum(request.nodes * request.gpus for request in requests if request.role == "train")
 
 
 def measure(name: str, recipe: Recipe, layers: int | None, asked: Sequence[int] | None) -> dict[str, Any]:
-    """Look at ranks of a recipe, each in a process of its own.
+    """Inspect ranks of a recipe, each in a separate process.
 
     Args:
-        name: of the recipe.
-        recipe: whose model is in the catalogue of known ones.
-        layers: keep only so many of the model's first layers; None for all.
-        asked: which ranks; None for all.
+        name: name of the recipe.
+        recipe: a recipe whose model is in the catalogue of known ones.
+        layers: number of first layers to keep; None for all.
+        asked: rank numbers; None for all.
     """
     size, config = trainer_gpus(recipe), config_of(recipe.model.path, layers)
     numbers = range(size) if asked is None else sorted({number % size for number in asked})
@@ -68,7 +67,7 @@ def measure(name: str, recipe: Recipe, layers: int | None, asked: Sequence[int] 
 
 
 def _alone(look: Callable[[], layout_faults.Share]) -> layout_faults.Share:
-    """Run it in a process that ends with it."""
+    """Run in a separate process."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(look)
 
@@ -78,7 +77,7 @@ def _share(recipe: Recipe, config: dict[str, Any], size: int, number: int) -> la
 
 
 def main(words: list[str]) -> None:
-    """Look at each recipe that is named, as PATH or PATH:LAYERS:RANKS with commas between ranks (-1 is the last)."""
+    """Inspect the recipes PATH or PATH:LAYERS:RANKS, with commas between ranks (-1 is the last)."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks trainer_layouts", description=__doc__)
     parser.add_argument("recipe", nargs="+", help="PATH, or PATH:LAYERS:RANKS; all layers and ranks where one is empty")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)

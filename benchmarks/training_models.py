@@ -1,4 +1,4 @@
-"""Shapes of models whose training is timed, and how many operations a token of them costs."""
+"""Shapes of the models whose training is timed, and the operations per token."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from transformers import (
 )
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
-"""Dense bfloat16 operations a second by a part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
+"""Dense bfloat16 operations per second, by part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of full width; how many layers, experts and words it has is up to the memory."""
+    """A model of full width. Its numbers of layers, experts and tokens of the vocabulary depend on the memory."""
 
     config: type
     settings: dict[str, Any]
     flavor: str | None
-    """torchtitan's name of the same shape, if it has it."""
+    """torchtitan's name of the same shape; None if it has none."""
 
     def build(self, layers: int, experts: int | None, vocabulary: int | None) -> Any:
-        """Make the transformers config with so many layers, and of the rest as much as the model has, unless given."""
+        """Return the transformers config with this many layers, and the model's own numbers unless given."""
         counts: dict[str, Any] = {"num_hidden_layers": layers}
         if self.config is NemotronHConfig:
             counts = {"layers_block_type": [_NEMOTRON_KINDS[at % len(_NEMOTRON_KINDS)] for at in range(layers)]}
@@ -66,7 +66,7 @@ _EXPERT_COUNTS: dict[type, str] = {
     NemotronHConfig: "n_routed_experts",
 }
 _NEMOTRON_KINDS = ("linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe")
-"""Nemotron-3-Nano begins so."""
+"""The first layers of Nemotron-3-Nano."""
 SHAPES = {
     "qwen3_30b_a3b": Shape(
         Qwen3MoeConfig,
@@ -92,13 +92,13 @@ SHAPES = {
         None,
     ),
     # transformers' defaults are GLM-4.5-Air's, DeepSeek-V3's, gpt-oss-120b's, MiniMax-M2's and GLM-5's. All layers have
-    # experts: of the whole models', all but 1 to 3 have.
+    # experts, as all but 1 to 3 layers of the whole models do.
     "glm4_5_air": Shape(Glm4MoeConfig, {"first_k_dense_replace": 0, "head_dim": 128}, None),
     "deepseek_v3": Shape(DeepseekV3Config, {"first_k_dense_replace": 0}, None),
     "gpt_oss_120b": Shape(GptOssConfig, {}, None),
     "minimax_m2": Shape(MiniMaxM2Config, {}, None),
     "glm5": Shape(GlmMoeDsaConfig, {"first_k_dense_replace": 0}, None),
-    # Qwen3.5-35B-A3B: of four layers, three are gated delta nets.
+    # Qwen3.5-35B-A3B: three of four layers are gated delta nets.
     "qwen3_5": Shape(
         Qwen3_5MoeTextConfig,
         {
@@ -159,16 +159,16 @@ SHAPES = {
 
 
 def expert_count(config: Any) -> int:
-    """Return how many routed experts a layer has; 0 where there are none."""
+    """Return the number of routed experts per layer; 0 if there are none."""
     return getattr(config, _EXPERT_COUNTS.get(type(config), "num_experts"), 0)
 
 
 def matrix_flops(model: Any, config: Any) -> float:
-    """Count the operations a token costs in the products with weights, forward and backward.
+    """Return the operations per token in products with weights, forward and backward.
 
-    Six for each weight that a token meets (two forward, two for each of both gradients; Kaplan et al. 2020,
-    https://arxiv.org/abs/2001.08361, table 1), two where it is frozen. Embeddings are looked up, and only count where
-    the head shares them. A token meets as many experts as it is sent to.
+    Six per weight that a token meets (two forward, two for each of both gradients; Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361, table 1), and two if it is frozen. Embeddings are looked up, and count only if the
+    head shares them. A token meets as many experts as it is routed to.
     """
     experts = expert_count(config)
     total = 0.0
@@ -181,22 +181,23 @@ def matrix_flops(model: Any, config: Any) -> float:
 
 
 def attention_flops(config: Any, length: int, causal: bool) -> float:
-    """Count the operations a token costs in products of queries, keys and values, as the mean of a document.
+    """Return the operations per token in products of queries, keys and values, as the mean over a document.
 
     Three times those of the forward pass, without recomputation (Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
-        config: of the model, as transformers has it.
-        length: of the document.
-        causal: count the keys that a token sees; otherwise all of them, as torchtitan and many others do.
+        config: transformers config of the model.
+        length: length of the document [tokens].
+        causal: count only the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """
     heads = config.num_attention_heads
     if not hasattr(config, "index_topk"):
         widths = _head_widths(config)
         return sum(3 * 2 * heads * widths * _seen(length, window, causal) for window in _windows(config, length))
     layers, seen = config.num_hidden_layers, _seen(length, length, causal)
-    # Absorbed: keys are compressed keys and rotary parts, values the compressed keys. The frozen indexer runs forward.
+    # Absorbed: keys are compressed keys and rotary parts, values are compressed keys. The frozen indexer runs only
+    # forward.
     chosen = _seen(length, config.index_topk, causal=True)
     width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     indexers = config.indexer_types.count("full")
@@ -204,13 +205,13 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
 
 
 def _seen(length: int, window: int, causal: bool) -> float:
-    """How many keys a token attends to, as the mean of a document."""
+    """Return the mean number of keys that a token attends to."""
     window = min(window, length)
     return window - window * (window - 1) / (2 * length) if causal else float(window)
 
 
 def _windows(config: Any, length: int) -> list[int]:
-    """How many keys each layer of attention lets a token see at most."""
+    """Return the largest number of keys that each attention layer allows per token."""
     if isinstance(config, GptOssConfig):
         return [config.sliding_window if kind == "sliding_attention" else length for kind in config.layer_types]
     kinds = _kinds(config)
@@ -218,17 +219,17 @@ def _windows(config: Any, length: int) -> list[int]:
 
 
 def _head_widths(config: Any) -> int:
-    """Width of a head's keys, and of its values, together."""
+    """Return the width of a head's keys and values together."""
     if isinstance(config, DeepseekV3Config):
         return int(config.qk_head_dim + config.v_head_dim)
     return 2 * int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def recurrence_flops(config: Any) -> float:
-    """Count the operations a token costs in products with states, three times those of the forward pass.
+    """Return the operations per token in products with recurrent states, three times those of the forward pass.
 
-    Counted as if done token by token: the delta rule looks up what it knows, learns and reads, a state space learns and
-    reads. What kernels compute in chunks is more.
+    Counted token by token: the delta rule looks up, updates and reads, a state space updates and reads. Chunked kernels
+    compute more.
     """
     layers = _kinds(config).count("linear_attention")
     if isinstance(config, NemotronHConfig):
@@ -240,7 +241,7 @@ def recurrence_flops(config: Any) -> float:
 
 
 def _kinds(config: Any) -> list[str]:
-    """What each layer of a model with recurrent layers is; of others, nothing."""
+    """Return the kind of each layer of a model with recurrent layers; nothing for other models."""
     if isinstance(config, NemotronHConfig):
         return list(config.layers_block_type)
     return list(config.layer_types) if isinstance(config, Qwen3_5MoeTextConfig) else []

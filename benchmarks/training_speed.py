@@ -1,14 +1,15 @@
-"""Seconds, tokens a second, MFU and memory of our training step, and of torchtitan's beside it.
+"""Seconds, tokens per second, MFU and memory of our training step, compared with torchtitan's.
 
     python -m benchmarks training_speed --shape tiny --against torchtitan
     python -m benchmarks training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
 
-Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
-runs train with: `TrainStep.train` with the recipe's loss, from arrays in host memory to updated weights and metrics.
-The other is torchtitan's `Trainer.train_step`, and `--compile` is for both; or, with `--against eager`, ours without.
-Both have their models in memory at once and take turns; where memory holds one, `--instead torchtitan` in a second call
-times the other. The ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others
-disturb less.
+Starts `--ranks` processes on this machine, on GPUs if it has any. Weights and tokens are random. Our step is that of
+runs: `TrainStep.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. It is
+    compared
+with torchtitan's `Trainer.train_step` (`--compile` applies to both), or with `--against eager` to itself without
+compilation. Both models are in memory and take turns. If memory holds only one, a second call with `--instead
+torchtitan` times the other. The ratio is that of medians: of elapsed time on GPUs, and of rank 0's CPU time on CPUs,
+which other load affects less.
 """
 
 from __future__ import annotations
@@ -31,13 +32,12 @@ from benchmarks.support import ranks
 
 WARM_UP = 2
 BATCHES = 8
-"""Different ones that steps go through where rows have several documents."""
+"""Number of different batches, if rows have several documents."""
 
 Step = Callable[[], None]
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """Parse the command line."""
     from benchmarks.training_models import SHAPES
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_speed", description=__doc__)
@@ -78,7 +78,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
-    """Make the recipe that a run with these options would have."""
+    """Return the recipe of a run with these options."""
     from primeslurm.recipe import Recipe
 
     parallelism = {
@@ -119,7 +119,7 @@ def ours(
     last: dict[str, float],
     documents: int = 1,
 ) -> tuple[Step, Any]:
-    """Build our step on random rows, and the model. The first step fills `first` with its metrics, each `last`."""
+    """Return our step on random rows, and the model. `first` and `last` get the metrics of the first and each step."""
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
     from primeslurm.trainer.base.phase_timer import PhaseTimer
@@ -153,17 +153,17 @@ def ours(
 
 
 def seeds(documents: int) -> range:
-    """Seeds of the batches that steps go through."""
+    """Return the seeds of the batches."""
     return range(BATCHES if documents > 1 else 1)
 
 
 def documents_of(seed: int, documents: int) -> int:
-    """How many documents each row of a batch has, of so many at most."""
+    """Return the number of documents of each row of a batch."""
     return 1 + seed * (documents - 1) // (BATCHES - 1)
 
 
 def document_lengths(seq_len: int, rows: int, documents: int) -> list[int]:
-    """Tokens of every document of all batches of the first rank."""
+    """Return the lengths of all documents of the first rank's batches [tokens]."""
     import numpy as np
 
     batches = [random_batch(seq_len, 2, rows, 0, 1, seed, documents_of(seed, documents)) for seed in seeds(documents)]
@@ -176,7 +176,7 @@ def _add_compiles(total: dict[str, float], metrics: Mapping[str, float]) -> None
 
 
 def _experts(config: Any, model: Any) -> tuple[int, int, int]:
-    """How many layers a model has, experts in each, and of these for a token."""
+    """Return the number of layers with experts, experts per layer, and experts per token."""
     from benchmarks.training_models import expert_count
 
     return len(model.layers), expert_count(config), config.num_experts_per_tok
@@ -192,17 +192,17 @@ def random_batch(
     documents: int = 1,
     experts: tuple[int, int, int] | None = None,
 ) -> Any:
-    """Make rows of so many documents each, of which every token but the first is trained.
+    """Make rows of several documents, of which every token but the first is trained.
 
     Args:
-        seq_len: tokens of a row.
-        vocabulary: how many words there are.
-        rows: of each data-parallel rank.
-        dp_rank: this one.
-        dp_world: how many there are.
-        seed: of all that is drawn.
-        documents: of a row.
-        experts: layers, experts of each, and how many of them each token is to be replayed to. None: nothing is.
+        seq_len: tokens per row.
+        vocabulary: size of the vocabulary.
+        rows: rows per data-parallel rank.
+        dp_rank: this data-parallel rank.
+        dp_world: number of data-parallel ranks.
+        seed: seed of the batch.
+        documents: documents per row.
+        experts: layers, experts per layer, and experts per token for router replay; None for no replay.
     """
     import numpy as np
 
@@ -237,7 +237,7 @@ def random_batch(
 
 
 def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: Any, world: Any) -> tuple[Step, Any]:
-    """Build the step of torchtitan on random rows, and its model."""
+    """Return torchtitan's step on random rows, and its model."""
     import torch
 
     from benchmarks.titan_step import TitanStep
@@ -257,7 +257,7 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
 
 
 def take_turns(steps: Mapping[str, Step], count: int, world: Any) -> dict[str, list[tuple[float, float]]]:
-    """Return of each timed step the seconds elapsed, and seconds of processor time. All ranks begin each together."""
+    """Return elapsed and CPU seconds of each timed step. All ranks begin each step together."""
     import torch
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
@@ -275,7 +275,7 @@ def take_turns(steps: Mapping[str, Step], count: int, world: Any) -> dict[str, l
 
 
 def profile(steps: Mapping[str, Step], directory: Path, world: Any) -> None:
-    """Make each step once more, and write down its operations and kernels, the longest first."""
+    """Run each step once more, and write its operations and kernels, the longest first."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiler
 
@@ -293,7 +293,7 @@ def profile(steps: Mapping[str, Step], directory: Path, world: Any) -> None:
 
 
 def warmed_up(make: Callable[[], tuple[Step, Any]], world: Any) -> tuple[Step, Any, float | None]:
-    """A step that has been made a few times, its model, and the GPU memory that it all took at its peak, in GB."""
+    """Return a step after a few runs, its model, and the peak GPU memory [GB]."""
     import torch
 
     on_gpu = world.device.type == "cuda"
@@ -309,7 +309,7 @@ def warmed_up(make: Callable[[], tuple[Step, Any]], world: Any) -> tuple[Step, A
 
 
 def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
-    """What all ranks together find; the same on each."""
+    """Measure with all ranks. The result is the same on each."""
     import torch
 
     from benchmarks.training_models import PEAK_FLOPS, SHAPES, attention_flops, matrix_flops, recurrence_flops
@@ -383,7 +383,6 @@ def _count(model: Any) -> int:
 
 
 def main(words: list[str]) -> None:
-    """Time the steps, as so many ranks."""
     options = arguments(words)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}
 

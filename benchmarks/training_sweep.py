@@ -1,16 +1,16 @@
-"""`training_speed` over shapes, lengths and layouts, as many as the GPUs allow; one JSON file each.
+"""`training_speed` over shapes, lengths and layouts, as many as the GPUs allow, with one JSON file each.
 
     timeout 590 python -m benchmarks training_sweep OUT 4 whole_16k whole_16k_torchtitan --patience-s 290
     timeout 590 python -m benchmarks training_sweep OUT 4 part_65k part_65k_torchtitan --patience-s 290
     python -m benchmarks training_sweep OUT 1 compiled_glm5 compiled_glm5_fp8_replay --at-once 2
     python -m benchmarks training_sweep OUT GPUS
 
-What fails, or takes too long, leaves its log and no JSON. Few layers at full width stand for the whole model, and the
-vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold Qwen3-30B-A3B whole (`whole_...`, by
-name only) or, of 80 GB each, 20 of its 48 layers (`part_...`): 16,384 tokens on each, which are a row, or a quarter of
-one. With AdamW they fill them, so torchtitan's are timed in a process of their own, in the same call. `compiled_...`,
-by name only: compiled layers and eager ones in turns, for each family and mode. Compilers take most of their time, so
-that with `--at-once` several are made beside one another, each on GPUs of its own.
+A measurement that fails or takes too long leaves its log and no JSON. A few layers at full width represent the whole
+model, and the vocabulary shrinks with them: 1/6 of Qwen3's, 1/40 of GLM-5's. Four GPUs also hold the whole
+Qwen3-30B-A3B (`whole_...`, by name only) or, with 80 GB each, 20 of its 48 layers (`part_...`), with 16,384 tokens on
+each GPU, which are a row or a quarter of one. With AdamW these fill the memory, so torchtitan's step is timed in a
+separate process of the same call. `compiled_...`, by name only, compares compiled and eager layers for each family and
+mode. Compilers take most of that time, so `--at-once` runs several, each on its own GPUs.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from queue import SimpleQueue
 PATIENCE_S = 240
 SHOWN = ("ours", "torchtitan", "eager", "speed_ratio", "recompiles")
 DEEP_GPUS = 4
-"""So many hold all of Qwen3-30B-A3B with its gradients and AdamW's moments in float32: 122 GB each, 20 layers 52."""
+"""GPUs that hold all of Qwen3-30B-A3B with gradients and AdamW's float32 moments: 122 GB each (20 layers: 52 GB)."""
 
 
 def cells(gpus: int) -> dict[str, list[str]]:
-    """Options of each measurement, by name."""
+    """Return the options of each measurement, by name."""
     qwen3 = ["--shape", "qwen3_30b_a3b", "--vocab", "25600", "--layers", f"{4 * gpus}", "--ep", f"{gpus}"]
     dense = ["--shape", "qwen3_4b", "--vocab", "25600", "--layers", "12" if gpus < 2 else "24"]
     layers = ["--layers", f"{2 if gpus < 4 else gpus}", "--experts", f"{16 * gpus}", "--vocab", "4096"]
@@ -53,14 +53,14 @@ def cells(gpus: int) -> dict[str, list[str]]:
 
 
 def deep(gpus: int) -> dict[str, list[str]]:
-    """Options of each measurement of Qwen3-30B-A3B, whole or in part, by name; DeepEP's steps cannot be compiled."""
+    """Return the options of each measurement of Qwen3-30B-A3B, whole or in part. DeepEP's steps cannot be compiled."""
     model = ["--shape", "qwen3_30b_a3b", "--ep", f"{gpus}", "--lm-head-chunk", "2048", "--steps", "6"]
     depths = {"whole": ["--layers", "48"], "part": ["--layers", "20", "--vocab", "25600"]}
     lengths = {"16k": ["--seq", "16384"], "65k": ["--seq", f"{16384 * gpus}", "--cp", f"{gpus}"]}
     variants = {
         "": ["--compile"],
         "_torchtitan": ["--compile", "--instead", "torchtitan"],
-        # Where the states do not fit: ours with AdamW's in host memory.
+        # If the states do not fit: our step, with AdamW's states in host memory.
         "_offload": ["--compile", "--optimizer-state-offload"],
         "_eager": [],
         "_deepep": ["--ep-backend", "deepep"],
@@ -74,7 +74,7 @@ def deep(gpus: int) -> dict[str, list[str]]:
 
 
 def compiled(gpus: int) -> dict[str, list[str]]:
-    """Options of measurements of compiled layers beside eager ones, by name: with documents of changing lengths."""
+    """Return the options of comparisons of compiled and eager layers, with documents of varying lengths."""
     mixture = {  # experts that keep a layer's states small
         "qwen3_30b_a3b": [],
         "glm4_5_air": ["--experts", "32"],
@@ -97,7 +97,6 @@ def compiled(gpus: int) -> dict[str, list[str]]:
 
 
 def main(words: list[str]) -> None:
-    """Measure one after the other."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_sweep", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("gpus", type=int, choices=[1, 2, 4])
@@ -123,12 +122,12 @@ def main(words: list[str]) -> None:
         try:
             print(f"{name}: {measure(options.out / name, settings, options.patience_s, place, running)}", flush=True)
         finally:
-            places.put(place)  # or the next one waits for it for ever
+            places.put(place)  # otherwise the next measurement would wait forever
 
     with ThreadPoolExecutor(options.at_once) as pool:
         try:
             list(pool.map(cell, options.cells or cells(options.gpus)))
-        except BaseException:  # the whole sweep is ended
+        except BaseException:  # the whole sweep is being ended
             pool.shutdown(wait=False, cancel_futures=True)
             for process in running:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -138,7 +137,7 @@ def main(words: list[str]) -> None:
 def measure(
     stem: Path, settings: list[str], patience_s: float, gpus: str, running: set[subprocess.Popen[bytes]]
 ) -> str:
-    """Write STEM.json and STEM.log, on the GPUs with these numbers, by a process in `running`; what is said of it."""
+    """Write STEM.json and STEM.log with a process on these GPUs, and return the line to print."""
     result, log = stem.with_suffix(".json"), stem.with_suffix(".log")
     argv = [sys.executable, "-W", "ignore", "-m", "benchmarks", "training_speed", *settings, "--out", str(result)]
     with log.open("w") as file:
@@ -148,7 +147,7 @@ def measure(
         try:
             code = process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)  # the ranks as well
+            os.killpg(process.pid, signal.SIGTERM)  # including the ranks
             code = process.wait()
         running.discard(process)
     if code:

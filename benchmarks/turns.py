@@ -1,13 +1,13 @@
-"""What a turn costs an environment worker, over a rollout of many turns with thoughts and tool calls.
+"""Cost of a turn for an environment worker, over a rollout of many turns with thoughts and tool calls.
 
-A program, as a harness starts one, sends the whole conversation each turn, as OpenAI's protocol has it. An engine that
-only plays a script answers. Both are processes of their own: measured is what stands between them, verifiers'
-interception server and the client behind it, in a process of its own. Three clients:
+A program, as a harness starts one, sends the whole conversation each turn, as OpenAI's protocol requires. An engine
+plays a script of answers. Both are separate processes. Measured is what lies between them, in a separate process:
+verifiers' interception server and the client behind it. Three clients:
 
 - ours: `TokenClient`, with the renderer of the model's family;
-- named: verifiers' TrainClient, told which renderer to take;
-- default: verifiers' TrainClient as it comes. It takes a directory's own chat template, which knows no tools: the same
-  words are messages of a user, and no thoughts are sent back. It has fewer turns: what they cost grows with the cube.
+- named: verifiers' TrainClient with a named renderer;
+- default: verifiers' TrainClient without one. It uses the model's chat template, which supports no tools: the same
+  texts are user messages, and thoughts are not sent back. It has fewer turns, because its cost grows with their cube.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ WORDS = "the build fails because this module imports another one that was moved 
 
 
 def main(words: list[str]) -> None:
-    """Measure, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks turns", description=__doc__)
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--default-turns", type=int, default=40, help="at most so many of verifiers' default")
@@ -66,7 +65,7 @@ def main(words: list[str]) -> None:
 
 
 def report(options: argparse.Namespace) -> None:
-    """Measure each client in a process of its own."""
+    """Measure each client in a separate process."""
     found = {}
     for client in options.clients:
         turns = min(options.turns, options.default_turns) if client == "default" else options.turns
@@ -93,13 +92,13 @@ def report(options: argparse.Namespace) -> None:
 
 
 def measured(client: str, turns: int, sampled: int, observed: int, profile: bool) -> dict[str, Any]:
-    """One rollout through one client, in this process."""
+    """Measure one rollout through one client, in this process."""
     with tempfile.TemporaryDirectory() as directory:
         return asyncio.run(measure(client, write_model(Path(directory)), turns, sampled, observed, profile))
 
 
 def write_model(directory: Path) -> str:
-    """Write a tokenizer as large as they are, with the tiny model's chat template. Returns the directory."""
+    """Write a tokenizer of realistic size with the tiny model's chat template, and return its directory."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -122,12 +121,12 @@ def write_model(directory: Path) -> str:
 
 
 def saying(turn: int, words: int) -> str:
-    """So many words, others each turn."""
+    """Return this many words, different ones each turn."""
     return " ".join(f"{WORDS[(turn * 7 + i) % len(WORDS)]}{turn if i % 10 == 0 else ''}" for i in range(words))
 
 
 class Meter:
-    """Counts tokens that are rendered and tokenised, and CPU seconds, from one request to the engine to the next."""
+    """Counts rendered and tokenised tokens, and CPU seconds, between two requests to the engine."""
 
     def __init__(self) -> None:
         self.rendered = self.tokenised = 0
@@ -135,7 +134,7 @@ class Meter:
         self._cpu = time.process_time()
 
     def watch(self, tokenizer_class: Any, renderer_class: Any) -> None:
-        """Count what these classes' methods return."""
+        """Count the results of these classes' methods."""
         encode, render = tokenizer_class._encode_plus, renderer_class.render
         bridge = renderer_class.bridge_to_next_turn
 
@@ -158,7 +157,7 @@ class Meter:
         renderer_class.render, renderer_class.bridge_to_next_turn = rendered, bridged
 
     def turn(self, sent: int, bytes_sent: int) -> None:
-        """A request goes out: the turn before it is over."""
+        """Record a request, which ends the previous turn."""
         now = time.process_time()
         self.turns.append(
             {
@@ -173,7 +172,7 @@ class Meter:
         self._cpu = now
 
     def summary(self) -> dict[str, Any]:
-        """Sums, and single turns from the first to the last."""
+        """Return sums, and single turns from the first to the last."""
         last = len(self.turns) - 1
         shown = sorted({0, 1, last // 4, last // 2, 3 * last // 4, last})
         return {
@@ -184,7 +183,7 @@ class Meter:
 
 
 async def measure(client: str, model: str, turns: int, sampled: int, observed: int, profile: bool) -> dict[str, Any]:
-    """One rollout through one client."""
+    """Measure one rollout through one client."""
     import verifiers.v1 as vf
     from renderers.default import DefaultRenderer
     from renderers.qwen3 import Qwen3Renderer
@@ -252,7 +251,7 @@ def _profiler() -> Callable[[], None]:
 
 
 def _watch_requests(meter: Meter) -> Callable[[], None]:
-    """Tell `meter` of each request to the engine; call what is returned to stop."""
+    """Report each request to `meter`. Return a function that stops it."""
     send = httpx.AsyncClient.send
 
     async def watched(client: httpx.AsyncClient, request: httpx.Request, *args: Any, **kwargs: Any) -> httpx.Response:
@@ -270,7 +269,7 @@ def _watch_requests(meter: Meter) -> Callable[[], None]:
 
 
 def answer(turn: int, words: int, tools: bool) -> str:
-    """What the model says in a turn: thoughts and a call, or as many words."""
+    """Return the answer of a turn: thoughts and a call, or as many words."""
     if not tools:
         return f"{saying(turn, words)}<|im_end|>"
     call = json.dumps({"name": "shell", "arguments": {"command": saying(turn, words // 4)}})
@@ -279,7 +278,7 @@ def answer(turn: int, words: int, tools: bool) -> str:
 
 
 async def start(part: str, told: dict[str, Any]) -> tuple[asyncio.subprocess.Process, str]:
-    """Start the engine or the program; the engine says where it listens."""
+    """Start the engine or the program. The engine prints its address."""
     with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False) as file:
         json.dump(told, file)
     process = await asyncio.create_subprocess_exec(
@@ -295,13 +294,12 @@ async def start(part: str, told: dict[str, Any]) -> tuple[asyncio.subprocess.Pro
 
 
 class Player(BaseHTTPRequestHandler):
-    """Plays a script of answers, as vLLM answers."""
+    """Plays a script of answers in vLLM's format."""
 
     protocol_version = "HTTP/1.1"
     script: Iterator[list[int]]
 
     def do_POST(self) -> None:
-        """Answer a generate request."""
         self.rfile.read(int(self.headers["Content-Length"]))
         tokens = next(self.script)
         content = [{"token": f"token_id:{token}", "token_id": token, "logprob": -0.25} for token in tokens]
@@ -315,7 +313,6 @@ class Player(BaseHTTPRequestHandler):
         self._send({"request_id": "r", "choices": [choice]})
 
     def do_GET(self) -> None:
-        """Name no model."""
         self._send({"data": []})
 
     def _send(self, answer: dict[str, Any]) -> None:
@@ -327,7 +324,7 @@ class Player(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        pass
 
 
 def engine(path: str) -> None:
@@ -339,7 +336,7 @@ def engine(path: str) -> None:
 
 
 async def program(path: str) -> None:
-    """Talk with the model, as harnesses' programs do."""
+    """Talk to the model as a harness's program does."""
     told = json.loads(Path(path).read_text())
     messages: list[dict[str, Any]] = [
         {"role": "system", "content": "You mend builds."},

@@ -1,8 +1,8 @@
-"""What a vision encoder takes of a GPU for each patch of an image.
+"""GPU memory of a vision encoder per image patch.
 
-A CPU is enough (a minute): bytes of live tensors are counted. The encoders of Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B at
-full width with four blocks, bfloat16, one image; frozen, trained, and trained with its blocks computed anew. A patch
-takes what an image of 1,024 patches takes more than one of 512. Parameters are left out. Prints JSON.
+A CPU suffices (a minute), as bytes of live tensors are counted: the encoders of Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B at
+full width with four blocks, bfloat16, one image; frozen, trained, and trained with recomputed blocks. A patch is the
+difference between images of 1,024 and 512 patches. Parameters are excluded. Prints JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = ("frozen", "none", "full")
 
 
 def measure(config: Any, mode: str, width: int) -> Passes:
-    """Measure a forward and backward pass of an image of 32 patches in height."""
+    """Measure a forward and backward pass of an image with a height of 32 patches."""
     encoder = AutoModel.from_config(config, dtype=torch.bfloat16).requires_grad_(mode != "frozen").train()
     if mode == "full":
         encoder.gradient_checkpointing_enable({"use_reentrant": False})
@@ -45,13 +45,12 @@ def measure(config: Any, mode: str, width: int) -> Passes:
 
 
 def per_patch(config: Any, mode: str) -> dict[str, int]:
-    """Return the bytes of a patch, beside its pixels and what the encoder returns."""
+    """Return the bytes per patch, in addition to its pixels and the encoder's output."""
     small, large = (asdict(measure(config, mode, width)) for width in (16, 32))
     return {name: round((large[name] - small[name]) / 512) for name in small}
 
 
 def main(words: list[str]) -> None:
-    """Measure each encoder."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks vision_memory", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args(words)

@@ -1,8 +1,8 @@
-"""Seconds of a policy update by files and sent, on CPUs (a minute).
+"""Seconds of a policy update by files and over NCCL, on CPUs (a minute).
 
-One trainer rank and one real vLLM engine, with the demo's model. An update is split into what the trainer needs to make
-the policy available (`publish`: write files, or describe what it sends), `transfer` and `load` in the engine, and
-`pause`: how long the engine does not generate. Sent tensors are loaded as they arrive, so transfer is part of load.
+One trainer rank and one real vLLM engine, with the demo's model. An update consists of `publish` (the trainer writes
+files, or describes its tensors), `transfer` and `load` in the engine, and `pause`, the time without generation. Sent
+tensors are loaded as they arrive, so transfer is part of load.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ UPDATES = 8
 
 
 class TimedClient(EngineClient):
-    """Remembers when each request to the engine began and how long it took."""
+    """Records the start and duration of each request to the engine."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -53,14 +53,14 @@ class TimedClient(EngineClient):
         self.requests[path.partition("?")[0]] = (begun, time.monotonic() - begun)
 
     def split(self) -> dict[str, float]:
-        """Return the seconds of the last update."""
+        """Return the seconds of the last update, by part."""
         load = self.requests["/update_weights"][1] + self.requests["/finish_weight_update"][1]
         resumed = sum(self.requests["/resume"])
         return {"load": load, "pause": resumed - self.requests["/pause"][0]}
 
 
 def recipe(model: Path, transport: str) -> Recipe:
-    """Make the demo's recipe, as far as engines are concerned."""
+    """Return the demo's recipe, as far as engines are concerned."""
     return Recipe.model_validate(
         {
             "name": "weight-update",
@@ -75,14 +75,12 @@ def recipe(model: Path, transport: str) -> Recipe:
 
 
 def start(asked: Recipe, log: Path) -> Server:
-    """Start the engine."""
     server = start_process(Engines(asked, "cpu", "engine", sys.executable).command(ALONE), {}, log)
     server.wait("/primeslurm/status")
     return server
 
 
 async def by_files(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
-    """Publish and load."""
     asked = recipe(model, "filesystem")
     publisher = Publisher(build(asked, world), directory, Encoding(torch.float32), 2, world)
     server = start(asked, directory / "files.log")
@@ -101,7 +99,6 @@ async def by_files(model: Path, directory: Path, world: World) -> list[dict[str,
 
 
 async def by_sending(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
-    """Send and load."""
     asked = recipe(model, "nccl")
     sessions, wanting = TransferSessions(workers=1, timeout_s=60), [0]
 
@@ -132,7 +129,6 @@ async def by_sending(model: Path, directory: Path, world: World) -> list[dict[st
 
 
 def main(words: list[str]) -> None:
-    """Measure both, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks weight_update", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     options = parser.parse_args(words)

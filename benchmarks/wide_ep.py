@@ -1,14 +1,14 @@
-"""Tokens a second of decoding with the experts of a model spread over 2 and 4 GPUs, by each way between experts.
+"""Decoding throughput with a model's experts spread over 2 and 4 GPUs, by all-to-all backend.
 
     timeout 590 python -m benchmarks wide_ep OUT.json 1 2-allgather_reducescatter 4-allgather_reducescatter
     timeout 590 python -m benchmarks wide_ep OUT.json 2-deepep_low_latency 4-deepep_low_latency
     timeout 590 python -m benchmarks wide_ep OUT.json 2-deepep_high_throughput 4-deepep_high_throughput
     python -m benchmarks wide_ep OUT.json 2-allgather_reducescatter --shape tiny --layers 2 --at-once 4 --cell-s 600
 
-The last is for CPUs. The DeepEP cells need its kernels (`third_party/deepep/build.sh`). A cell is one data-parallel
-group of engines with Qwen3-30B-A3B's shape, random weights and CUDA graphs of decode steps; each engine serves as many
-requests at once, of short prompts. `1` is an engine that holds all experts itself. What is not done in time says so,
-and the next cell begins; OUT.CELL.RANK.log has the words of each engine.
+The last command is for CPUs. DeepEP cells need its kernels (`third_party/deepep/build.sh`). A cell is one data-parallel
+group of engines with Qwen3-30B-A3B's shape, random weights and CUDA graphs of decode steps. Each engine serves the same
+number of concurrent requests with short prompts. `1` is an engine that holds all experts. A cell that exceeds its time
+says so, and the next one begins. OUT.CELL.RANK.log has the output of each engine.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from primeslurm.recipe import Recipe
 BACKENDS = ("allgather_reducescatter", "deepep_low_latency", "deepep_high_throughput")
 CELLS = ("1", *(f"{gpus}-{backend}" for backend in BACKENDS for gpus in (2, 4)))
 PROMPT, SAMPLED = 256, 256
-"""Tokens of a request."""
+"""Tokens per request."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What engines are asked for.
+    """Load of the engines.
 
     Attributes:
-        at_once: requests that each engine serves at the same time.
-        vocabulary: from which prompts are drawn.
-        within_s: seconds for all of it.
+        at_once: concurrent requests per engine.
+        vocabulary: size of the vocabulary of prompts.
+        within_s: time limit [s].
     """
 
     at_once: int
@@ -57,16 +57,16 @@ class Load:
 
 
 def recipe(model: Path, dtype: str, cell: str, at_once: int) -> Recipe:
-    """Make the recipe of a cell's engines."""
+    """Return the recipe of a cell's engines."""
     _, _, backend = cell.partition("-")
-    # The high-throughput kernels cannot be captured; vLLM leaves graphs out by itself only where it compiles.
+    # The high-throughput kernels cannot be captured. vLLM disables graphs by itself only if it compiles.
     graphs = "NONE" if backend == "deepep_high_throughput" else "FULL_DECODE_ONLY"
     inference: dict[str, Any] = {
         "kv_cache_bytes": 2**33 if dtype == "bfloat16" else 2**26,
         "max_num_seqs": at_once,
         "vllm_extra": {
             "load_format": "dummy",
-            # Compiling would take most of the time that a cell has.
+            # Compilation would take most of a cell's time.
             "compilation_config": {"mode": 0, "cudagraph_mode": graphs},
         },
     }
@@ -81,7 +81,7 @@ def recipe(model: Path, dtype: str, cell: str, at_once: int) -> Recipe:
 
 
 def start_group(asked: Recipe, device: Device, size: int, stem: Path) -> list[Server]:
-    """Start the engines of a group, each on a GPU of its own; none is waited for, as they wait for one another."""
+    """Start the engines of a group, each on its own GPU. They wait for one another, so do not wait for any here."""
     engines, port, servers = Engines(asked, device, "engine", sys.executable), free_port(), []
     for rank in range(size):
         command = engines.command(DataParallel(size, rank, "rank-0") if size > 1 else ALONE)
@@ -94,7 +94,7 @@ def start_group(asked: Recipe, device: Device, size: int, stem: Path) -> list[Se
 
 
 async def serve(servers: Sequence[Server], asked: Recipe, load: Load) -> dict[str, Any]:
-    """Have all engines sample at once. Raises TimeoutError."""
+    """Sample with all engines at the same time. Raise TimeoutError."""
     async with asyncio.timeout(load.within_s):
         await asyncio.gather(*(open_up(server, asked, load.within_s) for server in servers))
         await ask(servers, asked, load, 8)  # compiles kernels
@@ -102,14 +102,14 @@ async def serve(servers: Sequence[Server], asked: Recipe, load: Load) -> dict[st
 
 
 async def open_up(server: Server, asked: Recipe, within_s: float) -> None:
-    """Tell an engine that its weights are version 0; it serves nobody before."""
+    """Tell an engine that its weights are version 0, before which it serves nobody."""
     client = EngineClient(lambda: server.url, asked.model.path)
     await client.apply(PolicyVersion(0, asked.model.path), within_s)
     await client.close()
 
 
 async def ask(servers: Sequence[Server], asked: Recipe, load: Load, sampled: int) -> dict[str, Any]:
-    """Send each engine its requests, all at once, and say how fast they were answered."""
+    """Send all requests at the same time, and return the throughput."""
     draw = random.Random(sampled)
 
     def endpoint_of(server: Server) -> GenerateEndpoint:
@@ -138,7 +138,7 @@ async def ask(servers: Sequence[Server], asked: Recipe, load: Load, sampled: int
 
 
 def measure(asked: Recipe, device: Device, size: int, load: Load, stem: Path) -> dict[str, Any]:
-    """Start a cell's engines, have them serve, and end them; what was found, or why nothing was."""
+    """Start a cell's engines, serve, end them, and return the results or the reason for their absence."""
     begun = time.monotonic()
     servers = start_group(asked, device, size, stem)
     try:
@@ -155,7 +155,6 @@ def measure(asked: Recipe, device: Device, size: int, load: Load, stem: Path) ->
 
 
 def main(words: list[str]) -> None:
-    """Measure the cells, and write after each what there is."""
     import torch
 
     from benchmarks.training_models import SHAPES

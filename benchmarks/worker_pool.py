@@ -1,7 +1,7 @@
-"""What many environment workers cost the orchestrator: `python -m benchmarks worker_pool [--write]`.
+"""Cost of many environment workers for the orchestrator: `python -m benchmarks worker_pool [--write]`.
 
-Workers are real sockets of another process, which report every second what they run, as real ones do. Measured in the
-process of the pool: the time to send all rollouts, and the share of a core that statuses then take.
+Workers are real sockets of another process, and report their jobs every second, as real ones do. Measured in the
+process of the pool: the time to send all rollouts, and the CPU share of the reports.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import zmq
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import STATUS_INTERVAL_S, Job, Status, ToWorker
+from primeslurm.orchestrator.rollouts.worker_events import WorkerEvent
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.transport import secret
 
@@ -32,7 +33,6 @@ GROUP = 16
 
 
 def main(words: list[str]) -> None:
-    """Measure every size, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks worker_pool", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     write = parser.parse_args(words).write
@@ -45,7 +45,7 @@ def main(words: list[str]) -> None:
 
 
 def measure(nodes: int, workers: int, rollouts: int) -> dict[str, float]:
-    """One size, with workers in a process of their own."""
+    """Measure one size, with the workers in a separate process."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
         port = probe.bind_to_random_port("tcp://127.0.0.1")
     address = f"tcp://127.0.0.1:{port}"
@@ -59,7 +59,7 @@ def measure(nodes: int, workers: int, rollouts: int) -> dict[str, float]:
 
 
 def serve(address: str, nodes: int, workers: int) -> None:
-    """All workers: each says every second what it was sent."""
+    """Run all workers: each reports its jobs every second."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 2 * workers)
     poller, running = zmq.Poller(), dict[zmq.Socket[bytes], list[Job]]()
@@ -82,18 +82,17 @@ def serve(address: str, nodes: int, workers: int) -> None:
                     running[socket].append(message)
 
 
-class _Counting(WorkerPool):
-    heard = 0
-
-    async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
-        self.heard += 1
-        await super()._receive(identity, head, frames)
-
-
 async def _pool(address: str, nodes: int, workers: int, rollouts: int) -> dict[str, float]:
-    lost: list[str] = []
-    pool = _Counting(address, lambda *_: None, lost.append, lambda *_: None)
-    serving = asyncio.create_task(pool.serve())
+    lost: list[WorkerEvent] = []
+    pool, heard = WorkerPool(address), 0
+
+    async def receive() -> None:
+        nonlocal heard
+        while True:
+            lost.extend(await pool.receive())
+            heard += 1
+
+    serving = asyncio.create_task(receive())
     while len(pool._live) < workers:
         await asyncio.sleep(0.1)
     limits = DispatchLimits({"e": GROUP}, rollouts // 2 // GROUP * GROUP, rollouts, 8, 500, {"e": 1.0})
@@ -104,19 +103,20 @@ async def _pool(address: str, nodes: int, workers: int, rollouts: int) -> dict[s
         await pool.send(job)
     sending = time.process_time() - began
     await asyncio.sleep(2 * STATUS_INTERVAL_S)
-    before, began = pool.heard, time.process_time()
+    before, began = heard, time.process_time()
     for _ in range(int(5 * SECONDS)):
-        pool.expire()
+        lost += pool.expire()
         await asyncio.sleep(0.2)
-    seconds, heard = time.process_time() - began, pool.heard - before
+    seconds, messages = time.process_time() - began, heard - before
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+    pool.close()
     assert not lost, f"{len(lost)} jobs were lost"
     return {
         "nodes": nodes,
         "workers": workers,
         "rollouts": dispatch.inflight,
         "ms_a_job": round(1e3 * sending / dispatch.inflight, 3),
-        "ms_a_status": round(1e3 * seconds / heard, 3),
-        "share_of_a_core": round(seconds / heard * workers / STATUS_INTERVAL_S, 3),
+        "ms_a_status": round(1e3 * seconds / messages, 3),
+        "share_of_a_core": round(seconds / messages * workers / STATUS_INTERVAL_S, 3),
     }

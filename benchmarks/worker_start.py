@@ -1,8 +1,9 @@
-"""What environment workers of a node take until they wait for rollouts: each by itself, and forked from one process.
+"""Cost of starting a node's environment workers: each as a new process, and forked from one.
 
     python -m benchmarks worker_start --workers 16 --write
 
-CPU seconds, and memory as the kernel shares it out (PSS), of real workers of `reverse-text`.
+CPU seconds and memory (PSS, in which shared pages count proportionally) of real workers of `reverse-text`, until they
+wait for rollouts.
 """
 
 from __future__ import annotations
@@ -30,11 +31,10 @@ from scripts.models import tiny_model
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "worker_start.json"
 STILL_S = 3.0
-"""Workers that have computed nothing for so long wait for rollouts."""
+"""Workers that use no CPU for this long wait for rollouts [s]."""
 
 
 def main(words: list[str]) -> None:
-    """Measure both, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks worker_start", description=__doc__)
     parser.add_argument("--workers", type=int, default=16)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
@@ -54,7 +54,7 @@ def main(words: list[str]) -> None:
 
 
 def measure(directory: Path, workers: int, forked: bool) -> dict[str, float]:
-    """Start workers, and return what they have taken when all are still."""
+    """Start workers, and return their cost once all are idle."""
     attempt = directory / "run" / "attempts" / "1"
     attempt.mkdir(parents=True)
     tiny_model.write_model(directory / "model")
@@ -94,7 +94,7 @@ def measure(directory: Path, workers: int, forked: bool) -> dict[str, float]:
 def start(
     commands: Sequence[Sequence[str]], imports: Sequence[str], directory: Path
 ) -> tuple[ForkServer | None, list[ProcessGroup]]:
-    """Start processes, forked if there is something that they import together."""
+    """Start processes, forked if there are modules to import together."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(directory), "HF_HUB_OFFLINE": "1"}
     logs = [directory / f"{number}.log" for number in range(len(commands))]
     if not imports:
@@ -106,7 +106,7 @@ def start(
 
 
 def until_still(processes: Sequence[psutil.Process], began: float) -> dict[str, float]:
-    """Wait until processes compute nothing any more."""
+    """Wait until the processes use no CPU."""
     before, since = -1.0, time.monotonic()
     while time.monotonic() - since < STILL_S:
         time.sleep(0.2)

@@ -11,11 +11,11 @@ print(run.wait().phase)
 
 TYPE_CHECKING = False  # as in typing, which would take longer to import than all of this
 if TYPE_CHECKING:
-    from primeslurm.api.clusters import find_cluster, find_clusters, start_cluster
     from primeslurm.api.loading import LoadedRecipe, load
     from primeslurm.api.planning import Check
     from primeslurm.api.runs import Run, all_runs, find_run
     from primeslurm.api.submission import DryRun
+    from primeslurm.api.testbed import find_cluster, find_clusters, start_cluster
     from primeslurm.base.errors import ClusterError, PrimeslurmError, RunError, UsageError, Violation
     from primeslurm.plan.model import Finding, Plan
     from primeslurm.run.status.run_status import RunStatus
@@ -46,7 +46,7 @@ __all__ = [
 # Imported when they are asked for: every process of a run imports this package, and most need nothing of these.
 _HOMES = {
     "primeslurm.api.planning": ("Check",),
-    "primeslurm.api.clusters": ("find_cluster", "find_clusters", "start_cluster"),
+    "primeslurm.api.testbed": ("find_cluster", "find_clusters", "start_cluster"),
     "primeslurm.api.loading": ("LoadedRecipe", "load"),
     "primeslurm.api.runs": ("Run", "all_runs", "find_run"),
     "primeslurm.api.submission": ("DryRun",),

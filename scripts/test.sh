@@ -1,70 +1,86 @@
 #!/usr/bin/env bash
-# Lint and all tests with coverage, which fail below the floor in pyproject.toml. With arguments: only what they name to
-# pytest.
+# Lint, and run all tests with coverage except campaigns (scripts/campaigns.sh). A failed test is never run again.
+# With arguments: lint, and pass the arguments to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
 rm -f .coverage .coverage.*
-# The report's page is looked at in a real browser, and rollouts are played in real containers.
+# Some tests need a browser and container engines.
 if [[ -n ${CI:-} && $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
   scripts/test_programs.sh || echo "warning: programs that some tests need are not installed; these tests are skipped" >&2
 fi
-# Processes that tests start are measured too, wherever they run.
+# Coverage also measures the processes that tests start.
 export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
-
-# group NAME PATH... [OPTION...]: run some of the tests. What failed is kept apart from that of groups beside it.
-# Every test has its own time-out. A process that hangs after the last one, or in a way that no time-out ends, prints
-# the stacks of its threads (pytest's faulthandler), so that whoever waits for the whole run knows what hung.
-group() {
-  local python=(coverage run)
-  # What whole runs do is measured where the tests of its parts do it.
-  [[ $1 != runs ]] || python=(env -u COVERAGE_PROCESS_START python)
-  timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-78m}" \
-    "${python[@]}" -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${@:2}"
-}
 
 lint=(env -u COVERAGE_PROCESS_START -u COVERAGE_FILE just lint)
 if (($#)); then
   "${lint[@]}"
   coverage run -m pytest "$@"
-else
-  # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
-  mkdir -p build
-  rm -rf build/pytest-*
-  clusters=(clusters tests/cluster tests/emulated tests/power)
-  runs=(runs tests/e2e tests/chaos)
-  compiled=tests/trainer/components/test_compile.py
-  rollouts=(rollouts tests/unit/orchestrator tests/trainer/components "--ignore=$compiled")
-  unit=(unit tests/unit --ignore=tests/unit/orchestrator "$compiled")
-  engines=(engines tests/engine tests/gpu tests/trainer --ignore=tests/trainer/components)
-  group "${engines[@]}" >build/engines.log 2>&1 &
-  engines_pid=$!
-  group "${runs[@]}" >build/runs.log 2>&1 &
-  runs_pid=$!
-  group "${unit[@]}" >build/unit.log 2>&1 &
-  unit_pid=$!
-  group "${clusters[@]}" >build/clusters.log 2>&1 &
-  clusters_pid=$!
-  failed=()
-  # Lint, most of which is one process, comes before the group that takes least time.
-  "${lint[@]}" || failed+=("lint $?")
-  group "${rollouts[@]}" || failed+=("rollouts $?")
-  wait $engines_pid || failed+=("engines $?")
-  wait $runs_pid || failed+=("runs $?")
-  wait $unit_pid || failed+=("unit $?")
-  wait $clusters_pid || failed+=("clusters $?")
-  cat build/engines.log build/runs.log build/unit.log build/clusters.log
-  unstable=0
-  for each in "${failed[@]}"; do
-    read -r name code <<<"$each"
-    [[ $name != lint && $code == 1 ]] || exit "$code"
-    unstable=$((unstable + $(python -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' \
-      "build/pytest-$name/v/cache/lastfailed")))
-    declare -n paths=$name
-    echo "== Run again, with nothing beside them: tests of $name that failed above. One that passes now needs mending, too. =="
-    group "${paths[@]}" --last-failed --last-failed-no-failures none
-  done
-  echo "== Run again: $unstable tests. =="
+  coverage combine --quiet
+  exec coverage report
+fi
+
+components=tests/trainer/components
+compiled=$components/test_compile.py
+declare -A groups=(
+  [clusters]="tests/cluster tests/emulated tests/power tests/chaos"
+  [engines]="tests/engine tests/gpu"
+  [unit]="tests/unit --ignore=tests/unit/orchestrator $compiled"
+  [trainer]="tests/trainer --ignore=$components"
+  [rollouts]="tests/unit/orchestrator $components --ignore=$compiled"
+  [runs]="tests/e2e"
+)
+
+# run GROUP: run a group of tests, or lint, with its output in build/GROUP.log. Every test has its own time limit
+# (pyproject.toml). The limit here ends a process that hangs outside of a test: SIGABRT makes it print its stacks.
+run() {
+  if [[ $1 == lint ]]; then
+    "${lint[@]}"
+    return
+  fi
+  local python=(coverage run) paths
+  # The tests of single modules already measure what whole runs execute.
+  [[ $1 != runs ]] || python=(env -u COVERAGE_PROCESS_START python)
+  read -ra paths <<<"${groups[$1]}"
+  timeout --foreground --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-50m}" \
+    "${python[@]}" -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${paths[@]}"
+}
+
+declare -A running=() # process id to group
+failed=() computing=0
+mkdir -p build
+rm -rf build/pytest-*
+
+start() {
+  run "$1" >"build/$1.log" 2>&1 &
+  running[$!]=$1
+}
+
+# Wait until one group has ended.
+reap() {
+  local pid code=0 group
+  wait -n -p pid || code=$?
+  group=${running[$pid]}
+  unset "running[$pid]"
+  [[ $group == clusters ]] || computing=$((computing - 1))
+  ((code == 0)) || failed+=("$group")
+  echo "$group ended with $code after $SECONDS s"
+}
+
+# Tests of clusters mostly wait for Slurm, so they run beside the others. Of the others one runs per core, the longest
+# first.
+start clusters
+for group in lint engines unit trainer runs rollouts; do
+  while ((computing >= $(nproc))); do reap; done
+  start "$group"
+  computing=$((computing + 1))
+done
+while ((${#running[@]})); do reap; done
+
+cat build/{lint,clusters,engines,unit,trainer,runs,rollouts}.log
+if ((${#failed[@]})); then
+  echo "failed: ${failed[*]} (see build/*.log)" >&2
+  exit 1
 fi
 coverage combine --quiet
 coverage report

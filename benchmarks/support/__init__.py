@@ -1,1 +1,1 @@
-"""What benchmarks share with one another and with the tests."""
+"""Code that benchmarks share with each other and with tests."""

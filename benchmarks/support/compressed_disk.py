@@ -1,4 +1,4 @@
-"""A file system that keeps repeated bytes in little space, so that checkpoints of hundreds of GB are really written."""
+"""A compressing file system, so that checkpoints of hundreds of GB can really be written."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _OPTIONS = "loop,noatime,compress-force=zstd:1"
 
 @contextmanager
 def compressed_disk(directory: Path, size: int) -> Iterator[Path]:
-    """Mount a btrfs that compresses, for the body's time.
+    """Mount a compressing btrfs while the block runs.
 
     Args:
-        directory: where its image is; nothing is left of it.
-        size: bytes of the image, which takes space only where something is written.
+        directory: place of its image, which is removed at the end.
+        size: size of the sparse image [bytes].
 
     Yields:
-        Where it is mounted.
+        Its mount point.
     """
     if os.getuid() or not shutil.which("mkfs.btrfs"):
         sys.exit("error: a file system is mounted for this: run it as root, with mkfs.btrfs (Debian: btrfs-progs)")
@@ -43,5 +43,5 @@ def compressed_disk(directory: Path, size: int) -> Iterator[Path]:
 
 
 def allocated(directory: Path) -> int:
-    """Return how many bytes the image in `directory` takes on the real disk."""
+    """Return the bytes that the image in `directory` takes on the real disk."""
     return (directory / "checkpoints.img").stat().st_blocks * 512

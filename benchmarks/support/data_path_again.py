@@ -1,7 +1,6 @@
-"""From an orchestrator that was restarted to the ranks of a trainer: the batch is on disk alone, and fetched again.
+"""From a restarted orchestrator to the trainer ranks: the batch is only on disk, and fetched again.
 
-The same ranks as in `data_path_fetch`. The files of groups are sparse: what is read is what takes memory, and not where
-it is from; so nothing here says how fast a disk is.
+The ranks are those of `data_path_fetch`. The group files are sparse, so this measures memory, not the disk's speed.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 
 
 def measure(rollouts: int) -> dict[str, Any]:
-    """Fetch a batch of so many rollouts, a multiple of 16."""
+    """Fetch a batch of this many rollouts, a multiple of 16."""
     return from_disk(_again, rollouts)
 
 

@@ -1,8 +1,8 @@
-"""From the orchestrator to the ranks of a trainer: one batch of 256 rows, fetched by 96 ranks, 8 of which share a row.
+"""From the orchestrator to the trainer ranks: a batch of 256 rows, fetched by 96 ranks, 8 of which share a row.
 
-The orchestrator's part is real: packing and encoding in its thread, its link on an event loop that also says how late
-it is. Ranks are real links in two other processes. All rollouts have the same arrays, so that the 21 GB of the batch
-are read but need not be held, and ranks put routed experts where the last ones were; nothing else is different.
+The orchestrator's part is real: packing and encoding in its thread, and its link on an event loop whose lag is
+measured. Ranks are real links in two other processes. All rollouts have the same arrays, so that the 21 GB of the batch
+are read but need not fit into memory, and ranks overwrite the previous routed experts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.support.loop_lag import waited_s
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.orchestrator.pipeline.orchestrator import HOLD_S
+from primeslurm.orchestrator.pipeline.serve import HOLD_S
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches.file_ranges import Part
@@ -37,18 +37,18 @@ DP, CP, GROUP = 12, 8, 16
 PROCESSES = 2
 LOOK_S = 0.005
 TIMES = 11
-"""Of what is measured alone: the best of them shared the machine with the fewest others."""
+"""Repetitions of a single measurement; the best one had the least other load."""
 GIVE_WAY = 9
-"""Of ranks, on the scale of `nice`: they are on other nodes, and no burden of the orchestrator's processors."""
+"""Niceness of ranks, which in a run are on other nodes."""
 
 
 def measure(rollouts: int) -> dict[str, Any]:
-    """Fetch a batch of so many rollouts, a multiple of 16."""
+    """Fetch a batch of this many rollouts, a multiple of 16."""
     return asyncio.run(_measure(rollouts))
 
 
 def recipe_of(rollouts: int, transport: str = "zmq") -> Recipe:
-    """Make a recipe whose batches have so many rollouts."""
+    """Return a recipe with this many rollouts per batch."""
     return Recipe.model_validate(
         {
             "name": "data-path",
@@ -63,7 +63,7 @@ def recipe_of(rollouts: int, transport: str = "zmq") -> Recipe:
 
 
 def batch_of(recipe: Recipe) -> Batches:
-    """Make the first step's batch, of GLM-5's shape."""
+    """Return the first step's batch, in GLM-5's shape."""
     batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(1, _groups(recipe.orchestrator.batch_size))
     return batches
@@ -75,7 +75,7 @@ async def _measure(rollouts: int) -> dict[str, Any]:
 
 
 async def fetched(batches: Batches) -> dict[str, Any]:
-    """Have all ranks fetch the first step's batch."""
+    """Fetch the first step's batch with all ranks."""
     before, used = _resident_bytes(), [0]
     asked, encoded = dict[StepShard, float](), dict[StepShard, float]()
     requests = 0
@@ -125,10 +125,10 @@ async def fetched(batches: Batches) -> dict[str, Any]:
 
 
 def _one_share(recipe: Recipe, rollouts: int) -> dict[str, Any]:
-    """Encode and decode alone, in one thread: what a rank gets, with its bytes already here.
+    """Encode and decode one rank's data in one thread, with its bytes already in memory.
 
-    Beside them, turn by turn, as many bytes are copied: into memory that was used before, as what is pinned is, and
-    into new memory, which the kernel has to find and to clear first.
+    For comparison the same number of bytes is copied: into used memory, like pinned memory, and into new memory, which
+    the kernel must find and clear first.
     """
     batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(1, _groups(rollouts))
@@ -177,7 +177,7 @@ def _seconds(part: Callable[[], object]) -> float:
 
 
 def _groups(rollouts: int) -> list[RolloutGroup]:
-    """Of rollouts that differ in nothing but their rewards."""
+    """Return rollouts that differ only in their rewards."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 150_000, TOKENS, np.int32)
     mask = np.arange(TOKENS) >= 1000
@@ -198,7 +198,7 @@ def _groups(rollouts: int) -> list[RolloutGroup]:
 
 
 async def _watch(late: list[float], own: list[float], used: list[int]) -> None:
-    """Note how late the event loop is, and how late it would be if it never waited for a processor."""
+    """Record the event loop's lag, and the lag without waits for a CPU."""
     while True:
         used.append(_resident_bytes())
         begin, waited = time.monotonic(), waited_s()
@@ -216,7 +216,7 @@ async def _ranks(address: str, number: int) -> bytes:
 
 
 def _fetch_all(address: str, number: int) -> None:
-    """The ranks of one process; prints how many bytes they got."""
+    """Run the ranks of one process, and print how many bytes they received."""
     os.nice(GIVE_WAY)
     scratch: dict[int, NDArray[np.uint8]] = {}
     lock = threading.Lock()

@@ -1,8 +1,8 @@
-"""From the orchestrator to the ranks of a trainer by files: as `data_path_fetch`, but nothing is sent.
+"""From the orchestrator to the trainer ranks by files: as `data_path_fetch`, but nothing is sent.
 
 The orchestrator's part is real: packing, encoding, writing with a flush in its threads, and its link on an event loop
-that also says how late it is. Ranks are real links in two other processes, which read what is named to them. What each
-process has written and read is the kernel's count. Beside it, one file is written and read by a plain loop.
+whose lag is measured. Ranks are real links in two other processes, which read the files. The kernel counts the bytes of
+each process. For comparison, a plain loop writes and reads one file.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, GetBatch, O
 
 HOLD_S = 4.0
 LARGE = 20 << 20
-"""Bytes of an array from which on ranks put it where the last one of its size was, as memory of this machine ends."""
+"""Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited."""
 AT_ONCE = 4
-"""Ranks of a process that have room at the same time, for the same reason."""
+"""Ranks of a process that read at a time, for the same reason."""
 TIMES = 11
 
 
 def measure(rollouts: int) -> dict[str, Any]:
-    """Hand over a batch of so many rollouts, a multiple of 16."""
+    """Transfer a batch of this many rollouts, a multiple of 16."""
     return asyncio.run(_measure(rollouts))
 
 
@@ -67,7 +67,7 @@ async def _measure(rollouts: int) -> dict[str, Any]:
         before, counted, spent, begin = used[-1], _counted(), time.process_time(), time.monotonic()
         found = [json.loads(out) for out in await asyncio.gather(*(_ranks(address, n) for n in range(PROCESSES)))]
         seconds, spent = time.monotonic() - begin, time.process_time() - spent
-        written = _counted()["wchar"] - counted["wchar"]  # with what those have written that it waited for: words
+        written = _counted()["wchar"] - counted["wchar"]  # including the messages of other processes
         for task in background:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
@@ -94,7 +94,7 @@ async def _measure(rollouts: int) -> dict[str, Any]:
 
 
 def _alone(source: Path, directory: Path) -> dict[str, Any]:
-    """One rank's file beside a plain loop over the same bytes on the same disk; the best of some times each."""
+    """Compare one rank's file with a plain loop over the same bytes on the same disk. Return the best runs."""
     frames: list[Frame] = [memoryview(source.read_bytes())]
     size, room = len(frames[0]), np.ones(source.stat().st_size, np.uint8)
     places: dict[int, NDArray[np.uint8]] = {}
@@ -140,7 +140,7 @@ def _alone(source: Path, directory: Path) -> dict[str, Any]:
 
 
 def _counted() -> dict[str, int]:
-    """What the kernel counts of this process: bytes that it has read and written by system calls."""
+    """Return the kernel's count of bytes that this process has read and written."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return {name: int(number) for name, number in (line.split(": ") for line in lines)}
 
@@ -154,7 +154,7 @@ async def _ranks(address: str, number: int) -> bytes:
 
 
 def _read_all(address: str, number: int) -> None:
-    """The ranks of one process; prints what they have read."""
+    """Run the ranks of one process, and print how much they have read."""
     os.nice(GIVE_WAY)
     rooms: queue.Queue[dict[int, NDArray[np.uint8]]] = queue.Queue()
     for _ in range(AT_ONCE):
@@ -176,7 +176,7 @@ def _read_all(address: str, number: int) -> None:
 
     before, spent = _counted(), time.process_time()
     places = [(dp_rank, cp_rank) for dp_rank in range(DP) for cp_rank in range(CP)][number::PROCESSES]
-    fetch(*places[0])  # alone: what all threads use is made by the first
+    fetch(*places[0])  # alone, because the first one creates what all threads share
     threads = [threading.Thread(target=fetch, args=place) for place in places[1:]]
     for thread in threads:
         thread.start()

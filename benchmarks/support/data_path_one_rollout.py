@@ -1,7 +1,7 @@
-"""What single parts of a rollout's way cost one thread: from an engine's answer to a group on disk.
+"""CPU cost of single stages of a rollout's way in one thread: from an engine's response to a group on disk.
 
-All in CPU seconds, in turns with copies of as many bytes in memory: into memory that was used before, and into new
-memory, which the kernel has to find and to clear first, as it has for every rollout.
+All in CPU seconds, alternating with copies of as many bytes: into used memory, and into new memory, which the kernel
+must find and clear first, as for every rollout.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.wire.decoding import value
 
 SAMPLED = 130_000
-"""Tokens that an engine's answer has which samples a rollout in one turn; with tools it has a few thousand."""
+"""Tokens of a completion that samples a rollout in one turn. With tools it has a few thousand."""
 
 
 def measure(rollouts: int) -> dict[str, Any]:
-    """Look at one rollout, however many are asked for."""
+    """Measure one rollout. The argument is ignored."""
     os.environ |= HUGE_PAGES
     return in_process(stages)
 
 
 def stages() -> dict[str, Any]:
-    """Single parts of the way, in this process: what they cost for one rollout, beside copies in memory."""
+    """Return the cost of each stage for one rollout, in this process, and of copies in memory."""
     experts = made(0)
     found, target = rollout(JOB, experts), np.empty_like(experts)
     payload = size_of(found)
@@ -69,7 +69,7 @@ def stages() -> dict[str, Any]:
 
 
 def best(action: Callable[[], object], times: int = 15) -> float:
-    """CPU seconds of the cheapest of some runs, the kernel's among them: the machine is shared."""
+    """Return the lowest CPU time of several runs, including the kernel's [s]."""
     spent = []
     for _ in range(times):
         began = time.thread_time()
@@ -79,7 +79,7 @@ def best(action: Callable[[], object], times: int = 15) -> float:
 
 
 def rates(seconds: float, payload: int, copying: float, copying_to_new: float) -> dict[str, float]:
-    """What one part of the way costs, beside a copy into memory that was used before, and one into new memory."""
+    """Return the cost of one stage relative to a copy into used memory, and to one into new memory."""
     return {
         "cpu_ms": round(1e3 * seconds, 2),
         "gb_a_cpu_second": round(payload / seconds / 1e9, 2),

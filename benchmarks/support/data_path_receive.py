@@ -1,9 +1,9 @@
-"""From environment workers to disk: what the orchestrator's event loop, memory and processors have to do with it.
+"""From environment workers to disk: load on the orchestrator's event loop, memory and CPU.
 
-Two workers (`JobRunner`, processes of their own) finish rollouts as fast as the orchestrator takes them. The real
-`Orchestrator` dispatches them, receives, judges and spools their groups of 16, with fsync; groups that would wait for
-the trainer are looked at and thrown away. A rollout begins only if there is room for it beside what is buffered: a
-disk that is slower than memory would else be waited for by more and more of them.
+Two workers (`JobRunner`, separate processes) finish rollouts as fast as the orchestrator accepts them. The real
+`Orchestrator` dispatches, receives, scores and spools their groups of 16, with fsync. Groups that would wait for the
+trainer are checked and discarded. A rollout starts only if it fits into memory beside the buffered ones; otherwise ever
+more of them would wait for a slow disk.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ MOST_BUFFERED = 40
 """Rollouts that run, or wait for their group or the disk."""
 GROUP = 16
 HOSTS = {"from_the_same_node": HOST, "over_tcp": "localhost"}
-"""What the workers know the orchestrator's node as; under another name, they take it for another one."""
+"""Names of the orchestrator's node. With the second one, workers assume that it is another node."""
 TICK_S = 0.002
 PAGE = resource.getpagesize()
 
 
 def measure(rollouts: int) -> dict[str, Any]:
-    """Send so many rollouts through."""
+    """Send this many rollouts."""
     os.environ |= HUGE_PAGES  # as the orchestrator is started
     found = {name: in_process(receive, rollouts, host) for name, host in HOSTS.items()}
     return {"bytes_a_rollout": size_of(rollout(JOB, made(0))), **found}
 
 
 def in_process(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Call something in a process that has done nothing before."""
+    """Call a function in a fresh process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_answer, args=(theirs, function, *args))
@@ -69,12 +69,12 @@ def _answer(pipe: Any, function: Callable[..., dict[str, Any]], *args: Any) -> N
 
 
 def made(seed: int) -> RoutedExperts:
-    """Routed experts of a rollout."""
+    """Return the routed experts of a rollout."""
     return np.random.default_rng(seed).integers(0, EXPERTS, (TOKENS, LAYERS, TOP_K), np.uint8)
 
 
 def rollout(job: Job, experts: RoutedExperts) -> Rollout:
-    """A finished rollout; rewards differ."""
+    """Return a finished rollout. Rewards differ."""
     mask = np.arange(TOKENS) >= 1000
     info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, float(job.number % 2))
     tokens = np.arange(TOKENS, dtype=np.int32)
@@ -83,7 +83,7 @@ def rollout(job: Job, experts: RoutedExperts) -> Rollout:
 
 
 def size_of(found: Rollout) -> int:
-    """Bytes of what is sent of a rollout."""
+    """Return the bytes sent for a rollout."""
     return sum(memoryview(frame).nbytes for frame in found.encode())
 
 
@@ -91,24 +91,24 @@ JOB = Job("j", "g", "e", 0, 0, "router-0", "salt")
 
 
 def receive(rollouts: int, host: str) -> dict[str, Any]:
-    """The whole way, in this process and its workers."""
+    """Run the whole way, in this process and its workers."""
     with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
         return asyncio.run(_receive(Path(directory), max(2 * GROUP, rollouts), host))
 
 
 class Looks:
-    """What the event loop's process is seen to do, every TICK_S."""
+    """Samples of the event loop's process, every TICK_S."""
 
     def __init__(self, buffered: Callable[[], int]) -> None:
         self.lags: list[float] = []
         self.own_lags: list[float] = []
-        """As they would be if the loop never waited for a processor."""
+        """Lags without waits for a CPU."""
         self.most_memory = self.most_buffered = 0
         self._buffered = buffered
         self._base = self._memory()
 
     async def run(self) -> None:
-        """Look until cancelled."""
+        """Sample until cancelled."""
         while True:
             began, waited = time.perf_counter(), waited_s()
             await asyncio.sleep(TICK_S)
@@ -158,22 +158,23 @@ async def _receive(directory: Path, rollouts: int, host: str) -> dict[str, Any]:
 async def _through(
     orchestrator: OrchestratorPipeline, rollouts: int, expected: list[RoutedExperts], directory: Path
 ) -> dict[str, Any]:
-    dispatch, pool = orchestrator._dispatch, orchestrator._workers
+    dispatch, pool = orchestrator.dispatcher, orchestrator.workers
     dispatch.version = 0
     payload = size_of(rollout(JOB, made(0)))
 
     def buffered() -> int:
-        done = sum(len(group.done) for group in (*dispatch.open.values(), *dispatch._finishing.values()))
+        done = sum(len(group.done) for group in (*dispatch.open.values(), *dispatch.unsaved.values()))
         return payload * (done + sum(len(group.rollouts) for group in dispatch.ready))
 
     def has_room() -> bool:
         return buffered() + payload * (dispatch.inflight + 1) <= payload * MOST_BUFFERED
 
     looks = Looks(buffered)
-    running = [asyncio.create_task(part) for part in (pool.serve(), orchestrator._finishing.run())]
+    running = [asyncio.create_task(part) for part in (orchestrator.run_collect(), orchestrator.run_finalize())]
     seen, began, used = 0, 0.0, resource.getrusage(resource.RUSAGE_SELF)
     while seen < rollouts:
-        pool.expire()
+        for event in pool.expire():
+            orchestrator.take_event(event)
         while has_room() and (job := dispatch.next_job(pool.available)):
             await pool.send(job)
         for group in dispatch.ready:
@@ -182,16 +183,16 @@ async def _through(
             if not began:  # processes have started, and caches are warm
                 began, used, first = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), seen
                 running.append(asyncio.create_task(looks.run()))
-            orchestrator._finishing.delete([group.id])
+            deleting = asyncio.create_task(orchestrator.finalizer.delete([group.id]))
             del group
-        dispatch.ready.take(dispatch.ready)
+        dispatch.ready.remove(dispatch.ready)
         await asyncio.sleep(0.01)
         assert not any(part.done() for part in running)
     seconds, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
     for part in running:
         part.cancel()
     await asyncio.gather(*running, return_exceptions=True)
-    orchestrator._finishing._thread.shutdown()  # its directory is removed
+    await deleting  # before the directory is removed
     moved = (seen - first) * payload
     return {
         "rollouts": seen - first,
@@ -206,7 +207,7 @@ async def _through(
 
 
 def check(group: RolloutGroup, expected: list[RoutedExperts], path: Path) -> None:
-    """What workers sent has come, and is on disk."""
+    """Check that the workers' rollouts are complete, and on disk."""
     for sequence in group.sequences:
         rows = sequence.routed_experts
         assert rows is not None and any(np.array_equal(rows[::4096], known) for known in expected)
@@ -214,7 +215,7 @@ def check(group: RolloutGroup, expected: list[RoutedExperts], path: Path) -> Non
 
 
 def in_ms(lags: list[float]) -> dict[str, float]:
-    """How long lags are, by how many are no longer."""
+    """Return quantiles of lags [ms]."""
     lags = sorted(lags)
     return {name: round(1e3 * lags[int(share * (len(lags) - 1))], 1) for name, share in SHARES.items()}
 
@@ -223,7 +224,7 @@ SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def work(label: str, number: int, address: str) -> None:
-    """One worker: its rollouts are done at once."""
+    """Run one worker, whose rollouts finish at once."""
     experts = made(number)
 
     async def run(job: Job) -> tuple[Rollout, ...]:

@@ -1,7 +1,7 @@
-"""What a restarted orchestrator reads of a batch on disk to report its step: memory, and how late its loop is.
+"""A restarted orchestrator reads a batch from disk to report its step: memory, and event-loop lag.
 
-The trainer has the batch, and says that it is trained: metrics are made of groups that are on disk alone. Their files
-are sparse, as what is read is what takes memory, and not where it is from.
+The trainer has the batch, and reports it as trained. The metrics come from groups that are only on disk. Their files
+are sparse, so this measures memory, not the disk's speed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from primeslurm.plan.commands.processes import HUGE_PAGES
 
 
 def measure(rollouts: int) -> dict[str, Any]:
-    """Report a step of so many rollouts, a multiple of 16."""
+    """Report a step of this many rollouts, a multiple of 16."""
     return from_disk(_report, rollouts)
 
 
 def from_disk(measured: Callable[[str, int], dict[str, Any]], rollouts: int) -> dict[str, Any]:
-    """Measure what a process of its own does with a batch of so many rollouts that is on disk alone."""
+    """Measure a separate process that reads a batch of this many rollouts from disk."""
     os.environ |= HUGE_PAGES  # as the orchestrator is started
     with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
         in_process(_write_groups, directory, rollouts)
@@ -38,7 +38,7 @@ def from_disk(measured: Callable[[str, int], dict[str, Any]], rollouts: int) -> 
 
 
 def _write_groups(directory: str, rollouts: int) -> dict[str, Any]:
-    """Put the groups of a batch of so many rollouts on disk, in files whose routed experts are holes."""
+    """Write the groups of a batch of this many rollouts, with holes for the routed experts."""
     spool = Path(directory, "rollouts")
     spool.mkdir()
     for group in _groups(rollouts):
@@ -49,7 +49,7 @@ def _write_groups(directory: str, rollouts: int) -> dict[str, Any]:
         head = group.head(sum(memoryview(part).nbytes for part in parts), digest_of(parts))
         with (spool / f"{group.id}.group").open("wb") as file:
             for part in [*begin(head), *parts]:
-                if memoryview(part).nbytes > TOKENS * GROUP:  # routed experts: nothing but zeros
+                if memoryview(part).nbytes > TOKENS * GROUP:  # routed experts, which are only zeros
                     file.seek(memoryview(part).nbytes, 1)
                 else:
                     file.write(part)

@@ -1,4 +1,4 @@
-"""What must hold of the ranks of a layout: everything is somewhere, is sent once, and takes what the planner says."""
+"""Checks of a layout's ranks: every tensor is stored, sent once, and as large as the planner predicts."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ Layout = tuple[Any, ...]
 
 
 class Share(NamedTuple):
-    """What one rank tells of itself."""
+    """Results of one rank."""
 
     rank: int
     faults: list[str]
     weights: int
     gradients: int
     optimizer: int
-    """Bytes of its states."""
+    """Bytes of optimizer state."""
     saved: int
-    """Tensors that it writes of a checkpoint."""
+    """Number of tensors that it writes to a checkpoint."""
     catalogue: Catalogue
-    """What it sends of a policy."""
+    """Tensors of a policy that it sends."""
     expected: frozenset[str]
-    """Every tensor that is to be sent."""
+    """All tensors that must be sent."""
     seconds: float
-    """Of its processor."""
+    """CPU time [s]."""
 
     @property
     def sent(self) -> int:
-        """Bytes that it sends of a policy to an engine that holds everything."""
+        """Bytes of a policy that it sends to an engine that holds everything."""
         return sum(info.bytes for layer in self.catalogue for info in layer)
 
 
 def share_of(rank: Rank) -> Share:
-    """Look at one rank by itself."""
+    """Check one rank by itself."""
     sent = Counter(names(rank.catalogue))
     faults = [*_both_ways(rank), *_saved(rank)]
     faults += [f"{name} is sent, and no tensor of the checkpoint" for name in sent.keys() - rank.policy.hf_names]
@@ -60,11 +60,9 @@ def share_of(rank: Rank) -> Share:
 
 
 def together(shares: Sequence[Share], engine_ranks: int) -> Iterator[str]:
-    """Say what is wrong with all ranks together.
+    """Return the problems of all ranks together.
 
-    Args:
-        shares: of every one of the layout.
-        engine_ranks: over so many receivers the experts of an engine are spread.
+    `engine_ranks` is the number of receivers over which an engine's experts are distributed.
     """
     expected = shares[0].expected
     sent = Counter(name for share in shares for name in names(share.catalogue))
@@ -77,7 +75,7 @@ def together(shares: Sequence[Share], engine_ranks: int) -> Iterator[str]:
 
 
 def names(catalogue: Catalogue) -> Iterator[str]:
-    """Name every tensor of a catalogue, without scales."""
+    """Return the names of all tensors of a catalogue, without scales."""
     for layer in catalogue:
         for info in layer:
             if not info.name.endswith(FP8_SCALE):
@@ -85,7 +83,7 @@ def names(catalogue: Catalogue) -> Iterator[str]:
 
 
 def predicted(recipe: Recipe, shape: ModelShape, size: int) -> dict[str, float]:
-    """Work out what the planner says of one rank's states, wherever they are [bytes]."""
+    """Return the planner's prediction of one rank's states, wherever they are [bytes]."""
     layout = trainer_layout(recipe, size, shape)
     trained = trained_parameters(shape, layout.lora_parameters, layout.frozen_vision)
     each = {"weights": 4 * count(shape).total, "gradients": 4 * trained}
@@ -94,7 +92,7 @@ def predicted(recipe: Recipe, shape: ModelShape, size: int) -> dict[str, float]:
 
 
 def apart(share: Share, expected: Mapping[str, float]) -> dict[str, float]:
-    """Work out how far a rank's bytes are from those expected, relative to these."""
+    """Return the relative difference between a rank's bytes and the expected ones."""
     return {name: getattr(share, name) / value - 1 for name, value in expected.items()}
 
 
@@ -113,7 +111,7 @@ def _both_ways(rank: Rank) -> Iterator[str]:
 
 
 def _gathered(back: Any, ours: Any) -> bool:
-    """Whether a tensor comes back with more of it than was there: loading takes the rank's part."""
+    """Return whether a tensor comes back larger than it was, because loading takes the rank's shard from it."""
     return isinstance(back, DTensor) and back.shape == ours.shape and local_bytes(back) > local_bytes(ours)
 
 
@@ -128,7 +126,7 @@ def _ranks(tensor: Any) -> tuple[Any, ...]:
 
 
 def _saved(rank: Rank) -> Iterator[str]:
-    """What is wrong with a checkpoint: all ranks' parts of a tensor must be all of it, and this rank's be planned."""
+    """Return the problems of a checkpoint: all shards of a tensor must cover it, and this rank's must be planned."""
     planned: dict[str, list[Box]] = {}
     known: dict[Layout, list[Box]] = {}
     for item in rank.plan.items:
@@ -152,7 +150,7 @@ def _saved(rank: Rank) -> Iterator[str]:
 
 
 def _received(shares: Iterable[Share], held: frozenset[int] | None, expected: Collection[str]) -> Iterator[str]:
-    """What a receiver lacks that holds some of the experts."""
+    """Return the tensors that a receiver with some of the experts lacks."""
     found: set[str] = set()
     for share in shares:
         for layer in share.catalogue:

@@ -1,4 +1,4 @@
-"""What an event loop is late for: its own work, or that others have the processors."""
+"""Separates an event loop's own lag from waits for a CPU."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from pathlib import Path
 
 
 def waited_s() -> float:
-    """Seconds for which this thread could have computed and had no processor, as the kernel counts them."""
+    """Return for how long this thread was ready to run but had no CPU, as the kernel counts it [s]."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9

@@ -1,4 +1,4 @@
-"""What a result is of: the machine, and the versions of what was measured on it."""
+"""The machine and the library versions of a result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 
 def machine() -> str:
-    """Name this machine's GPUs, or, without any, its processor cores and how busy these are."""
+    """Return the names of this machine's GPUs, or else the number of CPU cores and their load."""
     import torch
 
     if torch.cuda.is_available():
@@ -16,5 +16,4 @@ def machine() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Return the installed version of each package."""
     return {package: version(package) for package in packages}

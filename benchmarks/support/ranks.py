@@ -1,4 +1,4 @@
-"""A benchmark's own ranks: processes on this machine that are told which rank they are, as torch's launcher does it."""
+"""Trainer ranks of a benchmark: processes on this machine, started by torch's launcher."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def run(
     measure: Callable[[World], Mapping[str, Any]],
     host_tensors: bool = False,
 ) -> None:
-    """Run a benchmark as so many ranks, and print and write what rank 0 has found. Each rank comes here again.
+    """Run a benchmark with several ranks, and write rank 0's result. Each rank calls this function again.
 
     Args:
         benchmark: its name.
-        words: of its command line.
-        count: ranks.
-        out: where the result is written; None: it is printed alone.
-        measure: what each rank does, as a member of this world.
+        words: its command line.
+        count: number of ranks.
+        out: file of the result; None to print it only.
+        measure: runs on each rank, as a member of this world.
         host_tensors: whether ranks with GPUs also reduce tensors in host memory.
     """
     if "RANK" not in os.environ:
@@ -57,8 +57,7 @@ def run(
 def _start(benchmark: str, words: Sequence[str], count: int) -> int:
     """Start the ranks, and return the launcher's exit code.
 
-    Rank 0 opens the run's gate at the port where they meet, so the launcher must leave it free (it would share its own
-    store there).
+    Rank 0 opens the run's gate at the rendezvous port, so the launcher must not use that port for its own store.
     """
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     as_planned = {} if alloc_conf(os.environ) else {ALLOC_CONF[0]: EXPANDABLE}

@@ -1,8 +1,7 @@
 """The processes of `python -m benchmarks rollouts_at_scale`: engines, environment workers, trainer, orchestrator.
 
-All speak the real protocols over real sockets. Engines and the trainer's rank are those of
-`primeslurm.testbed.emulated`; many
-engines share a process, each on a port of its own. Functions here are where spawned processes begin.
+All use the real protocols and sockets. Engines and trainer rank come from `primeslurm.testbed.emulated`. Many engines
+share a process, each with its own port. The functions here are entry points of spawned processes.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ from primeslurm.wire.transport.addresses import AddressBook
 
 TURNS = 100
 PROMPT, ANSWER, OBSERVED = 64, 8, 8
-"""Tokens."""
+"""In tokens."""
 TURN_S = 90.0
-"""Between two requests of a rollout: half of it an engine takes, half the tools."""
+"""Time between two requests of a rollout [s], half of it in the engine, half in tools."""
 BLOCKS = 1 << 16
-"""Of an engine's KV cache: it is not what bounds the rollouts here."""
+"""Blocks of an engine's KV cache, enough not to limit the rollouts."""
 PROBE_S = 0.02
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run is."""
+    """Paths and addresses of a run."""
 
     run_dir: Path
     wire: str
@@ -44,7 +43,7 @@ class Place:
     engines: int
     workers: int
     staggered: bool
-    """Groups that are begun first are found somewhere between their first turn and their last, as in a long run."""
+    """Whether the first groups start between their first and last turn, as in the middle of a long run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -53,10 +52,10 @@ class Place:
 
 
 class Lag:
-    """How late a loop comes to what is due, by the clock and by the CPU that its process used meanwhile.
+    """Lag of an event loop, by the clock and by the process's CPU time.
 
-    Args:
-        shared: (longest [us], longest by CPU [us], probes, and those later than each of `BOUNDS_MS`).
+    `shared` holds the longest lag [us], the longest by CPU [us], the number of probes, and the number beyond each of
+    `BOUNDS_MS`.
     """
 
     BOUNDS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -66,7 +65,7 @@ class Lag:
 
     @classmethod
     def room(cls) -> int:
-        """Return how many numbers it shares."""
+        """Return the number of shared values."""
         return 3 + len(cls.BOUNDS_MS)
 
     async def watch(self) -> None:
@@ -83,7 +82,7 @@ class Lag:
 
 
 def engines(first: int, sockets: list[socket.socket]) -> None:
-    """Serve engines, one on each socket."""
+    """Serve engines, one per socket."""
     from primeslurm.testbed.emulated import engine, scheduler
 
     engine.MAX_RUNNING = 1 << 12
@@ -107,7 +106,7 @@ async def _engines(first: int, sockets: list[socket.socket]) -> None:
 
 
 def worker(place: Place, number: int, turns: Synchronized[int], lag: Any) -> None:
-    """Run rollouts, as an environment worker's process does."""
+    """Run rollouts as an environment worker does."""
     logging.basicConfig(level=logging.WARNING)
     asyncio.run(_worker(place, number, turns, lag))
 
@@ -118,7 +117,7 @@ async def _worker(place: Place, number: int, turns: Synchronized[int], lag: Any)
     source = random.Random(number)
 
     class Agents(EmulatedEnvironment):
-        """Rollouts of many short turns, with tools that take a while."""
+        """Rollouts of many short turns, with slow tools."""
 
         begun = 0
 
@@ -126,7 +125,8 @@ async def _worker(place: Place, number: int, turns: Synchronized[int], lag: Any)
             self.begun += 1
             talk, found = Conversation(), 0
             if place.staggered and self.begun <= place.recipe.max_inflight // place.workers:
-                turns_done = TURNS * random.Random(job.group).random()  # of all its rollouts: they end together
+                # shared by a group's rollouts, which end together
+                turns_done = TURNS * random.Random(job.group).random()
                 found = int(turns_done)
                 await asyncio.sleep(TURN_S * (1 - turns_done % 1))
             talk.given([source.randrange(3, 1000) for _ in range(PROMPT)])
@@ -148,7 +148,7 @@ async def _worker(place: Place, number: int, turns: Synchronized[int], lag: Any)
 
 
 def trainer(place: Place) -> None:
-    """Train all batches at once: rollouts are what a step waits for."""
+    """Train all batches at once, so that steps wait for rollouts."""
     from primeslurm.testbed.emulated import training_loop
     from primeslurm.testbed.emulated.rank_group import Ranks
     from primeslurm.wire.link.trainer_link import TrainerLink
@@ -162,7 +162,7 @@ def trainer(place: Place) -> None:
 
 
 def orchestrator(place: Place, routers: list[str], names: list[str], lag: Any) -> None:
-    """Be the orchestrator's process."""
+    """Run the orchestrator."""
     from primeslurm.orchestrator.arguments import OrchestratorArguments
 
     logging.basicConfig(level=logging.WARNING, filename=place.run_dir / "orchestrator.log")

@@ -1,4 +1,4 @@
-"""Real servers on this machine, with the command lines that a Plan has for them."""
+"""Real servers on this machine, with the command lines of a plan."""
 
 from __future__ import annotations
 
@@ -30,41 +30,41 @@ NODE_VALUES = {
     "hcas": "",
     "ucx_devices_near": "",
 }
-"""What an agent on this machine knows of it."""
+"""Values that an agent knows about this machine."""
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
-    """Replace `${name}` placeholders. Raises KeyError for one without a value."""
+    """Replace `${name}` placeholders. Raise KeyError for one without a value."""
     return re.sub(r"\$\{([^}]+)\}", lambda match: values[match[1]], text)
 
 
 @dataclass
 class Server:
-    """A server process, the leader of its own process group.
+    """A server process, the leader of its process group, identified by pid and start time.
 
-    Neither is mistaken for a later one with the same number: where many processes start, numbers come round in minutes.
+    On a busy machine pids are reused within minutes.
     """
 
     pid: int
     url: str
     log: Path
     started: int | None = field(init=False)
-    """Start time in clock ticks since boot; None for a process that ended at once."""
+    """Start time [clock ticks since boot]; None for a process that ended at once."""
 
     def __post_init__(self) -> None:
         found = state_and_start(self.pid)
         self.started = found[1] if found else None
 
     def status_code(self, path: str = "/health") -> int | None:
-        """Return the HTTP status of a GET, None if nobody answers."""
+        """Return the HTTP status of a GET; None if there is no response."""
         try:
-            # plain HTTP: no certificates
+            # plain HTTP, so no certificates are read
             return httpx.get(self.url + path, headers=secret.header(), timeout=5, verify=False).status_code
         except httpx.HTTPError:
             return None
 
     def wait(self, path: str, timeout_s: float = 600) -> float:
-        """Wait for a 200 on `path`; returns the seconds it took. Raises RuntimeError with the end of the log."""
+        """Wait for a 200 on `path`, and return the seconds. Raise RuntimeError with the end of the log."""
         began = time.monotonic()
         while self.status_code(path) != 200:
             if not self.alive() or time.monotonic() - began > timeout_s:
@@ -73,20 +73,19 @@ class Server:
         return time.monotonic() - began
 
     def alive(self) -> bool:
-        """Whether the process exists."""
         found = state_and_start(self.pid)
         if found is None or found[1] != self.started:
             return False
         with contextlib.suppress(ChildProcessError):
             return os.waitpid(self.pid, os.WNOHANG) == (0, 0)
-        return found[0] not in "ZX"  # another process's child
+        return found[0] not in "ZX"  # not a child of this process
 
     def kill(self) -> None:
         """Send SIGKILL to the whole group, and wait until it and its shared memory are gone."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Send SIGTERM to the group, SIGKILL to what does not heed it."""
+        """Send SIGTERM to the group, and SIGKILL to processes that do not end."""
         self._end(signal.SIGTERM)
 
     def _end(self, first: signal.Signals) -> None:
@@ -102,11 +101,11 @@ class Server:
         memory.unlink_within(10)
 
     def wait_gone(self, timeout_s: float) -> bool:
-        """Whether the process ends by itself in time."""
+        """Return whether the process ends by itself in time."""
         return self._gone(timeout_s)
 
     def _replaced(self) -> bool:
-        """Whether a later process has this one's number, which none gets while any of the group is left."""
+        """Return whether a later process has this pid, which is impossible while any process of the group exists."""
         found = state_and_start(self.pid)
         return found is not None and found[1] != self.started
 
@@ -127,7 +126,7 @@ class Server:
 def start_process(
     command: Command, elsewhere: Mapping[str, str], log: Path, ports: Mapping[str, int] | None = None
 ) -> Server:
-    """Start any planned process that serves HTTP; `elsewhere`: placeholders of other processes."""
+    """Start any planned process that serves HTTP. `elsewhere` has placeholders of other processes."""
     numbers = {name: free_port() for name in command.ports} | dict(ports or {})
     values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)}
     values |= {"attempt_dir": str(log.parent)} | dict(elsewhere)
@@ -150,14 +149,9 @@ def start_engine(
     elsewhere: Mapping[str, str] | None = None,
     ports: Mapping[str, int] | None = None,
 ) -> Server:
-    """Start an engine that takes and gives token ids alone, of a model without a tokenizer.
+    """Start an engine that uses only token ids, for a model without a tokenizer.
 
-    Args:
-        command: that a Plan has for it.
-        log: gets its words.
-        gpu: that it computes on, where there are any.
-        elsewhere: placeholders of other processes.
-        ports: those that others know already.
+    `elsewhere` has placeholders of other processes, and `ports` those that others already know.
     """
     own = {"CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
     argv = (*command.argv, "--skip-tokenizer-init")
@@ -165,7 +159,7 @@ def start_engine(
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """Return what an agent sets for one trainer rank."""
+    """Return the variables that an agent sets for one trainer rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

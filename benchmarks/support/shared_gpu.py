@@ -1,8 +1,7 @@
-"""Runs whose trainer and engines share the GPUs of this machine, each of which believes that it has one of its own.
+"""Runs whose trainer and engines share this machine's GPUs, while each assumes its own.
 
-What a pool without enough GPUs can show: numbers of trainer and engines beside one another, and what follows a fault.
-Seconds are of processes that get in each other's way. NCCL takes a GPU twice from 2.30 on; where an older one is
-loaded, policies go by files.
+Useful on machines with too few GPUs: trainer and engines can be compared, and faults injected. Timings include mutual
+interference. NCCL supports two ranks per GPU from 2.30 on; with older versions policies are transferred as files.
 """
 
 from __future__ import annotations
@@ -27,22 +26,16 @@ for gpu in {gpus}; do {program} --id=$gpu "${{words[@]}}"; done
 
 @dataclass(frozen=True)
 class SharedGpus:
-    """How a local run is submitted.
-
-    Attributes:
-        site: its file.
-        env: variables of the environment.
-    """
+    """Settings of a local submission: the site file and environment variables."""
 
     site: Path
     env: Mapping[str, str]
 
 
 def nccl_version() -> tuple[int, int]:
-    """Ask the NCCL that torch loads for its version; `torch.cuda.nccl.version` tells that which torch was built with.
+    """Return major and minor version of the NCCL that torch loads; (0, 0) if there is none.
 
-    Returns:
-        Major and minor; (0, 0) where there is none.
+    `torch.cuda.nccl.version` returns the version that torch was built with.
     """
     import torch  # noqa: F401 - which loads NCCL
 
@@ -56,17 +49,17 @@ def nccl_version() -> tuple[int, int]:
 
 
 def shared_settings() -> dict[str, str]:
-    """Return what a recipe has otherwise where processes share GPUs, by dotted path."""
+    """Return recipe settings for shared GPUs, by dotted path."""
     return {} if nccl_version() >= (2, 30) else FILES
 
 
 def shared_gpus(directory: Path, runs: Path, gpus: Sequence[int]) -> SharedGpus:
-    """Describe this machine as if it had more GPUs than it has.
+    """Describe this machine as if it had more GPUs.
 
     Args:
-        directory: for a site file, and a stand-in for nvidia-smi that tells of a GPU as often as it is shared.
+        directory: directory for a site file, and a fake nvidia-smi that lists each GPU as often as it is shared.
         runs: directory of all runs.
-        gpus: those of this machine, in the order in which a node's GPUs are given to processes.
+        gpus: this machine's GPUs, in the order in which processes get a node's GPUs.
 
     Raises:
         RuntimeError: there is no nvidia-smi.

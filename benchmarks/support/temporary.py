@@ -1,4 +1,4 @@
-"""A temporary directory of a process's own: what others that it kills leave there goes with it, however it ends."""
+"""A temporary directory of a process, which also removes what killed child processes leave."""
 
 from __future__ import annotations
 
@@ -11,16 +11,13 @@ from primeslurm.node.host.exit_cleanup import ExitCleanup
 
 
 def use_own() -> ExitCleanup:
-    """Have this process and all that it starts keep temporary files in a directory that goes when they have ended.
+    """Make this process and its children keep temporary files in a directory that is removed after they have ended.
 
-    torch keeps what it has compiled where it was.
-
-    Returns:
-        Who removes the directory: when nobody holds this any more.
+    torch's cache of compiled code stays where it was. The directory is removed when the returned object is.
     """
     shared = tempfile.gettempdir()
-    own = Path(tempfile.mkdtemp(prefix="ps", dir=shared))  # a short name: paths of sockets are
-    own.chmod(0o1777)  # as /tmp: tests act as other users, too
+    own = Path(tempfile.mkdtemp(prefix="ps", dir=shared))  # a short name, because it is part of socket paths
+    own.chmod(0o1777)  # as /tmp: tests also act as other users
     sweeper = ExitCleanup()
     sweeper.add(own)
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{getpass.getuser()}")

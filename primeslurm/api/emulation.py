@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from primeslurm.api.testbed import ClusterSpec, LoopbackPlace, default_directory, is_name, page_merging, site, up
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.base.units import count, gib
 from primeslurm.plan.emulate import memory_mib
@@ -21,9 +22,6 @@ from primeslurm.plan.placement.resources import WITHOUT_GPUS, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher
-from primeslurm.testbed.embedded_slurm import page_merging
-from primeslurm.testbed.embedded_slurm.cluster import default_directory, up
-from primeslurm.testbed.embedded_slurm.config import ClusterSpec, LoopbackPlace, is_name, site
 
 KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
 """What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""

@@ -30,7 +30,7 @@ from primeslurm.recipe.reading.recipe_files import Draft, find_recipe, read_reci
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
     from primeslurm.api.submission import DryRun, Submitted
-    from primeslurm.testbed.embedded_slurm.config import ClusterSpec
+    from primeslurm.api.testbed import ClusterSpec
 
 RECIPES = (".yaml", ".yml")
 """Endings of recipe files, where a run may be named instead."""

@@ -1,7 +1,7 @@
-"""Code that libraries compile as they run: kept on the node's own disk, where the next attempt there starts with it.
+"""Caches of just-in-time compiled code (torch.compile, Triton, DeepGEMM, ...) on the node's local disk.
 
-Left alone they keep it in the home directory, which on a cluster is one file server for all nodes: hundreds of engines
-that start at once wait for one another's locks there, and read each other's half-written files.
+By default these libraries cache in the home directory, which all nodes of a cluster share. Hundreds of engines that
+start at once then wait for each other's locks, and read files that others have not finished writing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 VARIABLE = "PRIMESLURM_COMPILED_CODE"
-"""Where the plan wants it: a directory that may be everybody's, such as /tmp."""
+"""Set by the plan: parent directory of the caches. It may be world-writable, such as /tmp."""
 DIRECTORIES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -22,44 +22,43 @@ DIRECTORIES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""The variable that each library reads when it is imported or first compiles, and its directory here."""
+"""Environment variable of each library's cache, and its subdirectory."""
 log = logging.getLogger(__name__)
 
 
 def use() -> None:
-    """Have this process and its children keep what they compile where the plan says, if that is safe.
+    """Point the caches of this process and its children to the directory of the plan, if that is safe.
 
-    Call it before torch or vllm is used. It says in the log if nothing is kept. What the site has set stays.
-
-    Code from there is run. So the directory has a known name, unlike others of this user in such places, but is only
-    used if it is this user's alone.
+    Call it before torch or vLLM is used. Variables that the site has set stay. If the directory is not safe, log a
+    warning and cache nothing.
     """
     base = os.environ.get(VARIABLE)
     if not base:
         return
-    kept = Path(base) / f"primeslurm-compiled-{os.geteuid()}"
+    # The next attempt must find the directory, so its name is predictable. Code from it is executed, so another user
+    # must not have been able to create it.
+    cache = Path(base) / f"primeslurm-compiled-{os.geteuid()}"
     try:
-        kept.mkdir(mode=0o700, exist_ok=True)
-        why = _unsafe(kept)
+        cache.mkdir(mode=0o700, exist_ok=True)
+        problem = _unsafe(cache)
     except OSError as error:
-        why = str(error)
-    if why:
-        log.warning("compiled code is not kept between attempts: %s", why)
+        problem = str(error)
+    if problem:
+        log.warning("compiled code is not cached between attempts: %s", problem)
         return
-    ours = kept / f"torch-{metadata.version('torch')}"
     for variable, name in DIRECTORIES.items():
-        os.environ.setdefault(variable, str(ours / name))
+        os.environ.setdefault(variable, str(cache / f"torch-{metadata.version('torch')}" / name))
 
 
 def _unsafe(directory: Path) -> str:
-    """Why others could put code into a directory; empty if they cannot."""
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        return f"{directory} is no directory"
-    if found.st_uid != os.geteuid():
-        return f"{directory} is user {found.st_uid}'s"
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        return f"{directory} is open to others (mode {stat.S_IMODE(found.st_mode):04o})"
+    """Return why other users could write code into a directory; empty if they cannot."""
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{directory} is not a directory"
+    if status.st_uid != os.geteuid():
+        return f"{directory} belongs to user {status.st_uid}"
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        return f"{directory} is accessible to others (mode {stat.S_IMODE(status.st_mode):04o})"
     mode = directory.parent.stat().st_mode
-    swappable = mode & stat.S_IWOTH and not mode & stat.S_ISVTX
-    return f"{directory.parent} may be written by everybody and is not sticky" if swappable else ""
+    replaceable = mode & stat.S_IWOTH and not mode & stat.S_ISVTX
+    return f"{directory.parent} is world-writable and has no sticky bit" if replaceable else ""

@@ -1,11 +1,11 @@
-"""What is still there after a power cut: the one place that puts files and directories on disk.
+"""Writes that survive a power cut. Only this module flushes files and directories to disk.
 
-A file is on disk once it was flushed, and so was the directory that names it. `files.write_atomic` does the first:
-after a power cut there is the old content or the new one. What must not be the old one (because somebody was told of
-it, or because a manifest names it) is written by `write`, or flushed by `sync_tree` before it counts.
+A file survives if both its content and the directory that names it are flushed. `files.write_atomic` flushes the
+content only: after a power cut the file has the old or the new content. Use `write` or `sync_tree` if the old content
+would be wrong, for example because another process has been told about the new one, or a manifest names it.
 
-A failed flush of a file is never repeated alone: the kernel reports a lost page once, and the next flush succeeds
-without it. Only whoever has the content can write it again.
+A failed flush of a file is never retried alone: the kernel reports a lost page once, and the next flush succeeds
+without it. Only the owner of the content can write it again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from primeslurm.base import files
 from primeslurm.base.files import Content, write_atomic
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""Of file systems that flush no directories: theirs are on disk when a call returns, or cannot be made to be."""
+"""Errors of file systems that cannot flush directories."""
 
 
 def write(path: Path, data: Content) -> None:
-    """`write_atomic`, and on disk when this returns. Raises OSError."""
+    """Replace a file as `write_atomic` does. On return it is on disk."""
 
     def once() -> None:
         write_atomic(path, data)
@@ -36,17 +36,11 @@ def write(path: Path, data: Content) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write` of indented JSON."""
     write(path, json.dumps(value, indent=2) + "\n")
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory with its parents, all on disk when this returns; those that are there stay as they are.
-
-    Args:
-        path: of the directory.
-        mode: of this one, not of its parents.
-    """
+    """Make a directory and its missing parents. On return all are on disk. `mode` applies to the directory alone."""
     if not files.is_dir(path):
         if path.parent != path:
             make_directory(path.parent)
@@ -55,34 +49,30 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
 
 
 def make_anew(path: Path) -> None:
-    """Make an empty directory in place of what is there, on disk when this returns."""
+    """Replace whatever is at `path` by an empty directory."""
     files.remove_tree(path)
     make_directory(path)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename within a directory, on disk when this returns: what is below `source` has been flushed before."""
+    """Rename within a directory. On return it is on disk, provided that the content of `source` was flushed before."""
     files.rename(source, target)
     sync(target.parent)
 
 
 def remove(path: Path) -> None:
-    """Remove a file, if it is there, for good: what follows may rely on its absence."""
+    """Remove a file if it exists. On return its absence is on disk."""
     if files.exists(path):
         files.unlink(path)
         sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """Flush one file, or the names in one directory (of those that one may not list, nothing can be flushed).
-
-    Raises:
-        OSError: it is not on disk.
-    """
+    """Flush a file, or the names in a directory. Raises OSError if that failed."""
     try:
         lost = files.retrying(path, lambda: _sync(path))
     except PermissionError:
-        if files.is_dir(path):
+        if files.is_dir(path):  # a directory that this user may not list cannot be opened, so not flushed either
             return
         raise
     if lost is not None:
@@ -90,14 +80,14 @@ def sync(path: Path) -> None:
 
 
 def _sync(path: Path) -> OSError | None:
-    """Return the error of a flush that lost content. Any other may be tried again, and is raised."""
+    """Return the error of a flush that lost content. Raise any other error, which may be retried."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
     except OSError as error:
         if error.errno in _UNSUPPORTED:
             return None
-        # A server has the names already, or refuses to flush them again; only content is in this machine's memory.
+        # Names are already at the server. Only file content can be lost from this machine's memory.
         if stat.S_ISDIR(os.fstat(handle).st_mode):
             raise
         return error
@@ -107,10 +97,7 @@ def _sync(path: Path) -> OSError | None:
 
 
 def sync_if_there(path: Path) -> None:
-    """`sync` of a file that may not have been begun. If a flush loses content, the file is read and written anew.
-
-    Nobody may append to the file meanwhile.
-    """
+    """Flush a file if it exists. If the flush loses content, write the file again; nobody may append meanwhile."""
     if not files.exists(path):
         return
     try:
@@ -123,13 +110,13 @@ def sync_if_there(path: Path) -> None:
 
 
 def sync_tree(directory: Path, flushed: Container[Path] = ()) -> None:
-    """Flush every file below a directory, every directory, and the directory's own name. Raises OSError.
+    """Flush all files and directories below a directory, and the directory's own name.
 
-    Each process flushes what it wrote itself: on a shared file system nobody can do it for a process of another node.
+    Call it in the process that wrote the files: on a shared file system no process can flush what another node wrote.
 
     Args:
-        directory: with all that is below it.
-        flushed: files that their writers have flushed.
+        directory: root of the tree.
+        flushed: files to skip, because their writers have flushed them.
     """
     _sync_below(directory, flushed)
     sync(directory.parent)

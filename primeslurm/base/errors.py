@@ -1,4 +1,4 @@
-"""The exceptions, and the exit codes of commands. Every error that a user can cause derives from `PrimeslurmError`.
+"""Exceptions and the exit codes of commands. Every error that a user can cause derives from `PrimeslurmError`.
 
 PrimeslurmError          exit code 1
 ├── UsageError           exit code 2: wrong input; it carries every violation
@@ -16,7 +16,7 @@ from typing import ClassVar
 
 
 class ExitCode(IntEnum):
-    """How a command ended. Processes of a run have exit codes of their own (`wire.exits`)."""
+    """Exit codes of the command line. `wire.exits` has those of the processes of a run."""
 
     DONE = 0
     FAILED = 1
@@ -34,12 +34,12 @@ EXIT_CODES: dict[ExitCode, str] = {
     ExitCode.BAD_RUN: "A run does not exist, or its directory is damaged.",
     ExitCode.INTERRUPTED: "The command was interrupted by Ctrl-C. A submitted run continues.",
 }
-"""What each exit code means. `docs/reference/cli.md` has this table."""
+"""Meaning of each exit code; `docs/reference/cli.md` is generated from this."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing wrong with the input: where, what was given, why, and the nearest valid choice."""
+    """One problem of the input: the field, its value, the reason, and the nearest valid choice."""
 
     field: str
     value: str
@@ -53,13 +53,13 @@ class Violation:
 
 
 class PrimeslurmError(Exception):
-    """Base of all errors that are printed as one message, without a traceback."""
+    """Base of all errors that the command line prints as one message, without a traceback."""
 
     exit_code: ClassVar[int] = ExitCode.FAILED
 
 
 class UsageError(PrimeslurmError):
-    """The user's input is wrong. `violations` holds all findings, never only the first."""
+    """The user's input is wrong. `violations` has every problem, not only the first."""
 
     exit_code = ExitCode.BAD_INPUT
 
@@ -80,23 +80,21 @@ class RunError(PrimeslurmError):
     exit_code = ExitCode.BAD_RUN
 
 
-_VARIES = re.compile(
+_VARIABLE_PART = re.compile(
     r"'[^']*'|\"[^\"]*\"|/[\w./-]+|\b0x[0-9a-fA-F]+\b|\b[0-9a-fA-F]{4,}(?:-[0-9a-fA-F]{4,})+\b|\b[0-9a-f]{8,}\b|\d+"
 )
-_CUT = "..."
+_TRUNCATED = "..."
 
 
 def signature(error: str) -> str:
-    """Reduce an error to what is the same every time: without numbers, addresses, paths and what is quoted."""
-    return _VARIES.sub("#", error)[:200]
+    """Return an error message without its variable parts: numbers, addresses, paths and quoted text."""
+    return _VARIABLE_PART.sub("#", error)[:200]
 
 
 def same_error(one: str, other: str) -> bool:
-    """Whether two messages tell of the same error. One that is empty is like no other.
-
-    Of a message that was cut, only the beginning is compared: what varies in it may have moved its end.
-    """
-    a, b = signature(one.removesuffix(_CUT)), signature(other.removesuffix(_CUT))
-    if one.endswith(_CUT) or other.endswith(_CUT):
+    """Return whether two messages report the same error. An empty message equals no other."""
+    a, b = signature(one.removesuffix(_TRUNCATED)), signature(other.removesuffix(_TRUNCATED))
+    if one.endswith(_TRUNCATED) or other.endswith(_TRUNCATED):
+        # Variable parts differ in length, so two truncated copies of one message end at different words.
         a, b = a[: len(b)], b[: len(a)]
     return bool(a) and a == b

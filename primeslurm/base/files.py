@@ -1,9 +1,8 @@
-"""Access to files on a shared file system: every operation here is repeated while the file system is away for a moment.
+"""File operations for shared file systems. Each one is retried while the file system is briefly unavailable.
 
-Clients of NFS, Lustre, GPFS and CephFS answer ESTALE, EIO, ESHUTDOWN and the like when a server fails over, a file is
-replaced by another node, or a client is evicted and reconnects. `retrying` repeats an operation for a bounded time and
-says so. ENOENT is an answer, not a fault. `durable` adds what has to be on disk; `visible` adds what another node has
-just written, and this node may not see yet.
+Clients of NFS, Lustre, GPFS and CephFS return ESTALE, EIO, ESHUTDOWN and similar errors when a server fails over, when
+another node replaces a file, or when a client is evicted and reconnects. `retrying` repeats an operation for a bounded
+time and logs that it did. ENOENT is an answer, not a fault. `durable` adds operations that survive a power cut.
 """
 
 from __future__ import annotations
@@ -26,21 +25,20 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LONGEST_SOCKET = 107
-"""Bytes of a Unix socket's path."""
+"""Longest path of a Unix socket [bytes]."""
 Content = bytes | str | Sequence[bytes | memoryview] | Callable[[], Iterable[bytes | memoryview]]
-"""Content of a file: whole, in chunks that are written one after another, or a function that makes the chunks. The
-function is called again for each try."""
+"""Content of a file: whole, as chunks, or as a function that returns the chunks and is called once per try."""
+# A failover of an NFS or Lustre server can take longer, but on a hard mount its clients then block without an error.
 RETRY_S = 60.0
-"""How long an operation is repeated. A failover of an NFS or Lustre server takes longer on a hard mount, but then its
-clients block, and no error comes."""
+"""Longest time for which an operation is retried."""
 LOOP_RETRY_S = 0.5
-"""The same in a thread that runs an event loop, which must not stand still."""
+"""The same in a thread that runs an event loop, because a retry blocks the loop."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 CACHE_S = 60.0
-"""How long a client of NFS may show what it has seen before (acregmax, acdirmax), unless it opens the file anew."""
+"""How long an NFS client may return cached attributes (acregmax, acdirmax) of a file that it does not reopen."""
 QUIET_S = 60.0
-"""Faults that follow one another within this time are reported once."""
+"""Faults within this time of the previous one are not reported again."""
 TRANSIENT = frozenset(
     {
         errno.ESTALE,
@@ -65,16 +63,16 @@ TRANSIENT = frozenset(
         errno.EPROTO,
     }
 )
-"""Errors that clients of network file systems return for a while and that say nothing about the file."""
-_IN_WORDS = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust (safetensors) name an errno in their own exceptions."""
+"""Errors that network file systems return temporarily, and that say nothing about the file."""
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+"""How libraries written in Rust (safetensors) report an errno in the text of their exceptions."""
 
 clock: Callable[[], float] = time.monotonic
 sleep: Callable[[float], None] = time.sleep
 
 
 class Outage(NamedTuple):
-    """A fault of the file system that is over, or that was given up on."""
+    """A file system fault that has ended: the operation succeeded, or the retries ran out."""
 
     path: Path
     error: str
@@ -84,26 +82,30 @@ class Outage(NamedTuple):
 
 
 on_fault: Callable[[Outage], None] | None = None
-"""Called once per outage, when an operation succeeds again or is given up. Processes with a journal write an event."""
+"""Called at the end of an outage. Processes with a journal write an event."""
 on_pause: Callable[[], None] | None = None
-"""Called before each pause: a process that waits for the file system does not hang."""
+"""Called before each pause. Processes send a heartbeat, because waiting for the file system is not a hang."""
 _thread = threading.local()
 _outage = threading.Lock()
 _outages: dict[str, float] = {}
-"""When each kind of report was last made, and when an operation was last given up, by `clock`."""
+"""Last time of each kind of report, and of the last operation that was given up [s of `clock`]."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the file system may accept the same operation in a moment."""
+    """Return whether the same operation may succeed a moment later."""
+    return _errno(error) in TRANSIENT
+
+
+def _errno(error: BaseException) -> int | None:
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (match := _IN_WORDS.search(str(error))):
+    if number is None and (match := _RUST_ERRNO.search(str(error))):
         number = int(match[1])
-    return number in TRANSIENT
+    return number
 
 
 @contextlib.contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Limit how long this thread repeats each operation. For loops that have other work and come back by themselves."""
+    """Limit how long this thread retries each operation. For loops that try again later anyway."""
     before = getattr(_thread, "retry_s", None)
     _thread.retry_s = seconds
     try:
@@ -113,23 +115,26 @@ def within(seconds: float) -> Iterator[None]:
 
 
 def retrying(path: Path, action: Callable[[], T]) -> T:
-    """Run `action`, which reads or changes `path`, and repeat it while the file system is away for a moment.
-
-    Within another `retrying` nothing is repeated: the outer one starts from the beginning.
+    """Run `action`, which reads or changes `path`. Retry it while it raises transient errors.
 
     Args:
-        path: named in what is logged and raised.
-        action: starts from the beginning each time.
+        path: named in log lines and errors.
+        action: must be safe to repeat from its beginning.
 
     Raises:
-        OSError: `action` raised it for another reason, or for this long. Then it names the path and the errno.
+        OSError: a lasting error of `action`, or a transient one that outlived the time limit. The latter names the
+            path and the errno.
     """
-    if getattr(_thread, "retries", False):
+    if getattr(_thread, "retries", False):  # nested: only the outermost call retries, from its beginning
         return action()
     tries, began, limit_s, pause_s = 0, 0.0, 0.0, FIRST_PAUSE_S
     while True:
         try:
-            result = _within_a_try(action)
+            _thread.retries = True
+            try:
+                result = action()
+            finally:
+                _thread.retries = False
         except Exception as error:
             if not is_transient(error):
                 raise
@@ -140,9 +145,10 @@ def retrying(path: Path, action: Callable[[], T]) -> T:
                 seconds = clock() - began
                 _outages["given up"] = clock()
                 _report(Outage(path, str(error), tries, seconds, recovered=False))
-                raise _named(error, path, tries, seconds) from error
+                text = f"{_text(error)} ({tries} failures in {seconds:.1f} s)"
+                raise OSError(_errno(error), text, str(path)) from error
             if tries == 1 and _is_news("begun"):
-                log.warning("%s: %s; it is tried again for up to %.3g s", path, _text(error), limit_s)
+                log.warning("%s: %s; retrying for up to %.3g s", path, _text(error), limit_s)
             last = error
         else:
             if tries:
@@ -152,26 +158,18 @@ def retrying(path: Path, action: Callable[[], T]) -> T:
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _within_a_try(action: Callable[[], T]) -> T:
-    _thread.retries = True
-    try:
-        return action()
-    finally:
-        _thread.retries = False
-
-
 def _retry_s() -> float:
     limit: float | None = getattr(_thread, "retry_s", None)
     if limit is not None:
         return limit
     if not _runs_event_loop():
         return RETRY_S
-    # During a long outage each operation of an event loop is tried once: hundreds of half seconds would stop it, too.
+    # During a long outage an event loop tries each operation once: hundreds of half seconds would also block it.
     return 0.0 if clock() - _outages.get("given up", -QUIET_S) < 10 * LOOP_RETRY_S else LOOP_RETRY_S
 
 
 def _runs_event_loop() -> bool:
-    import asyncio  # agents have no use for it, and this is only asked after a fault
+    import asyncio  # imported only after a fault: agents do not need it otherwise
 
     try:
         asyncio.get_running_loop()
@@ -187,7 +185,7 @@ def _pause(seconds: float) -> None:
 
 
 def forget_faults() -> None:
-    """Report the next fault even if it comes soon after another one."""
+    """Report the next fault even if it follows another one closely."""
     _outages.clear()
 
 
@@ -199,12 +197,12 @@ def _is_news(kind: str) -> bool:
 
 
 def _report(fault: Outage) -> None:
-    how = "recovered" if fault.recovered else "was given up"
+    how = "recovered" if fault.recovered else "gave up"
     if _is_news(f"{how} (log)"):
         log.warning("%s: %s after %d failures in %.1f s: %s", fault.path, how, fault.tries, fault.seconds, fault.error)
     if on_fault is None or getattr(_thread, "reports", False) or not _is_news(how):
         return
-    _thread.reports = True  # the report is a file, too
+    _thread.reports = True  # the handler writes a file, and a fault of that file must not be reported from within
     try:
         on_fault(fault)
     finally:
@@ -215,23 +213,16 @@ def _text(error: Exception) -> str:
     return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
-def _named(error: Exception, path: Path, tries: int, seconds: float) -> OSError:
-    number = error.errno if isinstance(error, OSError) else int(_IN_WORDS.search(str(error))[1])  # type: ignore[index]
-    return OSError(number, f"{_text(error)} ({tries} failures in {seconds:.1f} s)", str(path))
-
-
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. Raises OSError."""
     return retrying(path, path.read_bytes)
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a file as text. Raises OSError or UnicodeDecodeError."""
     return read_bytes(path).decode()
 
 
 def reading(path: Path, read: Callable[[BinaryIO], T]) -> T:
-    """Open a file without a buffer and return what `read` makes of it. Each try opens the file anew. Raises OSError."""
+    """Open a file unbuffered and return `read(file)`. Each try reopens the file."""
 
     def once() -> T:
         with path.open("rb", buffering=0) as file:
@@ -241,7 +232,7 @@ def reading(path: Path, read: Callable[[BinaryIO], T]) -> T:
 
 
 def status(path: Path) -> os.stat_result | None:
-    """Return what `stat` says of a path, or None if there is nothing. Raises OSError."""
+    """Return the `stat` result of a path, or None if nothing exists there."""
     try:
         return retrying(path, path.stat)
     except (FileNotFoundError, NotADirectoryError):
@@ -249,52 +240,51 @@ def status(path: Path) -> os.stat_result | None:
 
 
 def exists(path: Path) -> bool:
-    """Whether there is something at a path. Raises OSError if the file system does not say."""
+    """Return whether a path exists. Unlike `Path.exists` it raises OSError if the file system does not answer."""
     return status(path) is not None
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file. Raises OSError if the file system does not say."""
-    found = status(path)
-    return found is not None and stat.S_ISREG(found.st_mode)
+    result = status(path)
+    return result is not None and stat.S_ISREG(result.st_mode)
 
 
 def is_dir(path: Path) -> bool:
-    """Whether there is a directory. Raises OSError if the file system does not say."""
-    found = status(path)
-    return found is not None and stat.S_ISDIR(found.st_mode)
+    result = status(path)
+    return result is not None and stat.S_ISDIR(result.st_mode)
 
 
 def listing(directory: Path, pattern: str = "*") -> list[Path]:
-    """List what a directory holds whose name matches `pattern`, sorted; nothing if there is no directory.
+    """Return the sorted entries of a directory that match `pattern`; an empty list if the directory does not exist.
 
-    Unlike `Path.glob` it raises OSError where the directory cannot be read: an empty list means an empty directory.
+    Unlike `Path.glob` it raises OSError if the directory cannot be read, so an empty list is an answer.
     """
     try:
-        found = retrying(directory, lambda: list(directory.iterdir()))
+        paths = retrying(directory, lambda: list(directory.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(path for path in found if path.match(pattern))
+    return sorted(path for path in paths if path.match(pattern))
 
 
 def settled_listing(directory: Path, pattern: str = "*") -> list[Path]:
-    """`listing` of what has to be complete: it is repeated until two listings in a row agree.
+    """Return a complete `listing`: list the directory repeatedly, until a listing adds no name to the earlier ones.
 
-    What only one of them shows is there, too: names of what counts do not go while somebody looks for them.
+    An NFS client may return a stale listing. Files that callers look for are never removed meanwhile, so a name that
+    one listing has shown counts.
     """
-    before, found = None, set(listing(directory, pattern))
+    before, paths = None, set(listing(directory, pattern))
     for pause_s in _pauses(CACHE_S):
-        if before == found:
+        if before == paths:
             break
         if before is not None:
             sleep(pause_s)
-        before, found = found, found | set(listing(directory, pattern))
-    return sorted(found)
+        before, paths = paths, paths | set(listing(directory, pattern))
+    return sorted(paths)
 
 
 def revalidate(path: Path) -> None:
-    """Have this node ask the server about a file or directory, and read content anew that it has in its memory."""
-    with contextlib.suppress(OSError):  # whoever looks at it next gets the error
+    """Make this node ask the server about a file or directory again, and drop cached content."""
+    with contextlib.suppress(OSError):  # the caller's next operation raises the error
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -303,26 +293,26 @@ def revalidate(path: Path) -> None:
 
 
 def until_seen(look: Callable[[], T | None], *paths: Path, within_s: float = CACHE_S) -> T | None:
-    """Wait for what another node has written and this one may not see yet.
+    """Wait until this node sees a file that another node has written.
 
     Args:
-        look: returns None as long as it is not as expected.
-        paths: directories and files that are asked for anew before each look but the first.
-        within_s: no look is later than this.
+        look: returns None until the file is as expected.
+        paths: files and directories to revalidate before each further call of `look`.
+        within_s: time of the last call.
 
     Returns:
-        What `look` returned first that is not None; None if nothing else came.
+        The first result of `look` that is not None; None if the time ran out.
     """
-    if (found := look()) is not None:
-        return found
-    log.info("%s: not as expected; looks again for up to %.0f s", paths[0], within_s)
+    if (result := look()) is not None:
+        return result
+    log.info("%s: not visible yet; looking again for up to %.0f s", paths[0], within_s)
     for pause_s in _pauses(within_s):
         _pause(pause_s)
         for path in paths:
             revalidate(path)
-        if (found := look()) is not None:
+        if (result := look()) is not None:
             break
-    return found
+    return result
 
 
 def _pauses(within_s: float) -> Iterator[float]:
@@ -333,18 +323,18 @@ def _pauses(within_s: float) -> Iterator[float]:
 
 
 def files_below(directory: Path, pattern: str = "*") -> list[Path]:
-    """List all files below a directory whose names match. Unlike `Path.rglob` and `os.walk` it raises OSError."""
-    found = []
+    """Return all files below a directory whose names match. Unlike `Path.rglob` and `os.walk` it raises OSError."""
+    matching = []
     for path in listing(directory):
         if is_own_directory(path):
-            found += files_below(path, pattern)
+            matching += files_below(path, pattern)
         elif path.match(pattern) and is_file(path):
-            found.append(path)
-    return found
+            matching.append(path)
+    return matching
 
 
 def is_own_directory(path: Path) -> bool:
-    """Whether there is a directory, and not a link to one. Raises OSError if the file system does not say."""
+    """Return whether a path is a directory and not a symbolic link to one."""
     try:
         return stat.S_ISDIR(retrying(path, path.lstat).st_mode)
     except (FileNotFoundError, NotADirectoryError):
@@ -352,7 +342,6 @@ def is_own_directory(path: Path) -> bool:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename a file or directory. Raises OSError."""
     failed = False
 
     def once() -> None:
@@ -360,7 +349,7 @@ def rename(source: Path, target: Path) -> None:
         try:
             source.rename(target)
         except FileNotFoundError:
-            # The server did it the first time, and its answer was lost.
+            # After a failure the server may have renamed the file although its answer was lost.
             if not failed or not target.exists():
                 raise
         except OSError:
@@ -371,25 +360,23 @@ def rename(source: Path, target: Path) -> None:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file if it is there. Raises OSError."""
+    """Remove a file if it exists."""
     retrying(path, lambda: path.unlink(missing_ok=True))
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    """Make a directory and its parents if they are not there. Raises OSError."""
     retrying(path, lambda: path.mkdir(mode, parents=True, exist_ok=True))
 
 
 def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory with all that is in it, if it is there. Raises OSError unless `ignore_errors`."""
 
     def once() -> None:
         try:
             with contextlib.suppress(FileNotFoundError):
                 shutil.rmtree(directory)
         except OSError as error:
-            # NFS keeps a removed file that a process has open under another name, until the process closes it. A
-            # process of an earlier attempt that is ending may hold one for a moment.
+            # NFS keeps a removed file under another name while a process has it open. A process of an earlier attempt
+            # may hold one until it has ended, so this error is transient.
             if error.errno in (errno.EBUSY, errno.ENOTEMPTY):
                 raise OSError(errno.EAGAIN, error.strerror, error.filename) from error
             raise
@@ -399,18 +386,17 @@ def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
 
 
 def write_atomic(path: Path, data: Content) -> None:
-    """Write beside the target, flush to disk, rename over it.
-
-    A failed flush loses what was written, and the next flush would succeed without it: each try writes another file.
+    """Replace a file: write a temporary file beside it, flush it, and rename it over the target.
 
     Raises:
-        OSError: it cannot be written; the old content stays.
+        OSError: the file cannot be written. The old content stays.
     """
     retrying(path, lambda: _write_atomic(path, data))
 
 
 def _write_atomic(path: Path, data: Content) -> None:
-    # Of this call alone: another thread, or a process of the same number on another node, may write the same file.
+    # The name is unique per try: other threads and nodes may write the same target, and after a failed flush the kernel
+    # drops the lost pages, so that a second flush of the same file would succeed without them.
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     try:
         with temporary.open("wb") as handle:
@@ -419,8 +405,8 @@ def _write_atomic(path: Path, data: Content) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(path)
-    except BaseException:  # also of who makes the chunks
-        with contextlib.suppress(OSError):  # the first error says why
+    except BaseException:  # including errors of the function that makes the chunks
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
@@ -432,21 +418,21 @@ def _chunks(data: Content) -> Iterable[bytes | memoryview]:
 
 
 class Appender:
-    """Appends to a file that only this process appends to. A failed append leaves no half line for the next one."""
+    """Appends lines to a file that only this process writes. A failed append leaves no partial line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._begun = False
         self._failed_at: int | None = None
-        """Size of the file before the append that failed."""
+        """File size before the append that failed [bytes]."""
 
     def append(self, lines: bytes) -> None:
-        """Append whole lines. Raises OSError, and then nothing is appended, now or by the next call."""
+        """Append complete lines. After an OSError none of these lines is in the file, now or later."""
         try:
             retrying(self.path, lambda: self._append(lines))
         except OSError:
             if self._failed_at is not None:
-                with contextlib.suppress(OSError):  # otherwise the next append does it
+                with contextlib.suppress(OSError):  # if this fails, the next append truncates the file
                     os.truncate(self.path, self._failed_at)
             raise
 
@@ -457,14 +443,14 @@ class Appender:
                 file.truncate(self._failed_at)
                 end = self._failed_at
             self._failed_at = end
-            left = memoryview(b"\n" + lines if not self._begun and _ends_in_half_a_line(file, end) else lines)
+            # An earlier writer may have been killed in the middle of its last line.
+            left = memoryview(b"\n" + lines if not self._begun and _ends_in_partial_line(file, end) else lines)
             while left:
                 left = left[file.write(left) :]
         self._begun, self._failed_at = True, None
 
 
-def _ends_in_half_a_line(file: Any, size: int) -> bool:
-    """Whether an earlier writer was killed in the middle of its last line."""
+def _ends_in_partial_line(file: Any, size: int) -> bool:
     if not size:
         return False
     file.seek(size - 1)
@@ -472,12 +458,11 @@ def _ends_in_half_a_line(file: Any, size: int) -> bool:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_atomic` of indented JSON."""
     write_atomic(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON in a file, or None if it is not there (or, on a shared file system, not there yet) or no JSON."""
+    """Return the JSON value in a file; None if the file is missing, not yet visible on this node, or not JSON."""
     try:
         return json.loads(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
@@ -485,7 +470,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def digest(path: Path) -> str:
-    """blake2b-128 of a file, in hex."""
+    """Return the blake2b-128 digest of a file, in hexadecimal."""
 
     def read(handle: BinaryIO) -> str:
         hasher = hashlib.blake2b(digest_size=16)
@@ -497,19 +482,19 @@ def digest(path: Path) -> str:
 
 
 class FileWatcher:
-    """A JSON file that others replace: decoded only when it is another one than last time."""
+    """Watches a JSON file that other processes replace. It decodes the file only after a change."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seen: tuple[int, int, int] | None = None
         self.fault = ""
-        """Why the file could not be read the last time; empty if it could, or is not there."""
+        """Error of the last read; empty if the file was read or does not exist."""
 
     def changed(self, *, wait: bool = False) -> Any | None:
-        """The content if it changed since the last call, else None (also while the file is missing or half there).
+        """Return the content if it changed since the last call; None otherwise, or if the file is missing or invalid.
 
         Args:
-            wait: repeat a look that fails, as `retrying` does. Whoever looks again soon need not wait.
+            wait: retry a failed read. A caller that polls soon again need not wait.
         """
         self.fault = ""
         try:
@@ -520,7 +505,7 @@ class FileWatcher:
             return None
 
     def _look(self) -> Any | None:
-        # Opened, not only looked at: that is what makes a network file system ask its server.
+        # An NFS client asks its server on open, while it may answer `stat` from its cache.
         with self._path.open("rb") as handle:
             status = os.fstat(handle.fileno())
             key = (status.st_ino, status.st_mtime_ns, status.st_size)

@@ -1,4 +1,4 @@
-"""Slurm host lists: `node[001-003,007],x1` to names and back. Pure."""
+"""Slurm host lists: expand `node[001-003,007],x1` into names, and compress names into a host list."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ _NUMBERED = re.compile(r"^(.*?)(\d+)$")
 
 
 def expand(hostlist: str) -> list[str]:
-    """Expand a host list into names, in order. Brackets may stand anywhere in a name, more than once.
-
-    Raises:
-        ValueError: the text is not a host list.
-    """
+    """Return the names of a host list, in order. Raise ValueError if the text is not a host list."""
     return [name for entry in _split(hostlist) for name in _expand_entry(entry, hostlist)]
 
 
 def _split(hostlist: str) -> list[str]:
-    """Cut at the commas outside brackets. As in Slurm, blanks may stand beside them."""
+    """Split at the commas outside brackets. Slurm allows blanks beside them."""
     entries, depth, current = [], 0, ""
     for character in hostlist:
         depth += (character == "[") - (character == "]")
@@ -62,9 +58,9 @@ def _expand_ranges(ranges: str, hostlist: str) -> list[str]:
 
 
 def compress(names: Iterable[str]) -> str:
-    """The host list of names. Order is kept, so only neighbours that count upwards share a bracket."""
+    """Return a host list of names. It keeps their order, so only consecutive numbers share a range."""
     entries = []
-    for (prefix, width), group in groupby(map(_numbered, names), key=lambda part: (part[0], len(part[1]))):
+    for (prefix, width), group in groupby(map(_split_number, names), key=lambda part: (part[0], len(part[1]))):
         numbers = [number for _, number in group]
         ranges = _ranges([int(number) for number in numbers], width) if width else []
         if not width:
@@ -76,17 +72,16 @@ def compress(names: Iterable[str]) -> str:
     return ",".join(entries)
 
 
-def _numbered(name: str) -> tuple[str, str]:
-    """A name as its prefix and the digits at its end ("" if there are none)."""
+def _split_number(name: str) -> tuple[str, str]:
     match = _NUMBERED.match(name)
     return (match[1], match[2]) if match else (name, "")
 
 
 def _ranges(numbers: Sequence[int], width: int) -> list[str]:
-    found: list[tuple[int, int]] = []
+    ranges: list[tuple[int, int]] = []
     for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1] = (found[-1][0], number)
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], number)
         else:
-            found.append((number, number))
-    return [f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}" for low, high in found]
+            ranges.append((number, number))
+    return [f"{low:0{width}d}" if low == high else f"{low:0{width}d}-{high:0{width}d}" for low, high in ranges]

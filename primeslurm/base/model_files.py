@@ -1,4 +1,4 @@
-"""Where a model's files are: a directory, or what the Hugging Face cache has of a hub id. Nothing is downloaded."""
+"""Finds the local directory of a model: a path, or a hub id in the Hugging Face cache. It downloads nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 from primeslurm.base.paths import expanded, is_dir
 
 INDEX = "model.safetensors.index.json"
-"""Says which file of a model each tensor is in."""
+"""Name of the file that maps tensors to safetensors files."""
 _NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""A snapshot without other files (images, weights in other formats) is complete."""
+"""Files that a complete snapshot has. Other files, such as images, may be missing."""
 
 
 class ModelNotFoundError(FileNotFoundError):
-    """No directory, and `why` says what is wrong with the cache: "not in the Hugging Face cache", for one."""
+    """Neither a directory nor in the cache. `why` is the problem with the cache: "not in the Hugging Face cache"."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"model {path}: no such directory, and {why}")
@@ -21,7 +21,7 @@ class ModelNotFoundError(FileNotFoundError):
 
 
 def model_directory(path: str) -> Path | None:
-    """The directory that a model path or hub id means on this file system; None if it is not there."""
+    """Return the local directory of a model path or hub id; None if there is none."""
     try:
         return locate(path)
     except ModelNotFoundError:
@@ -29,18 +29,14 @@ def model_directory(path: str) -> Path | None:
 
 
 def locate(path: str) -> Path:
-    """The directory that a model path or hub id means on this file system.
-
-    Raises:
-        ModelNotFoundError: it is not there, or not all of it.
-    """
+    """Return the local directory of a model path or hub id. Raise ModelNotFoundError if it is missing or incomplete."""
     directory = expanded(path)
     if is_dir(directory):
         return directory.resolve()
     from huggingface_hub import constants
 
     in_cache = Path(constants.HF_HUB_CACHE) / f"models--{path.replace('/', '--')}"
-    if not is_dir(in_cache):  # asking the hub's library would take 0.2 s of imports
+    if not is_dir(in_cache):  # saves the 0.2 s that importing the hub's library takes
         raise ModelNotFoundError(path, "not in the Hugging Face cache")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, IncompleteSnapshotError, LocalEntryNotFoundError

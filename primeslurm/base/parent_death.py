@@ -1,4 +1,4 @@
-"""No orphans: a process that ends when the one that started it does, however that was ended."""
+"""Ends a process when its parent dies."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import ctypes
 import signal
 
 _PR_SET_PDEATHSIG = 1
-# Loaded here, and not in a child that has executed nothing yet: another thread may have held its locks at the fork.
+# Loaded at import: between fork and exec another thread may have held the loader's locks.
 _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Have the kernel kill this process as soon as its parent is gone. It outlives an exec; children do not have it."""
+    """Make the kernel kill this process when its parent dies. The setting survives exec; children do not inherit it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The environment in which templates are filled in: where they are, and that a name without a value is an error."""
+"""The jinja2 environment of the templates in `templates/`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from primeslurm.base.paths import shipped
 
 @functools.cache
 def environment(*, autoescape: bool) -> jinja2.Environment:
-    """The jinja2 environment over `templates/`; it keeps what it has compiled.
+    """Return the environment, which caches compiled templates. An undefined name is an error.
 
-    Args:
-        autoescape: what is filled in is text for HTML.
+    Set `autoescape` for HTML.
     """
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(shipped("templates")),

@@ -1,4 +1,4 @@
-"""Durations, sizes and counts as a person reads them. Raw numbers stay in `--json`."""
+"""Durations, sizes and counts formatted for people. `--json` prints raw numbers instead."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ _UNITS = list(_SECONDS)
 
 
 def duration(seconds: float) -> str:
-    """Write a duration in its two largest units: `2.3 s`, `45 s`, `1 min 22 s`, `1 h 56 min`, `2 d 3 h`."""
+    """Format a duration in its two largest units: `2.3 s`, `45 s`, `1 min 22 s`, `1 h 56 min`, `2 d 3 h`."""
     if seconds < 0:
         return f"-{duration(-seconds)}"
     if round(seconds, 1) < 10:
@@ -21,7 +21,7 @@ def duration(seconds: float) -> str:
 
 
 def size(number_of_bytes: float) -> str:
-    """Write a number of bytes in decimal units: `8.9 TB`, `746 GB`, `512 B`."""
+    """Format bytes in decimal units: `8.9 TB`, `746 GB`, `512 B`."""
     value = float(number_of_bytes)
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if abs(value) < 999.5:
@@ -31,12 +31,12 @@ def size(number_of_bytes: float) -> str:
 
 
 def gib(value: float) -> str:
-    """Write an amount of memory that is given in GiB: `114 GiB`, `8.3 GiB`."""
+    """Format GiB: `114 GiB`, `8.3 GiB`."""
     return f"{_digits(value)} GiB"
 
 
 def tokens(number: float) -> str:
-    """Write a number of tokens: `128`, `8.2k`, `650k`, `1.2M`."""
+    """Format a number of tokens: `128`, `8.2k`, `650k`, `1.2M`."""
     value = float(number)
     for unit in ("", "k"):
         if abs(value) < 999.5:
@@ -46,15 +46,15 @@ def tokens(number: float) -> str:
 
 
 def number(value: float) -> str:
-    """Write a whole number with separators: `10,752`."""
+    """Format a whole number with separators: `10,752`."""
     return f"{value:,.0f}"
 
 
 def count(number: int, word: str) -> str:
-    """Write a number of things: `1 node`, `10,752 nodes`."""
+    """Format a count with its noun: `1 node`, `10,752 nodes`."""
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
 
 
 def _digits(value: float) -> str:
-    """Two digits at least: 8.9, 12, 746."""
+    """Format with at least two digits: 8.9, 12, 746."""
     return f"{value:.1f}".removesuffix(".0") if abs(round(value, 1)) < 10 else f"{value:.0f}"

@@ -1,40 +1,37 @@
-"""For how long a process has been silent, without the time for which it cannot be blamed. Pure."""
+"""Measures how long a process has sent no heartbeat, without delays that it did not cause."""
 
 from __future__ import annotations
 
 MAX_GAP_S = 2.0
-"""Two looks further apart than this count as so far apart: whoever looks was held up, and mostly not alone."""
+"""Longest gap between two checks that counts [s]. A longer one means that the observer itself was delayed."""
 
 
 def scheduling_delay_s(last: float, now: float) -> float:
-    """Tell for how many seconds whoever had its last turn at `last` was held up: nobody was silent for that."""
+    """Return for how long an observer that last ran at `last` was delayed. Nobody is unresponsive for that time."""
     return max(0.0, now - last - MAX_GAP_S)
 
 
 class UnresponsiveTimer:
-    """Counts the seconds since a process was last heard of, one look after the other.
+    """Counts the seconds since the last heartbeat of one process.
 
-    Only time in which somebody looked counts: a machine that stands still, or an agent that was stopped, makes nobody
-    silent. What the process itself could not help is taken off.
+    Only time in which the observer was running counts: a suspended machine or a stopped agent makes no process
+    unresponsive.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        """Of silence, at the last look."""
+        """Seconds without a heartbeat, at the last check."""
         self._looked_at: float | None = None
         self._heard: int | None = None
 
     def look(self, now: float, heard: int, excused_s: float = 0.0) -> float:
-        """Take in a look.
+        """Check the process, and return the seconds without a heartbeat.
 
         Args:
-            now: any clock, in seconds; it may jump.
-            heard: a number that changes whenever the process says something.
-            excused_s: since the last look the process could do nothing for so long: it waited for a CPU or a disk, or
-                a debugger held it.
-
-        Returns:
-            The seconds of silence so far.
+            now: any clock [s]; it may jump.
+            heard: a counter that changes with every heartbeat.
+            excused_s: time since the last check in which the process could not run: it waited for a CPU or a disk, or a
+                debugger had stopped it.
         """
         if heard != self._heard or self._looked_at is None:
             self.seconds = 0.0

@@ -13,17 +13,9 @@ _BLOCK_BYTES = 1 << 20
 
 
 def parse_line(line: bytes, *, images: bool) -> tuple[Any, list[str]]:
-    """Parse a line of JSON.
+    """Return the record of a line of JSON as by `without_images`, and the sources of its images.
 
-    Args:
-        line: Bytes of the line.
-        images: Whether the model is trained on images.
-
-    Returns:
-        The record, with {"type": "image"} in place of each image, and the paths or data URIs of the images.
-
-    Raises:
-        ConversationError: The line is not JSON, or has images that cannot be trained on.
+    Raise ConversationError if the line is not JSON, or has images although the model is not trained on `images`.
     """
     try:
         record = json.loads(line)
@@ -39,7 +31,7 @@ def parse_line(line: bytes, *, images: bool) -> tuple[Any, list[str]]:
 
 
 def line_number(path: Path, start: int) -> int:
-    """Return the number, from 1, of the line that begins at byte `start` of a file."""
+    """Return the number, from 1, of the line that begins at byte `start`."""
     with path.open("rb") as file:
         blocks = (file.read(min(_BLOCK_BYTES, start - done)) for done in range(0, start, _BLOCK_BYTES))
         return 1 + sum(block.count(b"\n") for block in blocks)

@@ -20,14 +20,8 @@ IMAGES = ("image", "image_url")
 _TEXTS = ("text", "input_text", "output_text")
 _OTHER_ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "ai": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
+    **dict.fromkeys(("gpt", "bot", "ai", "chatgpt", "model"), "assistant"),
+    **dict.fromkeys(("function", "ipython", "observation"), "tool"),
 }
 """Roles of other formats, with the role to use instead."""
 _OTHER_ARGUMENTS = ("parameters", "input", "args", "kwargs", "params")
@@ -39,20 +33,16 @@ class ConversationError(ValueError):
     """A conversation cannot be rendered or trained on.
 
     Args:
-        why: What is wrong. It quotes nothing of the conversation, so that equal errors of two lines compare equal.
-        fix: What to write or do instead.
+        why: The problem. It quotes nothing of the conversation, so that equal problems of two lines compare equal.
+        fix: Instruction for the user.
         number: Number of the message, from 1. 0 means the conversation as a whole.
-        shown: The text that is wrong.
+        shown: The offending text.
     """
 
     def __init__(self, why: str, fix: str = "", number: int = 0, shown: str = "") -> None:
         self.why, self.fix, self.number, self.shown = why, fix, number, shown
+        self.where = f"message {number}: " if number else ""
         super().__init__(f"{self.where}{why}{f': {shown}' if shown else ''}{f' ({fix})' if fix else ''}")
-
-    @property
-    def where(self) -> str:
-        """Prefix of the error text that names the message."""
-        return f"message {self.number}: " if self.number else ""
 
 
 @dataclass(frozen=True)
@@ -72,15 +62,10 @@ class MessageForm:
 
 
 def normalized(messages: Any, form: MessageForm | None = None, *, lenient: bool = False) -> list[ChatMessage]:
-    """Return the messages of a conversation in the form of a chat template. The argument is not changed.
+    """Return copies of messages in the form of a chat template (by default, of most templates).
 
-    Args:
-        messages: Messages of OpenAI's chat completions. Images stay parts of the content.
-        form: Form of the chat template. Default: the form of most templates.
-        lenient: Keep a message that cannot be normalized. A sampled answer may hold anything, and is rendered as it is.
-
-    Raises:
-        ConversationError: A message cannot be normalized. Never raised if `lenient`.
+    Images stay parts of the content. Raise ConversationError if a message cannot be normalized, or keep it if
+    `lenient`: a sampled answer may hold anything, and is rendered as it is.
     """
     form = form or MessageForm()
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
@@ -108,11 +93,7 @@ def _without_nulls(message: Any) -> Any:
 def without_images(messages: Any) -> tuple[Any, list[str]]:
     """Replace each image by {"type": "image"}, which is all that chat templates look at.
 
-    Returns:
-        The messages, and the paths or data URIs of the images in order.
-
-    Raises:
-        ConversationError: An image has neither.
+    Return the messages, and the paths or data URIs of the images. Raise ConversationError if an image has neither.
     """
     sources: list[str] = []
     if not isinstance(messages, list):
@@ -140,11 +121,7 @@ def _without_image(part: Any, sources: list[str], number: int) -> Any:
 def tools_of(tools: Any) -> list[dict[str, Any]] | None:
     """Return tools in the form of OpenAI's chat completions, or None if there are none.
 
-    Args:
-        tools: List of tools or of bare functions, or the JSON text of one.
-
-    Raises:
-        ConversationError: The value is neither.
+    `tools` is a list of tools or of bare functions, or the JSON text of one. Raise ConversationError for anything else.
     """
     if isinstance(tools, str) and tools.strip():
         tools = _json(tools, "tools")
@@ -220,6 +197,7 @@ def _pop_thoughts(message: ChatMessage) -> str | None:
     values = [message.pop(key) for key in THOUGHTS if key in message]
     if not all(isinstance(thoughts, str) for thoughts in values):
         raise ConversationError("thoughts are not text", f"`{THOUGHTS[0]}` as text")
+    # Some data sets fill several keys, for different templates.
     return max(values, key=len, default=None)
 
 

@@ -27,16 +27,12 @@ _CALL_ID = "call00001"  # Mistral's templates require nine characters
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer of transformers."""
 
-    Args:
-        tokenizer: Tokenizer of transformers.
-        eos_ids: Tokens at which engines end a turn. Default: see `eos_ids_of`.
-    """
-
-    def __init__(self, tokenizer: Any, eos_ids: Sequence[int] | None = None) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.eos_ids = tuple(eos_ids_of(tokenizer) if eos_ids is None else eos_ids)
+        self.eos_ids = tuple(eos_ids_of(tokenizer))
+        """Tokens at which engines end a turn."""
 
     @cached_property
     def source(self) -> str:
@@ -47,6 +43,7 @@ class ChatTemplate:
     @cached_property
     def form(self) -> MessageForm:
         """The form in which the template expects messages, found by rendering test conversations."""
+        # Rendering tells what a template does with calls. Its source tells which keys and roles it reads.
         keys = [key for key in THOUGHTS if key in self.source]
         arguments = next((kind for kind in ("object", "text") if self._shows_calls(kind)), "not shown")
         return MessageForm(
@@ -77,16 +74,9 @@ class ChatTemplate:
         prompt: bool = False,
         **options: Any,
     ) -> str:
-        """Render messages that are in the template's form.
+        """Render messages that are in the template's form, and the generation prompt if `prompt`.
 
-        Args:
-            messages: Messages of a conversation.
-            tools: Tools that the model can call.
-            prompt: Whether to add the generation prompt.
-            options: Further arguments of the template.
-
-        Raises:
-            ConversationError: The template refuses the messages, or fails.
+        `options` are further arguments of the template. Raise ConversationError if the template fails.
         """
         if not self.source:
             raise ConversationError(
@@ -143,10 +133,8 @@ class ChatTemplate:
 def eos_ids_of(tokenizer: Any) -> list[int]:
     """Return the tokens at which engines end a turn.
 
-    They are the `eos_token_id` of generation_config.json, else of config.json, and the tokenizer's own.
-
-    Args:
-        tokenizer: Tokenizer that was loaded from the model's directory.
+    They are `eos_token_id` of generation_config.json (or else config.json) in the model's directory, and the
+    tokenizer's own.
     """
     source = tokenizer.name_or_path
     paths = (Path(source, name) for name in ("generation_config.json", "config.json")) if source else ()

@@ -36,15 +36,10 @@ class PlainText(NamedTuple):
 
 
 def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Dialogue | PlainText:
-    """Read a line of a data set, without rendering it.
+    """Read a line of a data set, as `parse_line` returns it, without rendering it.
 
-    Args:
-        record: The line's JSON, with the result of `without_images` for its messages.
-        every: Whether every answer of the assistant is trained, or only the last.
-        form: Form of the chat template. Default: the form of most templates.
-
-    Raises:
-        ConversationError: No model could be trained on the line.
+    `every` answer of the assistant is trained, or only the last. Raise ConversationError if no model could be trained
+    on the line.
     """
     if not isinstance(record, dict):
         raise ConversationError("not a JSON object", "write one JSON object per line")
@@ -70,12 +65,7 @@ def read_line(record: Any, every: bool, form: MessageForm | None = None) -> Dial
 
 
 class TrainingText:
-    """Turns lines of a data set into text to train on.
-
-    Args:
-        tokenizer: Tokenizer of transformers, loaded from the model's directory.
-        every: Whether every answer of the assistant is trained, or only the last.
-    """
+    """Turns lines of a data set into text to train on. `every` answer is trained, or only the last."""
 
     def __init__(self, tokenizer: Any, every: bool = False) -> None:
         self.template = ChatTemplate(tokenizer)
@@ -83,15 +73,10 @@ class TrainingText:
 
     @cached_property
     def ends(self) -> TurnEnds:
-        """The tokens that end turns."""
         return TurnEnds(self.template)
 
     def parts(self, record: Any) -> list[Part]:
-        """Return the text of a line in order, up to the end of the last trained turn.
-
-        Raises:
-            ConversationError: The line cannot be trained on.
-        """
+        """Return the text of a line up to the end of the last trained turn. Raise ConversationError if it has none."""
         line = read_line(record, self.every, self.template.form)
         if isinstance(line, Dialogue):
             return self._of_messages(line.messages, line.tools)
@@ -116,6 +101,7 @@ class TrainingText:
 
     def _continuation(self, before: str, text: str) -> list[int] | None:
         """Return the tokens of a text that follows another, or None if a token spans both."""
+        # A line break in place of the text before: sometimes only that text's last token would span both.
         for start in (before, "\n"):
             first, both = self._encoded([start, start + text])
             if both[: len(first)] == first:
@@ -155,13 +141,10 @@ class TrainingText:
     def _answer(
         self, messages: Sequence[ChatMessage], tools: Sequence[Any] | None, text: str, i: int
     ) -> tuple[int, int, str]:
-        """Find answer `i` in the text of a conversation.
-
-        Returns:
-            Start, end, and the text to add: the end of the turn if the template writes none.
-        """
+        """Return start and end of answer `i` in a conversation's text, and the turn's end if it has to be added."""
         last = i + 1 == len(messages)
         answered = text if last else self.template.render(messages[: i + 1], tools)
+        # The answer follows the prompt that the model will be given: what the template adds there is not trained.
         prompts = self._prompts(messages[:i], tools)
         prompt = next((prompt for prompt in prompts if answered.startswith(prompt) and text.startswith(prompt)), None)
         if prompt is None:
@@ -173,6 +156,7 @@ class TrainingText:
             raise ConversationError(why, "use `train: last`", i + 1, _difference(answered[:end], text))
         if within is not None:
             return len(prompt), end, ""
+        # No end token within the answer: the marker of the next role may be it (GLM).
         if not last and (marker := self.ends.beginning(text[end:])) is not None:
             return len(prompt), end + marker, ""
         return len(prompt), end, self._missing_end(messages, i)

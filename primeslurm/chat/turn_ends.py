@@ -59,6 +59,7 @@ class TurnEnds:
         called = template.calling(template.form.arguments, template.form.no_content)
         last, followed = (template.tried_call(messages) for messages in (called, template.with_result(result)))
         tail, gap = _after(last, VALUE), _between(followed, VALUE, result)
+        # Usually, calls end like answers. Llama ends code that is to be run with <|eom_id|>, at which engines stop too.
         if self.answer is not None and self.answer.written and self.answer.token in tail:
             return self.answer if self._first(tail, self.stops) is None else self._end(tail, gap)
         end = self._end(tail, gap, only=self.stops)
@@ -90,6 +91,7 @@ class TurnEnds:
         contain such a token. Phi-3's template writes `<|end|>`, and `<|endoftext|>` at the end of a conversation.
         """
         end = len(answer.rstrip())
+        # Skip text that the template always writes after the token.
         written = [turn for turn in (self.answer, self.call) if turn is not None and turn.written]
         if turn := next((turn for turn in written if answer.endswith(turn.token + turn.after.rstrip(), 0, end)), None):
             end -= len(turn.after.rstrip())
@@ -109,14 +111,11 @@ class TurnEnds:
         return match.end() if match else None
 
     def _end(self, tail: str, gap: str, only: frozenset[str] | None = None) -> TurnEnd | None:
-        """Find the end of a turn.
+        """Find the end of a turn in `tail`, the text after a last answer, or in `gap`, the text before a next message.
 
-        Args:
-            tail: Text after an answer that ends a conversation.
-            gap: Text between an answer and the content of the next message.
-            only: Tokens that may end the turn. Default: engines' stop tokens are preferred, then special tokens, then
-                other added tokens.
+        Engines' stop tokens are preferred, then special tokens, then other added tokens; or `only` some may end it.
         """
+        # First a token that the template writes after the answer, then one that starts the next message.
         choices = [only] if only is not None else [self.stops, self._special, self._added]
         for tokens in choices:
             if token := self._first(tail, tokens):

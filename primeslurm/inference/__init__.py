@@ -1,1 +1,1 @@
-"""What runs inside vLLM engines: gate, plugin, policies taken over from the trainer, and fixes of vLLM on CPUs."""
+"""Code that runs inside vLLM engines and routers: middleware, plugin, weight updates and patches of vLLM."""

@@ -1,7 +1,7 @@
-"""Who may ask an engine: whoever shows the run's secret as a bearer token. A pure ASGI middleware.
+"""ASGI middleware that requires the run's secret as a bearer token.
 
-What is read-only and tells nothing of prompts or weights stays open, because it is read by those who do not have the
-secret: `/health` by routers, `/metrics` by routers and monitoring, `/primeslurm/status` by the node's agent.
+A few read-only routes stay open, because their clients do not have the secret: routers read `/health`, monitoring
+reads `/metrics`, and the node agent reads `/primeslurm/status`. None of them reveals prompts or weights.
 """
 
 from __future__ import annotations
@@ -23,49 +23,48 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _OPEN = ("/health", "/metrics", STATUS_PATH)
 _GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models")
-"""What the token of a router opens (`wire.transport.secret.generate_token`)."""
+"""Routes that also accept a router's token (`wire.transport.secret.generate_token`)."""
 
 
 class SecretGate:
-    """The middleware. Subclasses serve what was admitted.
+    """Rejects requests without the run's secret. Subclasses override `serve` to handle authorised requests.
 
     Raises:
-        SecretError: this process was started without a secret; an engine that lets everybody in does not start.
+        SecretError: this process has no secret. An engine without one does not start.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
-        own = secret.own()
-        self._secret = f"Bearer {own}".encode()
-        self._generate_token = f"Bearer {secret.generate_token(own)}".encode()
+        run_secret = secret.own()
+        self._secret = f"Bearer {run_secret}".encode()
+        self._generate_token = f"Bearer {secret.generate_token(run_secret)}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve, or refuse."""
-        if scope["type"] == "websocket":  # nothing of a run uses them
+        if scope["type"] == "websocket":  # no client of a run uses websockets
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] != "http":
             await self._app(scope, receive, send)
-        elif self._admits(scope):
+        elif self._is_authorised(scope):
             await self.serve(scope, receive, send)
         else:
             await answer(send, 401, {"error": "the run's secret is missing or wrong"})
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve an admitted request."""
+        """Serve an authorised request."""
         await self._app(scope, receive, send)
 
-    def _admits(self, scope: Scope) -> bool:
+    def _is_authorised(self, scope: Scope) -> bool:
         path: str = scope["path"]
         if path in _OPEN and scope["method"] == "GET":
             return True
-        shown = dict(scope["headers"]).get(b"authorization", b"")
-        if path in _GENERATE and hmac.compare_digest(shown, self._generate_token):
+        token = dict(scope["headers"]).get(b"authorization", b"")
+        if path in _GENERATE and hmac.compare_digest(token, self._generate_token):
             return True
-        return hmac.compare_digest(shown, self._secret)
+        return hmac.compare_digest(token, self._secret)
 
 
 async def answer(send: Send, status: int, content: dict[str, Any] | msgspec.Struct) -> None:
-    """Send JSON as the answer to a request."""
+    """Send a JSON response."""
     raw = msgspec.json.encode(content)
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

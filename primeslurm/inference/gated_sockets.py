@@ -1,8 +1,8 @@
-"""vLLM's ZMQ sockets between nodes (ranks of a group, NIXL's side channel), for those alone who have the run's secret.
+"""Encrypts vLLM's ZMQ sockets between nodes (data-parallel ranks, NIXL's side channel) with keys from the run's secret.
 
-Whoever reaches one of vLLM's can speak as an engine, and a message that is none ends the coordinator of a group, which
-then stands still. Here they are encrypted (CURVE), by keys that the secret gives: who does not know the public one
-cannot begin a handshake. A password would need a thread of each context to look at it, and vLLM ends contexts at will.
+Without this, any process that reaches such a socket can act as an engine, and an invalid message kills the coordinator
+of a data-parallel group. CURVE rejects clients that do not know the server's public key. Password authentication would
+need a thread per ZMQ context, and vLLM ends contexts at any time.
 """
 
 from __future__ import annotations
@@ -18,44 +18,34 @@ from primeslurm.inference import guards
 from primeslurm.wire.transport.handshake import key_for
 
 _CONNECT = (zmq.PUSH, zmq.SUB, zmq.XSUB)
-"""Kinds of sockets that connect if vLLM does not say what they do."""
+"""Socket types that connect if vLLM does not say whether to bind or connect."""
 
 
 @functools.cache
 def _keys() -> tuple[bytes, bytes]:
-    """The public and the private one of this run's engines."""
+    """Return the public and the private key, which all engines of a run share."""
     private = z85.encode(key_for(b"engines"))
     return zmq.curve_public(private), private
 
 
 class GatedContext:
-    """A context of ZMQ, in whose place its sockets are made.
-
-    Args:
-        context: vLLM's.
-        serves: they are to be bound, and not connected.
-    """
+    """Wraps a ZMQ context and makes encrypted sockets. `serves`: the sockets bind rather than connect."""
 
     def __init__(self, context: Any, serves: bool) -> None:
         self._context, self._serves = context, serves
 
     def socket(self, kind: int) -> Any:
-        """Make a socket that asks for the secret, or shows it."""
-        found = self._context.socket(kind)
-        found.curve_publickey, found.curve_secretkey = _keys()
+        socket = self._context.socket(kind)
+        socket.curve_publickey, socket.curve_secretkey = _keys()
         if self._serves:
-            found.curve_server = True
+            socket.curve_server = True
         else:
-            found.curve_serverkey = _keys()[0]
-        return found
+            socket.curve_serverkey = _keys()[0]
+        return socket
 
 
 def use() -> None:
-    """Have vLLM make such sockets in this process, wherever they are for TCP.
-
-    Raises:
-        RuntimeError: vLLM is not the version that this was written for.
-    """
+    """Make vLLM encrypt all TCP sockets of this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.utils import network_utils
 
     make = guards.expect(network_utils, "make_zmq_socket", ["ctx", "path", "socket_type", "bind"])
@@ -66,6 +56,7 @@ def use() -> None:
             ctx = GatedContext(ctx, socket_type not in _CONNECT if bind is None else bind)
         return make(ctx, path, socket_type, bind, *rest, **others)
 
-    for module in list(sys.modules.values()):  # many have imported it by now
-        if vars(module).get("make_zmq_socket") is make:  # without asking modules that import what they are asked for
+    # Many modules have imported the function by name. `vars` avoids triggering modules that import lazily.
+    for module in list(sys.modules.values()):
+        if vars(module).get("make_zmq_socket") is make:
             vars(module)["make_zmq_socket"] = gated

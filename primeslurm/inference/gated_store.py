@@ -1,7 +1,7 @@
-"""torch's store in engines that share their experts, for those alone who have the run's secret.
+"""Protects torch's TCPStore in expert-parallel engines with the run's secret.
 
-Their ranks meet in stores of torch, which serve whoever reaches their ports, on all addresses, and tell each rank where
-the others are. Who writes into one can be a rank to the others, which unpickle what ranks send.
+Ranks find each other through these stores, which accept any client on all addresses. A stranger who writes into one
+could pose as a rank, and ranks unpickle what other ranks send.
 """
 
 from __future__ import annotations
@@ -17,30 +17,21 @@ from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.transport.rendezvous_store import serve_store
 
 _TIMEOUT = timedelta(seconds=300)
-"""As torch has it."""
+"""Default of torch."""
 _stores: list[dist.TCPStore] = []
-"""Those that this process serves, until its end: ranks of its groups use them that long."""
+"""Stores that this process serves. They must live until the process ends."""
 
 
 class GatedStore(dist.TCPStore):
-    """A store's client, behind a passage and a gate, where torch makes a store or a client of one.
+    """Replaces torch's TCPStore: a client that reaches the store through an authenticating gate.
 
-    The rank that serves the store is a client like the others: NCCL's groups clone their stores, which connects anew.
-
-    Args:
-        host_name: where the gate is.
-        port: of the gate; 0, for one that is free.
-        world_size: see torch.
-        is_master: serve the store, and open the gate.
-        timeout: longest wait for the store.
-        wait_for_workers: nobody waits for others here: they cannot come before there is a gate.
-        multi_tenant: has no effect, each is a store of its own.
-        master_listen_fd: the gate's, which listens.
-        use_libuv: has no effect.
+    `port` is the port of the gate, 0 for any free one. The rank with `is_master` also serves the store and the gate.
+    It connects as a client, too, because NCCL's groups clone their stores, and a clone connects again. The arguments
+    `wait_for_workers`, `multi_tenant` and `use_libuv` have no effect.
 
     Raises:
         OSError: the port is taken.
-        RendezvousError: somebody else was connected to the store already.
+        RendezvousError: another process had connected to the store before.
     """
 
     def __init__(
@@ -60,28 +51,24 @@ class GatedStore(dist.TCPStore):
             gate = _listening(host_name, port, master_listen_fd)
             self._gate = int(gate.getsockname()[1]) if gate else port
             _stores.append(serve_store(host_name, self._gate, gate))
-        way = rendezvous.passage(host_name, self._gate, timeout.total_seconds())
-        super().__init__("127.0.0.1", way, world_size, False, timeout, False)
+        local_port = rendezvous.passage(host_name, self._gate, timeout.total_seconds())
+        super().__init__("127.0.0.1", local_port, world_size, False, timeout, False)
 
     @property
     def port(self) -> int:
-        """Return where others find it: the gate's port."""
+        """Port that other ranks connect to."""
         return self._gate
 
 
 def _listening(host: str, port: int, fd: int | None) -> socket.socket | None:
-    """Return the socket that a gate is to listen at, if there is one already, or if any port will do."""
+    """Return the gate's listening socket: the given one, or one at a free port. None if the port is fixed."""
     if fd is not None:
         return socket.socket(fileno=fd)
     return None if port else socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def use() -> None:
-    """Have vLLM and torch make gated stores in this process.
-
-    Raises:
-        RuntimeError: vLLM is not the version that this was written for.
-    """
+    """Make vLLM and torch use `GatedStore` in this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import utils
 
     guards.expect(utils, "create_tcp_store", ["host", "port", "listen_socket"])

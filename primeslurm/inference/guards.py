@@ -1,4 +1,4 @@
-"""A fix of vLLM is applied only to the vLLM it was written for."""
+"""Checks that vLLM's code is as a patch expects it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,19 @@ from typing import Any
 
 
 def expect(owner: type | ModuleType, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Return a method or function of vLLM that a fix replaces.
-
-    Args:
-        owner: its class or module.
-        name: its name.
-        parameters: those that it must take.
-
-    Raises:
-        RuntimeError: vLLM has changed there.
-    """
+    """Return the method or function `name` of `owner`. Raise RuntimeError unless it has these parameters."""
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
-        raise changed(f"{owner.__name__}.{name} is gone")
+        raise changed(f"{owner.__name__}.{name} is missing")
     missing = [p for p in parameters if p not in inspect.signature(method).parameters]
     if missing:
-        raise changed(f"{owner.__name__}.{name} takes no {', '.join(missing)} any more")
+        raise changed(f"{owner.__name__}.{name} has no parameter {', '.join(missing)}")
     return method
 
 
-def changed(what: str) -> RuntimeError:
-    """Make the error that says what is not as it was."""
+def changed(difference: str) -> RuntimeError:
+    """Return the error for vLLM code that differs from what a patch expects."""
     import vllm
 
-    where = "primeslurm/inference/, its cpu/ and weight_transfer/layerwise.py"
-    return RuntimeError(f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32; see {where}")
+    where = "primeslurm/inference and primeslurm/testbed/cpu_engine"
+    return RuntimeError(f"vLLM {vllm.__version__}: {difference}. primeslurm patches vLLM 0.32; see {where}")

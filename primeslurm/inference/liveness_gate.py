@@ -1,9 +1,9 @@
-"""The gate in front of an engine that keeps the weights it was started with: a teacher's, or of `task: serve`.
+"""ASGI middleware that reports an unresponsive engine core.
 
-A pure ASGI middleware (`vllm serve --middleware primeslurm.inference.liveness_gate.CoreGate`). While the core behind
-the
-server does not answer (`core_watch`), whoever asks how the engine is gets 504, and generation 503: routers and clients
-leave it out, and its agent, which takes 504 for no answer at all, restarts it when that has lasted for too long.
+It serves engines whose weights never change: teachers, and those of `task: serve`. Use it with
+`vllm serve --middleware primeslurm.inference.liveness_gate.LivenessGate`. While the engine core does not respond,
+status requests get 504 and generation requests get 503. Routers and clients then avoid the engine, and its node agent,
+which counts 504 as no response, restarts it after a while.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ _GENERATION = ("/v1/", "/inference/v1/")
 
 
 class LivenessGate(SecretGate):
-    """The middleware. Subclasses serve what a core is there for."""
+    """Refuses requests while the engine core is unresponsive. Subclasses override `serve_live`."""
 
     def __init__(self, app: App) -> None:
         super().__init__(app)
         self._core = EngineCoreWatchdog(app)
         self._controlled = 0
-        """Requests under way that may keep the core for minutes; who makes them has a limit for that."""
+        """Number of pending control requests. They may block the core for minutes; their clients have time limits."""
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Look after the core whenever somebody asks how the engine is; refuse what it cannot do."""
+        """Check the core on each status request. Refuse status and generation requests while it is unresponsive."""
         path: str = scope["path"]
-        asked = path in (STATUS_PATH, HEALTH_PATH)
-        if asked:
-            self._core.look(scope, busy=self._controlled > 0)
-        if self._core.silent and (asked or generates(path)):
-            await answer(send, 504 if asked else 503, {"error": self._core.words})
+        is_status = path in (STATUS_PATH, HEALTH_PATH)
+        if is_status:
+            self._core.check(scope, busy=self._controlled > 0)
+        if self._core.unresponsive and (is_status or generates(path)):
+            await answer(send, 504 if is_status else 503, {"error": self._core.message})
         else:
             await self.serve_live(scope, receive, send)
 
     async def serve_live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve an admitted request that the core, as far as is known, can take."""
+        """Serve an authorised request to a responsive core."""
         await self._app(scope, receive, send)
 
 
 def generates(path: str) -> bool:
-    """Whether a request to this path is for the model."""
+    """Return whether requests to this path run the model."""
     return path.startswith(_GENERATION)

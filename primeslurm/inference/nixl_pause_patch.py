@@ -1,9 +1,9 @@
-"""A pause of a prefill engine does not wait for decode engines.
+"""Patch of vLLM: a pause of a prefill engine does not wait until decode engines have fetched KV blocks.
 
-An engine keeps the KV of a prompt that it has computed until a decode engine has taken it, and vLLM counts that as work
-that a pause waits for. Where decode engines are paused too, as for a new policy, nobody takes it: the pause ends when
-the lease of that KV does, and what decode engines take afterwards may be that of other prompts. No weight is read for
-KV that lies there, so a pause that keeps requests is complete as soon as nothing is computed.
+A prefill engine keeps the KV blocks of a prompt until a decode engine has fetched them, and vLLM's pause waits for
+that. During a weight update the decode engines are paused, too, so nobody fetches them. The pause would last until the
+lease of the blocks expires, and later fetches might get the blocks of other prompts. Kept blocks need no weights, so a
+pause that keeps requests is complete as soon as nothing is being computed.
 """
 
 from __future__ import annotations
@@ -15,11 +15,7 @@ from primeslurm.inference.guards import expect
 
 
 def use() -> None:
-    """Have engine cores of this process complete their pauses so.
-
-    Raises:
-        RuntimeError: vLLM is not the version that this was written for.
-    """
+    """Patch the engine cores of this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.v1.engine.core import EngineCoreProc
 
     step = expect(EngineCoreProc, "_process_engine_step", ["self"])
@@ -36,13 +32,9 @@ def use() -> None:
 
 
 def computes_nothing(core: Any) -> bool:
-    """Whether all that a paused core still has to do is to keep KV for others.
+    """Return whether a paused `EngineCoreProc` only keeps KV blocks for other engines.
 
-    Args:
-        core: vLLM's `EngineCoreProc`.
-
-    Returns:
-        False as well if it is not paused, or its group of data-parallel ranks has yet to agree on the pause.
+    Return False if the core is not paused, or if its data-parallel group has not agreed on the pause yet.
     """
     from vllm.v1.core.sched.interface import PauseState
 

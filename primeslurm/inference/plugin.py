@@ -1,7 +1,8 @@
-"""What vLLM loads at start (entry point `vllm.general_plugins`) in its API server, engine core and workers."""
+"""vLLM plugin (entry point `vllm.general_plugins`), which vLLM loads in its API server, engine core and workers."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 from primeslurm.base import compiled_code
@@ -11,25 +12,21 @@ TRANSFER_ENGINES = {
     "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),
     "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective", "CollectiveTransferEngine"),
 }
-"""Weight-transfer backends of ours: name for `--weight-transfer-config` to module and class, imported when used."""
+"""Weight-transfer backends: name in `--weight-transfer-config`, module and class. Imported when used."""
 
 _registered = False
 
 
 def register() -> None:
-    """Register our transfer engines, fixes of selection biases and pauses, gated stores and sockets, `cpu.patches`.
-
-    The run's secret is read first, and where compiled code is kept is set, as the engine starts its processes after
-    this.
-
-    Calling it again changes nothing.
+    """Register the weight-transfer backends and patch vLLM. Further calls have no effect.
 
     Raises:
-        RuntimeError: vLLM is not the version that a fix was written for.
+        RuntimeError: vLLM's code is not as a patch expects it.
     """
     global _registered
     if _registered:
         return
+    # First, because the engine's child processes inherit the secret and the cache directories.
     secret.take()
     compiled_code.use()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -39,12 +36,11 @@ def register() -> None:
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
-        from primeslurm.testbed.cpu_engine import patches
-
-        patches.apply()
+        # Loaded by name: engines on GPUs do not depend on the testbed.
+        importlib.import_module("primeslurm.testbed.cpu_engine.patches").apply()
     layerwise.load_selection_bias()
     nixl_pause_patch.use()
-    if secret.is_there():  # or it is an engine of no run, to which others of its kind connect
+    if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
         gated_store.use()
         gated_sockets.use()
         spawned.use(sys.argv)

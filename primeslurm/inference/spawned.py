@@ -1,4 +1,8 @@
-"""Processes that vLLM spawns for a group of engines: they meet the others before vLLM loads plugins, if it does."""
+"""Loads plugins early in the processes that vLLM spawns for data-parallel ranks.
+
+These processes connect to each other before vLLM loads plugins, or without loading them, so sockets and stores would
+not be protected yet.
+"""
 
 from __future__ import annotations
 
@@ -8,41 +12,36 @@ from typing import Any
 from primeslurm.inference import guards
 
 OPTION = "--data-parallel-size"
-"""Of the command line of an engine that is one of several ranks."""
-_vllms: dict[str, Any] = {}
+"""Option of an engine that is one of several data-parallel ranks."""
+_originals: dict[str, Any] = {}
 """vLLM's own functions."""
 
 
-def use(words: Sequence[str]) -> None:
-    """Have those that this process starts load plugins first, if it is one of several ranks.
-
-    Args:
-        words: command line of the engine, which multiprocessing gives to all of its processes.
+def use(argv: Sequence[str]) -> None:
+    """Patch the entry points of vLLM's processes if `argv` is the command line of a data-parallel rank.
 
     Raises:
-        RuntimeError: vLLM is not the version that this was written for.
+        RuntimeError: vLLM's code has changed.
     """
-    if not any(word.partition("=")[0] == OPTION for word in words):
+    if not any(word.partition("=")[0] == OPTION for word in argv):
         return
     from vllm.v1.engine.coordinator import DPCoordinatorProc
     from vllm.v1.engine.core import EngineCoreProc
 
-    _vllms["core"] = guards.expect(EngineCoreProc, "run_engine_core", ["dp_rank"])
-    _vllms["coordinator"] = guards.expect(DPCoordinatorProc, "run_coordinator", ["engine_count"])
+    _originals["core"] = guards.expect(EngineCoreProc, "run_engine_core", ["dp_rank"])
+    _originals["coordinator"] = guards.expect(DPCoordinatorProc, "run_coordinator", ["engine_count"])
     EngineCoreProc.run_engine_core = staticmethod(run_engine_core)
     DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)
 
 
 def run_engine_core(*args: Any, **kwargs: Any) -> None:
-    """Run an engine's core."""
     _load_plugins()
-    _vllms["core"](*args, **kwargs)
+    _originals["core"](*args, **kwargs)
 
 
 def run_coordinator(*args: Any, **kwargs: Any) -> None:
-    """Run the coordinator of a group."""
     _load_plugins()
-    _vllms["coordinator"](*args, **kwargs)
+    _originals["coordinator"](*args, **kwargs)
 
 
 def _load_plugins() -> None:

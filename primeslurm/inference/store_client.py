@@ -1,7 +1,7 @@
-"""Start the Mooncake client of an inference node: `python -m primeslurm.inference.store_client ARGS`.
+"""Starts the Mooncake client of an inference node: `python -m primeslurm.inference.store_client ARGS`.
 
-The client is a program of its own. Its build for CUDA needs libcudart, which torch's packages bring and torch loads by
-itself. The loader finds it for other programs on LD_LIBRARY_PATH only.
+The client is a separate program. Its CUDA build needs libcudart, which NVIDIA's Python packages contain. Other programs
+than torch find it only through LD_LIBRARY_PATH.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ _VARIABLE = "LD_LIBRARY_PATH"
 
 
 def library_path(packages: Iterable[Path], variables: Mapping[str, str]) -> str:
-    """Return LD_LIBRARY_PATH with the libraries of NVIDIA's packages behind what it names already."""
+    """Return LD_LIBRARY_PATH with the libraries of NVIDIA's packages appended."""
     libraries = [str(path) for package in packages for path in sorted(package.glob("cu*/lib"))]
     return ":".join([*filter(None, [variables.get(_VARIABLE)]), *libraries])
 
 
 def main() -> None:
-    """Replace this process by the client."""
     nvidia = importlib.util.find_spec("nvidia")
     packages = map(Path, nvidia.submodule_search_locations or ()) if nvidia else ()
     os.environ[_VARIABLE] = library_path(packages, os.environ)

@@ -1,17 +1,16 @@
-"""The gate in front of an engine: it serves only while it holds a policy that the orchestrator has confirmed.
+"""ASGI middleware that lets an engine serve only while the orchestrator has confirmed its policy version.
 
-A pure ASGI middleware (`vllm serve --middleware primeslurm.inference.version_gate.VersionGate`). It learns the policy
-version
-by watching the control requests that pass through it, so it cannot disagree with the engine about what was applied.
+Use it with `vllm serve --middleware primeslurm.inference.version_gate.VersionGate`. It derives the version from the
+control requests that pass through it, so it always agrees with the engine about the weights that were applied.
 
-    closed   no version confirmed since the process started, or an update failed, or a request asked for a newer
-             version: /health and generation answer 503, so that a router leaves the engine out
-    open     a version is set. It stays open during an update: generation is paused then, and requests wait
-    silent   the core behind the server does not answer (`core_gate`): as closed, but status and /health answer 504
+    closed        no version was confirmed since the process started, an update failed, or a request needs a newer
+                  version: /health and generation return 503, so that routers avoid the engine
+    open          a version is confirmed; during an update generation is paused, and requests wait
+    unresponsive  the engine core does not answer (`core_gate`): as closed, but status and /health return 504
 
-Every rollout request names, at the end of its cache salt, the version that was current when its group was opened. An
-engine that missed an update, perhaps because the orchestrator cannot reach it while workers can, learns from the first
-such request that it is behind. It refuses that request and all others until it has been updated.
+The cache salt of every rollout request ends with the policy version at which its group was opened. If the orchestrator
+cannot reach an engine but workers can, the engine learns from such a request that it has missed an update. It then
+refuses all requests until it is updated.
 """
 
 from __future__ import annotations
@@ -37,42 +36,42 @@ _VERSION_FIELDS = {"/finish_weight_update": "weight_version", "/update_weight_ve
 _UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _VERSION = re.compile("[0-9]{1,9}")
 LARGEST_CONTROL = 1 << 20
-"""Bytes of a control request that are looked at; what names a version has some tens."""
+"""Longest control request that is parsed for a version [bytes]. Real ones have fewer than 100."""
 _SALT_KEY = b'"cache_salt"'
 _SALT = re.compile(_SALT_KEY + rb'\s*:\s*"[^"\\]*:([0-9]{1,9})"')
 _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
 
 
 class GateState:
-    """What has been done to this engine since its process started."""
+    """State of an engine since its process started, as far as control requests show it."""
 
     def __init__(self) -> None:
         self.incarnation = uuid.uuid4().hex
         self.version: int | None = None
         self.asked_for = -1
-        """The newest version that a request has asked for since the orchestrator last confirmed a version."""
+        """Newest version that a request needed since the orchestrator last confirmed one."""
         self.updating = False
         self.updates = 0
-        """Updates begun; 0 = it still holds the weights that it loaded at start."""
+        """Number of weight updates begun. With 0 the engine has the weights that it loaded at start."""
         self.initialized = False
         self.paused = False
 
     @property
     def closed(self) -> str:
-        """Return why the engine serves nothing; empty if it serves."""
+        """Why the gate is closed; empty if it is open."""
         if self.version is None:
             return "stale: no policy version is confirmed on this engine"
         if self.version < self.asked_for:
-            return f"stale: policy version {self.asked_for} was asked for, and this engine has version {self.version}"
+            return f"stale: a request needs policy version {self.asked_for}, and this engine has version {self.version}"
         return ""
 
     def observe(self, path: str, body: bytes, ok: bool) -> None:
-        """Take in one control request and whether it succeeded."""
+        """Update the state after a control request."""
         if path in _UPDATE_STEPS:
             self._observe_update(path, ok)
         if ok and path in _VERSION_FIELDS:
             self.version = _version(body, _VERSION_FIELDS[path])
-            # The orchestrator may go back to an older policy. Requests that ask for a newer one are still refused.
+            # The orchestrator may return to an older policy. Requests that need a newer one close the gate again.
             self.asked_for = -1
         if ok and path == "/init_weight_transfer_engine":
             self.initialized = True
@@ -87,26 +86,25 @@ class GateState:
             self.version = None
 
     def report(self) -> EngineStatus:
-        """Return the answer to GET /primeslurm/status. During an update the engine is at no version."""
+        """Return the response to GET /primeslurm/status. During an update the version is None."""
         version = None if self.updating else self.version
         return EngineStatus(version, self.incarnation, self.paused, self.updates, self.initialized)
 
 
 class VersionGate(LivenessGate):
-    """The middleware."""
+    """The middleware: answers status requests, refuses generation while closed, and observes control requests."""
 
     def __init__(self, app: App) -> None:
         super().__init__(app)
         self._state = GateState()
 
     async def serve_live(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, refuse, watch, or pass on."""
         path: str = scope["path"]
         if path == STATUS_PATH:
             await answer(send, 200, self._state.report())
         elif path == SHUTDOWN_PATH and scope["method"] == "POST":
             await answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
-            asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the answer is out
+            asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the response has been sent
         elif (path == HEALTH_PATH or generates(path)) and self._state.closed:
             await answer(send, 503, {"error": self._state.closed})
         elif path in _WATCHED and scope["method"] == "POST":
@@ -117,7 +115,7 @@ class VersionGate(LivenessGate):
             await self._app(scope, receive, send)
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, unless it asks for a newer policy; say in the answer whose answer it is."""
+        """Forward a request unless it needs a newer policy. Name this engine in a header of the response."""
         body = await _whole(receive)
         if body is None:
             return
@@ -149,7 +147,7 @@ class VersionGate(LivenessGate):
 
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # before the answer is out: the caller may act on it at once
+                # Before the response is sent, because the client may act on it at once.
                 self._state.observe(path, bytes(body), ok=message["status"] == 200)
             await send(message)
 
@@ -164,23 +162,21 @@ class VersionGate(LivenessGate):
 
 
 async def _whole(receive: Receive) -> bytes | None:
-    """Read the body of a request; None if its client hangs up."""
-    parts = []
+    """Return the body of a request; None if its client disconnects."""
+    chunks = []
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return None
-        parts.append(message.get("body", b""))
+        chunks.append(message.get("body", b""))
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return b"".join(chunks)
 
 
 def _asked_for(body: bytes) -> int:
-    """Return the policy version that a request's cache salt ends with; -1 if there is none.
-
-    The body is not parsed: it may have megabytes of token ids. Text in a prompt that looks like a salt is no salt,
-    because its quotes are escaped.
-    """
+    """Return the policy version at the end of a request's cache salt; -1 if there is none."""
+    # Parsing the body would be slow, because it may have megabytes of token ids. Prompt text cannot imitate the key,
+    # because JSON escapes the quotes in it.
     at = body.find(_SALT_KEY)
     while at >= 0:
         if body[at - 1 : at] != b"\\" and (salt := _SALT.match(body, at)):
@@ -190,8 +186,8 @@ def _asked_for(body: bytes) -> int:
 
 
 def _exit_at_once() -> None:
-    # A broken engine may never finish an orderly shutdown. Its core and workers are processes of their own, and would
-    # keep the accelerator's memory and the port.
+    # A broken engine may never finish an orderly shutdown. Its core and workers are separate processes, and would keep
+    # the GPU memory and the port.
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
@@ -202,7 +198,7 @@ def _version(body: bytes, field: str) -> int | None:
     if len(body) > LARGEST_CONTROL:
         return None
     try:
-        found = str(json.loads(body)[field])
+        version = str(json.loads(body)[field])
     except (ValueError, LookupError, TypeError, RecursionError):
-        return None  # applied without a version of ours: nothing says which policy this is
-    return int(found) if _VERSION.fullmatch(found) else None
+        return None  # weights were applied without a version, so the policy is unknown
+    return int(version) if _VERSION.fullmatch(version) else None

@@ -11,11 +11,7 @@ from primeslurm.nn.expert_splits import split_dimension, whole_blocks
 def shards_have_whole_blocks(shape: ModelShape, ranks: int, ep: int, block: int) -> bool:
     """Return whether all shards of a model's expert stacks consist of whole blocks of block x block weights.
 
-    Args:
-        shape: Shape of the model.
-        ranks: Number of ranks that hold one copy of the model.
-        ep: Degree of expert parallelism.
-        block: Rows and columns of a block.
+    `ranks` hold one copy of the model, and share the experts by expert parallelism of degree `ep`.
     """
     if shape.experts is None or shape.experts.count % ep:
         return False
@@ -28,12 +24,8 @@ def unshardable_stack(
 ) -> tuple[int, ...] | None:
     """Return the size [experts, ...] of a stack that ranks / ep ranks cannot share evenly, or None.
 
-    Args:
-        shape: Shape of the model.
-        impl: `model.impl` of the recipe.
-        ranks: Number of ranks that hold one copy of the model.
-        ep: Degree of expert parallelism, a divisor of the number of experts.
-        adapters: LoRA rank of the experts, or None.
+    `impl` is the recipe's `model.impl`, `adapters` the LoRA rank of the experts. `ranks` and `ep` are as in
+    `shards_have_whole_blocks`; `ep` has to divide the number of experts.
     """
     supported = capabilities(shape.model_type, impl)
     if shape.experts is None or supported is None or _may_pad(shape, supported, ep):

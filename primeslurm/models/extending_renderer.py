@@ -27,7 +27,7 @@ THOUGHTS = ("<think>", "</think>")
 """Tokens around thoughts. A model without these tokens is treated as one that may always think."""
 
 
-class ExtendingConfig(BaseRendererConfig):  # type: ignore[misc]
+class ExtendingConfig(BaseRendererConfig):
     """The renderer to change, and its options."""
 
     name: Literal["custom"] = "custom"

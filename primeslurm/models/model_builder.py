@@ -31,15 +31,10 @@ def is_generic(impl: str, hf_config: Any) -> bool:
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Return the torchtitan spec of a Hugging Face config.
+    """Return the torchtitan spec of a config of transformers, for attention "flex" or "varlen".
 
-    Args:
-        hf_config: Config of transformers.
-        seq_len: Longest sequence [tokens]. It sizes the RoPE tables.
-        attention: "flex" or "varlen".
-
-    Raises:
-        ValueError: The family, or a feature that the config asks for, is not supported.
+    `seq_len`, the longest sequence [tokens], sizes the RoPE tables. Raise ValueError if the family, or a feature that
+    the config asks for, is not supported.
     """
     build = builder(hf_config.model_type)
     if build is None:

@@ -15,36 +15,11 @@ DEFAULT = "default"
 """The model's own chat template. It supports no tools, and renders the whole conversation in every turn."""
 # A copy: the package `renderers` (0.1.12) is not installed where recipes are checked.
 RENDERERS = (
-    "deepseek-r1",
-    "deepseek-v3",
-    "deepseek-v4",
-    DEFAULT,
-    "gemma4",
-    "glm-4.5",
-    "glm-5",
-    "glm-5.1",
-    "glm-5.3",
-    "gpt-oss",
-    "hy3",
-    "inkling",
-    "kimi-k2",
-    "kimi-k2.5",
-    "laguna-m.1",
-    "laguna-s-2.1",
-    "laguna-xs-2.1",
-    "laguna-xs.2",
-    "llama-3",
-    "minimax-m2",
-    "nemotron-3",
-    "nemotron-3-ultra",
-    "nemotron-3.5",
-    "prime-qwen3",
-    "qwen3",
-    "qwen3-vl",
-    "qwen3.5",
-    "qwen3.6",
-    "qwen3.8",
-)
+    "deepseek-r1", "deepseek-v3", "deepseek-v4", "default", "gemma4", "glm-4.5", "glm-5", "glm-5.1", "glm-5.3",
+    "gpt-oss", "hy3", "inkling", "kimi-k2", "kimi-k2.5", "laguna-m.1", "laguna-s-2.1", "laguna-xs-2.1",
+    "laguna-xs.2", "llama-3", "minimax-m2", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5", "prime-qwen3",
+    "qwen3", "qwen3-vl", "qwen3.5", "qwen3.6", "qwen3.8",
+)  # fmt: skip
 
 
 def is_import_path(name: str) -> bool:
@@ -58,12 +33,7 @@ def nearest_renderer(name: str) -> str:
 
 
 def renderers_of(model_type: str, model: str) -> tuple[str, ...]:
-    """Return the renderers of a model's family, the most likely first.
-
-    Args:
-        model_type: `model_type` of config.json.
-        model: Path or hub id. Of two patterns that match its last part, the longer match comes first.
-    """
+    """Return the renderers of a model's family, the most likely first. `model` is its path or hub id."""
     family = family_of(model_type)
     if family is None or family.renderer is None:
         return ()
@@ -73,6 +43,7 @@ def renderers_of(model_type: str, model: str) -> tuple[str, ...]:
         for pattern, renderer in family.renderers.items()
         if (match := re.search(pattern, name))
     )
+    # The longest match is the most specific.
     by_name = [renderer for _, renderer in reversed(matches)]
     return tuple(dict.fromkeys([*by_name, family.renderer, *family.renderers.values()]))
 
@@ -86,11 +57,7 @@ def renderer_traits(name: str) -> RendererTraits:
 def tools_unsupported_reason(model_type: str | None, model: str, renderer: str, options: Collection[str]) -> str:
     """Return why a model cannot be offered tools, or "" if its type and the recipe do not rule it out.
 
-    Args:
-        model_type: `model_type` of config.json.
-        model: Path or hub id.
-        renderer: `model.renderer` of the recipe.
-        options: Names of `model.renderer_options`.
+    `renderer` and `options` are `model.renderer` and the names in `model.renderer_options` of the recipe.
     """
     if renderer == DEFAULT and "tool_parser" not in options:
         return f"tools cannot be rendered by model.renderer: {DEFAULT} without a tool_parser in model.renderer_options"

@@ -14,7 +14,7 @@ from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds
 
 
-class TemplateRenderer(DefaultRenderer):  # type: ignore[misc]
+class TemplateRenderer(DefaultRenderer):
     """`DefaultRenderer` with the right stop tokens, and with messages in the form that the template expects."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = DefaultRendererConfig

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 FP8_BLOCK = 128
 """Rows and columns of the block of an FP8 weight that shares one scale."""
-RECURRENCE_CHUNK_TOKENS = 2048
-"""Tokens, over all rows, that a recurrent layer computes at once. The backward pass recomputes each chunk."""
-KERNEL_CHUNK_TOKENS = 16384
-"""The same on GPUs with kernels for the recurrence. They store less per token, and short chunks would spend more time
+SEGMENT_TOKENS = 2048
+"""Tokens, over all rows, that a recurrent layer computes at once. The backward pass recomputes each segment."""
+KERNEL_SEGMENT_TOKENS = 16384
+"""The same on GPUs with kernels for the recurrence. They store less per token, and short segments would spend more time
 on kernel launches than on computation."""
 DELTA_CHUNK = 64
-"""Positions that a gated delta net computes at once within a chunk. It affects speed only."""
+"""Positions that a gated delta net computes at once within a segment. It affects speed only."""

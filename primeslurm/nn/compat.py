@@ -1,18 +1,18 @@
-"""Every place where we reach into torchtitan or torch beyond their public interfaces.
+"""All uses of internals of torchtitan and torch, and patches of them.
 
-The package imports this module before any torchtitan module is. Each patch checks that what it replaces is still there;
-a version other than the one it was written for is refused, because a patch that no longer fits fails silently.
+Package `nn` imports this module before any module of torchtitan. A patch checks that the attribute it replaces exists,
+and other versions of torchtitan are rejected, because a patch that does not fit could fail silently.
 
 On machines without CUDA:
-- torchtitan picks its device when it is imported, and would fall back to "cuda"
-- flex attention has no backward pass, varlen attention no kernel: `DenseAttention` computes the same mask densely
-- there is no Triton, which torchtitan imports for an expert-parallel backend that we do not use
+- torchtitan selects its device at import, and would fall back to "cuda"
+- flex attention has no backward pass, and varlen attention has no kernel: `DenseAttention` uses a dense mask
+- Triton is missing, which torchtitan imports for an expert-parallel backend that we do not use
 - gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling
 - compiling `create_block_mask` costs more than it saves
 - FSDP pins the host memory of offloaded parameters, which needs a device
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
-- torchtitan splits experts that do not come out even among ranks: `expert_shards`
+- torchtitan splits experts unevenly over ranks: `expert_fsdp`
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
 - torchtitan's modules do not accept new parameters after they are built: `declare`
 - torch has no public function for the region of a distributed tensor that a rank holds: `local_region`
@@ -120,15 +120,15 @@ def all_to_all(
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    # Compiled code cannot take a tensor that is still in flight. Only direct results of a collective may wait like this,
-    # because autograd would lose later operations.
+    # Compiled code cannot take a tensor that is still in flight. Only direct results of a collective may wait like
+    # this, because autograd would lose later operations.
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 def dense(mask_mod: Callable[..., torch.Tensor], rows: int, queries: int, keys: int, on: torch.device) -> torch.Tensor:
     """Return the keys that each query sees [rows, 1, queries, keys], the same for all heads."""
-    # One call with broadcast indices. torch's `create_mask` uses vmap, which takes ten times as long on a CPU, a seventh
-    # of the step of a small model.
+    # One call with broadcast indices. torch's `create_mask` uses vmap, which takes ten times as long on a CPU, a
+    # seventh of the step of a small model.
     row, query, key = (torch.arange(size, device=on) for size in (rows, queries, keys))
     seen = mask_mod(row.view(-1, 1, 1, 1), row.new_zeros(()), query.view(-1, 1), key)
     return seen.expand(rows, 1, queries, keys)
@@ -205,7 +205,7 @@ def local_region(tensor: DTensor) -> tuple[slice, ...]:
 
 
 def with_local(like: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor with the spec of `like` and the shard `local`, on any device. If `like` is none, return `local`."""
+    """Return a DTensor with the spec of `like` and the shard `local`, on any device. For other tensors: `local`."""
     return DTensor(local, like._spec, requires_grad=False) if isinstance(like, DTensor) else local
 
 
@@ -250,9 +250,9 @@ def set_deepep_sms(count: int) -> None:
 
 def forget_deepep_handles() -> None:
     """Drop the handles of dispatches that were not combined. DeepEP must be installed."""
-    # A forward pass combines before the next dispatch. But the recomputation for a backward pass stops at the last tensor
-    # that it needs, before the layer combines, and torchtitan would keep the handle: megabytes of GPU memory per layer
-    # and micro batch. The backward pass itself holds the handles that it needs.
+    # A forward pass combines before the next dispatch. But the recomputation for a backward pass stops at the last
+    # tensor that it needs, before the layer combines, and torchtitan would keep the handle: megabytes of GPU memory per
+    # layer and micro batch. The backward pass itself holds the handles that it needs.
     from torchtitan.distributed.deepep import deepep
 
     deepep._handle_cache.clear()

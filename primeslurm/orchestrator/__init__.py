@@ -1,6 +1,5 @@
-"""Turns engines' tokens into the trainer's batches: dispatch, staleness, groups, packing, policy versions, metrics.
+"""The orchestrator: turns rollouts into the trainer's batches, and keeps the engines at the trainer's policy.
 
-`main` starts the process; `dispatch` decides which rollout runs next, `rollouts.worker_pool` has environment workers
-run them (`rollouts.worker`), `batching` makes rows of what `algorithms` say, `server` answers the trainer, and
-`weight_transfer` keeps the engines at its policy. `progress` and `rollouts.spool` are what survives a kill.
+`pipeline.orchestrator` wires the stages. `dispatch` decides which rollout runs next, `rollouts` and `worker` run it,
+`batching` makes batches, and `weight_transfer` updates the engines.
 """

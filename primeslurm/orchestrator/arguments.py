@@ -1,4 +1,4 @@
-"""Where an orchestrator runs, and its neighbours: what its command line says besides the recipe."""
+"""The orchestrator's place in the run: its directory, its addresses, and the processes it talks to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.wire.transport.addresses import AddressBook
 
 @dataclass(frozen=True)
 class OrchestratorArguments:
-    """Where this orchestrator runs and whom it talks to."""
+    """The options of the orchestrator's command line, except the recipe. Routers, engines and teachers are names."""
 
     run_dir: Path
     attempt: int
@@ -21,7 +21,6 @@ class OrchestratorArguments:
     bind: str
     env_bind: str
     routers: Sequence[str]
-    """Process names, as those of the engines: where they listen is in `addresses`."""
     engines: Sequence[str]
     teachers: Sequence[str] = ()
 
@@ -32,18 +31,18 @@ class OrchestratorArguments:
 
     @cached_property
     def addresses(self) -> AddressBook:
-        """Return the book of where routers and engines listen now."""
+        """Return the current addresses of routers and engines."""
         return AddressBook(self.attempt_dir)
 
     def engine_urls(self) -> dict[str, str]:
-        """Return the URL by name of every engine that was not given up."""
+        """Return the URL of every engine that the head has not given up."""
         lost = self.addresses.lost
         return {name: self.addresses.url(name) for name in self.engines if name not in lost}
 
     def teacher_urls(self) -> list[str]:
-        """Return the URLs of the teacher's engines, without those that are on no node yet."""
-        found = []
+        """Return the URLs of the teacher's engines that are assigned to a node."""
+        urls = []
         for name in self.teachers:
             with suppress(LookupError):
-                found.append(self.addresses.url(name))
-        return found
+                urls.append(self.addresses.url(name))
+        return urls

@@ -11,14 +11,14 @@ from pathlib import Path
 from primeslurm.base import files
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
+from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.recipe import Recipe
 from primeslurm.wire.transport import secret
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one attempt's orchestrator. Returns 0 if the run is complete, else an exit code of `wire.exits`."""
+    """Run the orchestrator of one attempt. Returns 0 if the run is complete, else an exit code of `wire.exits`."""
     options = _parser().parse_args(argv)
     secret.take()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         asyncio.run(_run(recipe, arguments))
     except BaseExceptionGroup as group:
-        error = _known(group)
+        error = _first_own_error(group)
         if error is None:
             raise
         print(error, file=sys.stderr)
@@ -49,17 +49,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
-    with files.within(files.RETRY_S):  # what is read first may take its time: nothing else runs on the loop yet
-        server = (
-            EvaluationServer(recipe, arguments) if recipe.task == "eval" else OrchestratorPipeline(recipe, arguments)
-        )
-    await server.run()
+    kind = EvaluationOrchestrator if recipe.task == "eval" else OrchestratorPipeline
+    with files.within(files.RETRY_S):  # reads may block here, because nothing else runs on the event loop yet
+        orchestrator = kind(recipe, arguments)
+    await orchestrator.run()
 
 
-def _known(error: BaseException) -> PrimeslurmError | None:
-    """The first of our own errors in a group of errors."""
+def _first_own_error(error: BaseException) -> PrimeslurmError | None:
     if isinstance(error, BaseExceptionGroup):
-        return next((known for inner in error.exceptions if (known := _known(inner))), None)
+        return next((own for inner in error.exceptions if (own := _first_own_error(inner))), None)
     return error if isinstance(error, PrimeslurmError) else None
 
 

@@ -1,4 +1,4 @@
-"""A few random faults with each of three seeds; `python -m tests.chaos` does hundreds."""
+"""A run recovers from a few random faults. `python -m tests.chaos` injects hundreds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-SEEDS = (1, 5, 7)
+SEEDS = (1, pytest.param(5, marks=pytest.mark.campaign), pytest.param(7, marks=pytest.mark.campaign))
 FAULTS, STEPS, OVERLAP = 3, 12, 0.3
 
 
@@ -27,20 +27,20 @@ def scene() -> Iterator[Scene]:
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     with tempfile.TemporaryDirectory(prefix="chaos") as directory:
-        found = Scene(Path(directory))
-        yield found
-        found.end()
-        found.down()
+        scene = Scene(Path(directory))
+        yield scene
+        scene.end()
+        scene.down()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_gets_over_random_faults(scene: Scene, seed: int) -> None:
+def test_run_recovers_from_random_faults(scene: Scene, seed: int) -> None:
     kinds = switched_on(short=True)
     rounds = schedule(seed, FAULTS, kinds, OVERLAP)
     result = Chaos(scene, seed, STEPS, to_stderr).suffer(rounds)
     repeat = again(seed, FAULTS, OVERLAP, kinds, STEPS)
     assert result.problems == [], "\n".join([*result.problems, "to repeat:", repeat])
     assert result.committed_steps_lost == 0 and result.fates.lost == 0
-    # groups that come while the disk is full are in memory alone
-    assert result.fates.trained >= STEPS * 16 / 2, "the watch of the spool has not seen what was trained"
-    assert result.outcomes, "no fault has happened"
+    # Half of the groups is enough, because the spool has no file of groups that finish while the disk is full.
+    assert result.fates.trained >= STEPS * 16 / 2, "the spool watch missed trained groups"
+    assert result.outcomes, "no fault was injected"

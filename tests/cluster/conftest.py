@@ -1,4 +1,4 @@
-"""The embedded cluster that the tests of this directory share."""
+"""The embedded cluster that these tests share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cluster.accounting.cluster import AccountingCluster, missing_programs
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Four GPU nodes with two fake GPUs each and a control node."""
+    """Yield a cluster with four GPU nodes, two fake GPUs each, and a control node."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     root = tmp_path_factory.mktemp("cluster")
@@ -29,7 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[AccountingCluster]:
-    """A cluster with slurmdbd, accounts, QOS and preemption, whose slurm.conf is written by hand.
+    """Yield a cluster with slurmdbd, accounts, QOS and preemption, and a hand-written slurm.conf.
 
     `lab.submit`, `lab.primeslurm` and `lab.as_user` act as an ordinary user; `lab.hold` takes nodes as root.
     """
@@ -44,7 +44,7 @@ def lab() -> Iterator[AccountingCluster]:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="lab-") as name:
         directory = Path(name)
-        directory.chmod(0o755)  # the user enters it
+        directory.chmod(0o755)  # the user must be able to enter it
         cluster = AccountingCluster(directory)
         yield cluster
         cluster.down()
@@ -52,7 +52,6 @@ def lab() -> Iterator[AccountingCluster]:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """An empty run directory."""
     directory = tmp_path / "run"
     directory.mkdir()
     return directory

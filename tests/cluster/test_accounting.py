@@ -1,6 +1,6 @@
-"""Runs of an ordinary user on a cluster with accounting whose slurm.conf is written by hand.
+"""Runs of an ordinary user on a cluster with accounting and a hand-written slurm.conf.
 
-Signals and states are Slurm's own here: unlike on the embedded cluster, a preemption with a grace time sends SIGTERM.
+Unlike on the embedded cluster, Slurm sends SIGTERM before a preemption with a grace time.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def job_of(run: RunDirectory) -> str:
 
 
 def last_step(run: RunDirectory, attempt: int = 1) -> int:
-    """Return the last step that the trainer of an attempt has trained."""
+    """Return the last step that an attempt's trainer has trained."""
     return max(event.step for event in attempt_events(run.attempt(attempt)) if isinstance(event, StepTrained))
 
 
 def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: AccountingCluster) -> None:
-    """Of two runs that an urgent job preempts, Slurm would requeue one and cancel the other."""
+    """An urgent job preempts two runs. Slurm would requeue one and cancel the other."""
     runs = [lab.submit(lab.site(qos=qos)) for qos in ("scavenger", "expendable")]
     for run in runs:
         wait(run, trained(2))
@@ -100,7 +100,7 @@ def test_a_preemption_without_grace_time_is_no_cancel(lab: AccountingCluster) ->
         ({"qos": "small"}, 2, "slurm.qos = small: allows gres/gpu=1 to a job, the recipe asks for 2"),
         ({"qos": "narrow"}, 2, "slurm.qos = narrow: allows gres/gpu=1 to a user, the recipe asks for 2"),
         ({"time": "04:30:00"}, 2, "slurm.time = 04:30:00: partition gpu allows 04:00:00"),
-        # Only sbatch knows how many jobs of this user wait. Slurm cancels the components that it has made by then.
+        # Only sbatch counts this user's waiting jobs. By then Slurm has created components, and cancels them.
         ({"qos": "few"}, 3, "sbatch refused the job: sbatch: error: "),
     ],
 )
@@ -120,7 +120,7 @@ def test_a_job_that_accounting_refuses_leaves_nothing(
 
 
 def test_a_limit_that_is_lowered_after_submission_is_named_by_status(lab: AccountingCluster) -> None:
-    """Slurm keeps such a job. Without these words, its user would wait for ever."""
+    """Slurm keeps such a job waiting. Without this message its user would wait forever."""
 
     def limit(gpus: int) -> None:
         lab.as_root(
@@ -152,7 +152,7 @@ def test_a_limit_that_is_lowered_after_submission_is_named_by_status(lab: Accoun
 def test_what_can_never_start_waits_with_a_reason(
     lab: AccountingCluster, options: tuple[str, ...], reason: str
 ) -> None:
-    """Slurm takes such a job: the site is one where a user waits for ever without being told."""
+    """Slurm accepts such a job, and it would wait forever without a message."""
     submitted = lab.as_user("sbatch", "--parsable", "--account=lab7", *options, "--wrap=true")
     assert submitted.returncode == 0, submitted.stderr
     job_id = submitted.stdout.strip()

@@ -1,4 +1,4 @@
-"""`primeslurm attach` into a real heterogeneous job of real agents."""
+"""`primeslurm attach` into a heterogeneous job with real agents."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECKOUT = str(Path(__file__).parents[2])
 
 @pytest.fixture(scope="module")
 def run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
-    """One node without GPUs that runs nothing, and one whose trainer sleeps."""
+    """Yield a run with a node without GPUs that runs nothing, and a node whose trainer sleeps."""
     directory = RunDirectory(tmp_path_factory.mktemp("runs") / "attached")
     directory.path.mkdir()
     given = plan(directory.path, group(0, "control"), group(1, "train", gpus=2), env={"PYTHONPATH": CHECKOUT})

@@ -1,4 +1,4 @@
-"""`primeslurm cluster`, as a user types it."""
+"""`primeslurm cluster` on the command line."""
 
 from __future__ import annotations
 

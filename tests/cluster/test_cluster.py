@@ -1,4 +1,4 @@
-"""The embedded cluster: what is up, side by side with another, and what is left after down."""
+"""Embedded clusters: two beside each other, and what remains after `down`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_RANDOM_ADDRESSES = 0x0040000
 
 
 def processes_naming(directory: Path) -> list[str]:
-    """Command lines of processes whose command line or environment names a directory; this one's own apart."""
+    """Return command lines of other processes whose command line or environment names a directory."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         if process.name == str(os.getpid()):
@@ -67,7 +67,7 @@ def test_up_again_changes_nothing(cluster: Cluster) -> None:
 
 
 def hostnames(cluster: Cluster, hostlist: str) -> list[str]:
-    """Slurm's own expansion of a host list."""
+    """Expand a host list with Slurm's own command."""
     environment = {**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}
     argv = ["scontrol", "show", "hostnames", hostlist]
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=True).stdout.split()
@@ -91,7 +91,7 @@ def test_unknown_job(cluster: Cluster) -> None:
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory with a short path: Slurm's Unix sockets lie below it."""
+    """Yield a directory with a short path, as Slurm's Unix sockets need."""
     with tempfile.TemporaryDirectory(prefix="c") as directory:
         yield Path(directory)
 
@@ -117,7 +117,7 @@ def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_daemon_that_does_not_start_says_why(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the probe, the second cluster's controller gets the ports of the first."""
+    """Without the probe, the second controller would get the first one's ports."""
     monkeypatch.setattr(cluster_module, "_free_place", lambda _: cluster.place)
     directory = tmp_path / "c"
     with pytest.raises(ClusterError, match=r"slurmctld.*\n(.*\n)*.*Address already in use"):
@@ -128,7 +128,7 @@ def test_a_daemon_that_does_not_start_says_why(
 
 
 def test_two_clusters_and_a_clean_end(cluster: Cluster, tmp_path: Path) -> None:
-    """`down` ends running jobs, even what has left its step, and touches nothing of the other cluster."""
+    """`down` ends running jobs, including processes that have left their step, and leaves the other cluster alone."""
     directory = tmp_path / "c"
     spec = ClusterSpec("second", directory, tmp_path / "runs", nodes=2, gpus_per_node=0, cpus_per_node=2)
     spec = replace(spec, merge_pages=merges_pages())

@@ -1,4 +1,4 @@
-"""A submission from inside an allocation of the same Slurm, with variables that change what its commands do."""
+"""Submission from within an allocation of the same Slurm, with variables that change its commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`primeslurm init` asks a real Slurm, and what it writes passes `check` there."""
+"""`primeslurm init` queries a real Slurm, and its files pass `check`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_files_for_an_embedded_cluster_pass_check(
 
 
 def test_an_ordinary_user_gets_partition_account_and_time_of_theirs(lab: AccountingCluster) -> None:
-    """`short` has the same nodes as `gpu`, but shorter jobs."""
+    """`short` has the same nodes as `gpu`, with shorter jobs."""
     written = lab.primeslurm("init", "first", "--json")
     assert written.returncode == 0, written
     answer = json.loads(written.stdout)

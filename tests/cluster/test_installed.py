@@ -1,4 +1,4 @@
-"""`primeslurm doctor` over the nodes of a real cluster."""
+"""`primeslurm doctor` on the nodes of a real cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_every_node_is_asked(cluster: Cluster) -> None:
     result = primeslurm("doctor", *where, "--all", "--json", cwd=cluster.spec.directory)
     nodes = json.loads(result.out)["nodes"]
     assert len(nodes) == 5
-    assert len({json.dumps(parts) for parts in nodes.values()}) == 1  # all are this host
+    assert len({json.dumps(parts) for parts in nodes.values()}) == 1  # all nodes are this host
     assert next(iter(nodes.values()))["vllm-router"] == "0.1.17"
     assert result.code == 0, result.err
 

@@ -1,4 +1,4 @@
-"""Limits, access and reservations of a real Slurm: refused before submission, told while a job waits."""
+"""Limits, access and reservations of a real Slurm: refused before submission, and reported while a job waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 
 @pytest.fixture(scope="module")
 def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two GPU nodes in partitions with limits."""
+    """Yield two GPU nodes in partitions with limits."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     root = tmp_path_factory.mktemp("limits")
@@ -51,7 +51,7 @@ def command(cluster: Cluster, *argv: str) -> str:
 
 
 def place(cluster: Cluster, directory: Path, partition: str, kind: dict[str, Any], **recipe: Any) -> None:
-    """Write a recipe and a site whose GPU nodes are in a partition."""
+    """Write a recipe, and a site whose GPU nodes are in a partition."""
     site = yaml.safe_load((cluster.spec.directory / "site.yaml").read_text()) | {"runs": str(directory / "runs")}
     for role in site["nodes"]:
         if site["nodes"][role]["partition"] == "gpu":
@@ -63,7 +63,7 @@ def place(cluster: Cluster, directory: Path, partition: str, kind: dict[str, Any
 
 
 def errors(result: Result) -> list[str]:
-    """The errors of `check`, whose lines name the level."""
+    """Return the errors of `check`."""
     return [line.removeprefix("error: ") for line in result.err.splitlines() if line.startswith("error: ")]
 
 

@@ -1,4 +1,4 @@
-"""Options of a job on real sbatch: what is written arrives as it was written."""
+"""Job options reach a real sbatch unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ COMMENTS = [
 
 
 class Sbatch:
-    """Submits scripts of Plans to a cluster and cancels them in the end."""
+    """Submits scripts of plans to a cluster, and cancels the jobs at the end."""
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
         self._environment = {**os.environ, "SLURM_CONF": str(cluster.spec.directory / "slurm.conf")}
@@ -46,22 +46,20 @@ class Sbatch:
         return self._jobs[-1]
 
     def show(self, job: str) -> list[dict[str, Any]]:
-        """The components of a job as squeue knows them."""
-        argv = ["squeue", "--json"]  # with --json it ignores --jobs
+        """Return the components of a job, from squeue."""
+        argv = ["squeue", "--json"]  # with --json squeue ignores --jobs
         done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, check=True)
         found = [dict(row) for row in json.loads(done.stdout)["jobs"]]
         mine = [row for row in found if job in (str(row["job_id"]), str(row["het_job_id"]))]
         return sorted(mine, key=lambda row: int(row["job_id"]))
 
     def wait_until_done(self, job: str) -> None:
-        """Until the job has ended."""
         deadline = time.monotonic() + 120
         while (state := self._client.job(job)) is not None and state.active:
             assert time.monotonic() < deadline, f"{state.state} {state.reason}"
             time.sleep(0.5)
 
     def cancel_all(self) -> None:
-        """End what is still there."""
         for job in self._jobs:
             subprocess.run(["scancel", job], env=self._environment, capture_output=True, check=False)
 
@@ -107,7 +105,7 @@ def test_every_option_is_accepted_and_arrives(sbatch: Sbatch, run_dir: Path, clu
 
 
 def test_singleton_jobs_of_two_components_run_one_after_the_other(sbatch: Sbatch, run_dir: Path) -> None:
-    """Slurm would let components of one name wait for one another: they have names of their own."""
+    """Slurm would make components of one name wait for each other, so they have different names."""
     given = plan(run_dir, group(0, "control"), group(1, "train", gpus=1), dependency="singleton").model_copy(
         update={"python": "true"}
     )

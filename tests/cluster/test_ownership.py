@@ -1,4 +1,4 @@
-"""One job for each run on the real Slurm: two that resume at once, sbatch that is killed, a second job by hand."""
+"""One job per run on a real Slurm: two concurrent resumes, a killed sbatch, a second job by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ UNTIL_DONE = python("import os, sys, time\nwhile not os.path.exists(sys.argv[1])
 
 @pytest.fixture
 def run(cluster: Cluster, tmp_path: Path) -> Run:
-    """A run of one node whose only attempt has failed; the next one ends well once the test says so."""
+    """Yield a run of one node whose only attempt has failed. The next one succeeds once the test allows it."""
     directory = RunDirectory(tmp_path / "runs" / "owned")
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
     trainer = Process.model_validate(
@@ -84,7 +84,7 @@ def test_a_run_has_one_job_whoever_submits_it_and_however(cluster: Cluster, run:
     late.write_text(f'#!/bin/sh\nPATH="{real}"\nsbatch "$@" && touch {tmp_path}/taken\n{waits}\n')
     late.chmod(0o755)
 
-    # Two at once, both with an sbatch that does not answer after Slurm has the job. Then the first one is killed.
+    # Two resumes, both with an sbatch that hangs after Slurm has the job. Then the first one is killed.
     both = [resume(run, f"{late.parent}:{real}") for _ in range(2)]
     until(lambda: any(process.poll() is not None for process in both))
     (loser,) = [process for process in both if process.poll() is not None]
@@ -95,7 +95,7 @@ def test_a_run_has_one_job_whoever_submits_it_and_however(cluster: Cluster, run:
     winner.kill()
     winner.communicate()
 
-    # The job is found. It starts without anybody having been told its id.
+    # The job is found. It starts although nobody was told its id.
     status = run.status()
     job_id = status.job_id
     assert job_id is not None and status.attempt == 2 and status.active
@@ -103,7 +103,7 @@ def test_a_run_has_one_job_whoever_submits_it_and_however(cluster: Cluster, run:
         run.start_again()
     until(lambda: run.status().phase == "running")
 
-    # A second job of the same submission ends without a trace.
+    # a second job of the same submission ends without a trace
     job = run.directory.attempt(2).job()
     assert job is not None
     argv = ["sbatch", "--parsable", str(run.path / "attempts/2/job.sbatch"), job.submission]

@@ -1,4 +1,4 @@
-"""Nodes that fail, on the real Slurm: spares, replicas that are given up, a head that is gone, the ledger."""
+"""Failing nodes on a real Slurm: spares, replicas that are given up, a lost head, the ledger of bad nodes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.cluster
 E = TypeVar("E", bound=Event)
 CHECKOUT = str(Path(__file__).parents[2])
 SILENT_S = 7
-# Ends well once the test says so.
+# succeeds once the test allows it
 UNTIL_DONE = python("import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.2)", "${run_dir}/done")
 
 
@@ -55,20 +55,20 @@ def process(name: str, node: int, argv: tuple[str, ...], **options: Any) -> Proc
 
 
 def server(name: str, node: int, *uses: str) -> Process:
-    """Listens; it is told where those are that it uses."""
+    """Return a server process that is told the addresses of the processes in `uses`."""
     argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
     health = Health(port="http", path="/x")
     return process(name, node, argv, ports={"http": 21000 + 10 * node}, health=health, after=uses)
 
 
 def component(index: int, nodes: int, spares: int) -> HetGroup:
-    """Some nodes of partition gpu."""
+    """Return nodes of partition gpu."""
     fields = {"partition": "gpu", "gres": None, "cpus_per_task": 1}
     return HetGroup.model_validate({"index": index, "name": str(index), "nodes": nodes, "spares": spares, **fields})
 
 
 def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str) -> Plan:
-    """Orchestrator and trainer on node 0; an engine with its router on each further node."""
+    """Return a plan with orchestrator and trainer on node 0, and an engine with its router on each further node."""
     het = layout == "het"
     control = (
         process("orchestrator", 0, UNTIL_DONE),
@@ -77,7 +77,7 @@ def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str
     nodes = [control]
     for i in range(replicas):
         nodes.append((server(f"engine-r{i}-0", i + 1), server(f"router-{i}", i + 1, f"engine-r{i}-0")))
-    if het:  # each component has a second node, or the job would not survive any
+    if het:  # each component has a second node, because a job needs every component
         groups = (component(0, 2, 1), component(1, replicas + spares, spares))
     else:
         groups = (component(0, len(nodes) + spares, spares),)
@@ -157,7 +157,7 @@ class Job:
         return [event for event in events(self.run) if isinstance(event, kind)]
 
     def finish(self) -> float:
-        """Let it complete; returns the seconds until Slurm has ended the job."""
+        """Let it complete, and return the seconds until Slurm has ended the job."""
         began = time.monotonic()
         (self.run.path / "done").touch()
         self.wait(lambda: not self.active())
@@ -203,7 +203,7 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 
 def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
-    """The first one is replaced by the spare, the second one's replica is given up, and the run completes."""
+    """A spare replaces the first node, the second node's replica is given up, and the run completes."""
     job = start(replicas=2, spares=1)
     everything = [process.name for process in job.plan.processes()]
     job.wait_for(*everything)
@@ -235,7 +235,7 @@ def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
     assert avoid_bad_nodes(job.plan, conf).job.avoid == (), "all four nodes are needed, once these two are back"
     group = job.plan.groups[0].model_copy(update={"nodes": 2, "spares": 0})
     replanned = partial(avoid_bad_nodes, job.plan.model_copy(update={"groups": (group,)}), conf)
-    job.wait(lambda: set(replanned().job.avoid) == {first, second})  # once Slurm has nodes enough that answer
+    job.wait(lambda: set(replanned().job.avoid) == {first, second})  # once Slurm has enough nodes that respond
     again = replanned()
     assert [finding.fix for finding in again.findings] == [f"primeslurm nodes --forget {e.node}" for e in bad]
     assert f"--exclude={','.join(again.job.avoid)}" in render(again)
@@ -248,7 +248,7 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     assert job.node_of(1) != bad
     (lost,) = job.events(NodeLost)
     assert lost.node == bad and "does not resolve" in lost.reason
-    job.wait(lambda: len(job.events(PreflightDone)) == 3)  # a node that is left out still looks at the rest
+    job.wait(lambda: len(job.events(PreflightDone)) == 3)  # an excluded node still runs the remaining checks
     checked = {event.node: event.fitness for event in job.events(PreflightDone)}
     assert checked[bad] == "unfit" and sorted(checked.values()) == ["fit", "fit", "unfit"]
     job.finish()
@@ -258,7 +258,7 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
 def test_a_node_where_no_agent_can_be_started(
     replicas: int, spares: int, cluster: Cluster, start: Callable[..., Job], tmp_path: Path
 ) -> None:
-    """Its slurmd is gone when the job's step begins, of which Slurm knows nothing yet."""
+    """Its slurmd dies before the job's step begins, and Slurm does not know yet."""
     lost = cluster.spec.gpu_names[1]
     first_start = f"touch {tmp_path}/began; until [ -e {tmp_path}/crashed ]; do sleep 0.1; done"
     job = start(replicas=replicas, spares=spares, prologue=first_start)
@@ -267,12 +267,12 @@ def test_a_node_where_no_agent_can_be_started(
     (tmp_path / "crashed").touch()
     if spares:
         job.wait(lambda: job.events(LaunchedAgain))
-        kill_node(cluster, lost)  # Slurm finds out, and the job goes on
+        kill_node(cluster, lost)  # Slurm notices, and the job continues
     else:
         job.wait(lambda: job.attempt.end())
         end = job.attempt.end()
         assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", lost, True)
-        kill_node(cluster, lost)  # or it would start again only after SlurmdTimeout
+        kill_node(cluster, lost)  # otherwise it would start again only after SlurmdTimeout
         job.wait(lambda: job.attempt.number == 2)
     job.wait_for(*(process.name for process in job.plan.processes()))
     assert lost not in [agent.name for agent in job.attempt.assignment().agents.values()]
@@ -287,7 +287,7 @@ def test_a_node_where_no_agent_can_be_started(
 
 
 def test_a_node_where_the_agent_ends_at_once(cluster: Cluster, start: Callable[..., Job], tmp_path: Path) -> None:
-    """It is not waited for: srun says so in the job's output, some time after the head has begun to read that."""
+    """The head does not wait for it: srun reports it in the job's output while the head is running."""
     bad = cluster.spec.gpu_names[1]
     launcher = tmp_path / "launcher"
     launcher.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != {bad} ] || {{ sleep 3; exit 127; }}\nexec "$@"\n')
@@ -332,7 +332,7 @@ def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster,
 def test_an_attempt_that_ends_while_the_controller_is_away_is_followed_by_another(
     victim: str, cluster: Cluster, start: Callable[..., Job]
 ) -> None:
-    """For longer than Slurm's own commands try: who asks for the next one waits until it is back."""
+    """The controller is away for longer than Slurm's commands retry. The agent retries until it is back."""
     job = start(replicas=1, spares=0)
     job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
     head = job.heartbeat(0)
@@ -355,7 +355,7 @@ def test_an_attempt_that_ends_while_the_controller_is_away_is_followed_by_anothe
 def test_a_controller_that_forgets_that_it_has_requeued_a_job_is_told_again(
     cluster: Cluster, start: Callable[..., Job]
 ) -> None:
-    """Killed before that is on its disk, it comes back with a job that runs; by itself it looks minutes later."""
+    """The controller dies before the requeue is on its disk, and comes back with a running job."""
     job = start(replicas=1, spares=0)
     job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
     log = cluster.spec.directory / "log/slurmctld.log"
@@ -377,7 +377,7 @@ def test_a_controller_that_forgets_that_it_has_requeued_a_job_is_told_again(
 def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every node of the partition has failed; a waiting job that needs two is kept away from the two that did last."""
+    """All nodes of the partition have failed. A job that needs two nodes is kept away only from the two latest."""
     conf = str(cluster.spec.slurm_conf)
     monkeypatch.setenv("SLURM_CONF", conf)
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))

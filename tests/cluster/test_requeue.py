@@ -1,4 +1,4 @@
-"""Jobs of the real Slurm through submitit: placement, requeue from inside, by signal, and by preemption."""
+"""Jobs of a real Slurm through submitit: placement, and requeue from within, by signal and by preemption."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts, job.exit_code, len(job.components)) == ("COMPLETED", 1, 0, 2)
     assert [note["rank"] for note in said(run_dir, "checkpoint")] == [0]
-    # The other tasks of the ended attempt are told so by Slurm, and get its KillWait to end.
+    # Slurm notifies the other tasks of the ended attempt, which get its KillWait to end.
     assert {note["rank"] for note in said(run_dir, "TERM")} >= {1, 2}
     starts = said(run_dir, "start")
     assert [note["SLURM_RESTART_COUNT"] for note in starts] == [None] * 3 + ["1"] * 3
@@ -74,7 +74,7 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
     assert {(note["rank"], note["CUDA_VISIBLE_DEVICES"]) for note in starts} == {(0, None), (1, "0,1"), (2, "0,1")}
     assert {note["SLURMD_NODENAME"][:8] for note in starts} == {"shared-c", "shared-n"}
     assert sorted(note["rank"] for note in said(run_dir, "end")) == [0, 1, 2]
-    # The emulated cluster's short credential life time, instead of two minutes.
+    # The embedded cluster's short credential lifetime, instead of two minutes.
     assert starts[3]["time"] - said(run_dir, "checkpoint")[0]["time"] < 60
     comment = subprocess.run(
         ["scontrol", "show", "job", "-o", job_id],
@@ -98,7 +98,7 @@ def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
 
 
 def test_preemption_checkpoints_and_requeues(cluster: Cluster, run_dir: Path, tmp_path: Path) -> None:
-    """A job in partition urgent takes all nodes: ours gets USR2, checkpoints, and comes back afterwards."""
+    """An urgent job takes all nodes. Our job gets SIGUSR2, writes a checkpoint, and resumes later."""
     job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
     wait(lambda: len(said(run_dir, "start")) == 2)
     subprocess.run(

@@ -1,4 +1,4 @@
-"""A site's set-up that fails in a real job: one attempt, which ends with the words of the command."""
+"""If a site's set-up command fails in a job, there is one attempt, which ends with the command's message."""
 
 from __future__ import annotations
 

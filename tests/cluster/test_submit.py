@@ -1,4 +1,4 @@
-"""`submit` against a real cluster: what Slurm knows is checked before anything is written."""
+"""`submit` checks Slurm's answers before it writes anything."""
 
 from __future__ import annotations
 

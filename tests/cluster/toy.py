@@ -1,4 +1,4 @@
-"""An agent that writes down what happens to it. It is pickled by reference, so the nodes import this module."""
+"""An agent that records its calls and signals. It is pickled by reference, so the nodes import this module."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from submitit.helpers import DelayedSubmission
 
 
 class ToyAgent:
-    """First attempt: waits. Its first task sends itself USR2 if `requeue_itself`. Later attempts end at once."""
+    """Waits in the first attempt, in which task 0 sends itself SIGUSR2 if `requeue_itself`. Ends at once in later
+    attempts.
+    """
 
     def __init__(self, directory: Path, *, requeue_itself: bool) -> None:
         self.directory = directory
         self.requeue_itself = requeue_itself
 
     def __call__(self) -> int:
-        """Run on every node; returns the task's rank."""
+        """Run on every node, and return the task's rank."""
         environment = submitit.JobEnvironment()
         first = self._attempt() == 0
         if first:
             self._follow_signals()
-        self._note("start")  # from now on signals may come
+        self._note("start")  # signals may arrive from now on
         if first:
             if self.requeue_itself and environment.global_rank == 0:
                 self._wait_for_all_starts(environment.num_tasks)
@@ -38,7 +40,7 @@ class ToyAgent:
         return int(environment.global_rank)
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit, in the first task only."""
+        """Called by submitit, only in the first task."""
         self._note("checkpoint")
         return DelayedSubmission(self)
 
@@ -58,7 +60,7 @@ class ToyAgent:
         signal.signal(signal.SIGTERM, term)
 
     def _wait_for_signals(self) -> None:
-        # In slices: the kernel may hand a signal to another thread (numpy has some), which does not wake the main
+        # In slices: the kernel may deliver a signal to another thread, which does not wake the main
         # thread, and Python runs handlers only there.
         for _ in range(600):
             time.sleep(0.2)
@@ -80,19 +82,18 @@ class ToyAgent:
 
 
 def notes(directory: Path) -> list[dict[str, Any]]:
-    """All notes of all tasks, oldest first."""
+    """Return all notes of all tasks, oldest first."""
     lines = [line for path in directory.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
     return sorted((json.loads(line) for line in lines), key=lambda note: note["time"])
 
 
 class EnvironmentNote:
-    """Write down the environment of every task, and end."""
+    """Records the environment of every task."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def __call__(self) -> None:
-        """Run on every node."""
         rank = submitit.JobEnvironment().global_rank
         (self.directory / f"environment-{rank}.json").write_text(json.dumps(dict(os.environ)))
 

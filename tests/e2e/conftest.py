@@ -1,4 +1,4 @@
-"""The demo's parts, shared by all end-to-end tests: its model, and an embedded cluster."""
+"""The demo's model and an embedded cluster, for all end-to-end tests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def turns_on_policy(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
-    """Return metrics of a run whose rollouts have several turns, are on-policy, and agree with the trainer."""
+    """Check that rollouts have several turns, are on-policy and agree with the trainer, and return the metrics."""
     table = rows(run.path)
     assert [row["step"] for row in table] == list(range(1, steps + 1))
     events = [line for path in run.path.glob("attempts/*/events/*.jsonl") for line in path.read_text().splitlines()]
@@ -33,7 +33,7 @@ def turns_on_policy(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def model() -> Path:
-    """The warm-started model of the demo, made if it is not there yet."""
+    """Return the demo's warm-started model, and make it if necessary."""
     directory = ROOT / ".primeslurm" / "reverse-text"
     subprocess.run(["scripts/warm_start.sh", str(directory)], cwd=ROOT, env=unmeasured(), check=True, timeout=2400)
     return directory / "model"
@@ -41,7 +41,7 @@ def model() -> Path:
 
 @pytest.fixture(scope="session")
 def demo(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
-    """An embedded cluster of four GPU nodes, and commands on it."""
+    """Yield an embedded cluster of four GPU nodes."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     found = Demo(ROOT, tmp_path_factory.mktemp("e2e"))

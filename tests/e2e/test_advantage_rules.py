@@ -1,4 +1,4 @@
-"""A real run whose environments have rules of advantages of their own, and which is interrupted twice."""
+"""A real run whose environments have their own advantage rules, interrupted twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.faults import warn
 from tests.support.hinted import write_model
 from tests.support.runs import Demo, process, trained_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 12
 REWARDS = ("hinted/reward", "duel/reward", "relay/proposer/reward", "relay/solver/reward")
@@ -26,7 +26,7 @@ MEANS = ("memory/duel/short", "memory/duel/long")
 def test_a_hint_is_learned_and_running_means_outlive_a_killed_trainer_and_a_preemption(
     demo: Demo, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The policy comes to do without its hint what it does with it; what each agent won of late is not forgotten."""
+    """The policy learns to do without its hint, and the running means of each agent survive both interruptions."""
     write_model(model, tmp_path / "model")
     places = (str(ROOT / "tests" / "support" / "environments"), os.environ.get("PYTHONPATH"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, places)))
@@ -37,7 +37,7 @@ def test_a_hint_is_learned_and_running_means_outlive_a_killed_trainer_and_a_pree
     killed = run.attempt(1).end()
     assert killed is not None and killed.committed_step is not None and killed.committed_step >= 6
 
-    # No multiple of three, at which steps are committed anyway.
+    # not a multiple of three, at which steps are committed anyway
     status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= killed.committed_step + 2)
     warn(demo.slurm_conf, status["job_id"])
     demo.wait(run, lambda status: status["attempt"] == 3)
@@ -54,10 +54,10 @@ def test_a_hint_is_learned_and_running_means_outlive_a_killed_trainer_and_a_pree
 
 
 def check_rules(table: list[Row]) -> None:
-    """Every rule has taught what it should, from the first step to the last."""
+    """Check that every rule has had its effect, from the first step to the last."""
     assert [row["step"] for row in table] == list(range(1, STEPS + 1))
     first, second_half = table[0], table[STEPS // 2 :]
-    # It grows again when the others have won nearly all there is, whose rules train the same policy.
+    # It grows again when the other environments have learned nearly everything, because one policy learns from all.
     distances = [row["teacher/kl"] for row in table[3:8]]
     assert sum(distances) / len(distances) < 0.7 * first["teacher/kl"], table
     later = {name: sum(row[name] for row in second_half) / len(second_half) for name in REWARDS}
@@ -65,6 +65,6 @@ def check_rules(table: list[Row]) -> None:
         assert later[name] > first[name] + 0.1, f"{name}: {first[name]:.3f} -> {later[name]:.3f}"
     for name in MEANS:
         means = [row[name] for row in table]
-        # Up to 17 plays a step leave 0.7 of a mean whatever they win; one that began anew would have that of one step.
+        # Up to 17 plays per step keep 0.7 of a mean. A mean that was reset would be that of one step.
         assert all(now > 0.7 * then for then, now in itertools.pairwise(means)), f"{name}: {means}"
         assert means[8] > 2 * means[0], f"{name}: {means}"

@@ -1,4 +1,4 @@
-"""Real RL runs on a real Slurm cluster: they learn, and they survive what kills their parts."""
+"""Real RL runs on a real Slurm cluster learn, and survive killed processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.support.runs import Demo, check_learning, events_of, process, trained
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 18
-"""Fewer than the recipes have: by then a policy has learned, too."""
+"""Fewer than in the recipes, but enough for a policy to learn."""
 
 
 def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
-    """Held to the model that it starts from; rewards are what it learns from."""
+    """The loss keeps the policy near its start, and rewards make it learn."""
     teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
     loss = "trainer.loss={type: dppo, ref_kl: 0.01}"
     settings = ("weights.transport=nccl", teacher, loss, f"max_steps={STEPS}")

@@ -1,4 +1,4 @@
-"""A real RL run on a game that others wrote: TextArena's Hangman, through verifiers' own taskset."""
+"""A real RL run on TextArena's Hangman, through verifiers' own taskset."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.e2e.conftest import ROOT, turns_on_policy
 from tests.support.hangman import write_words
 from tests.support.runs import Demo
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.campaign, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 5
 GAMES = ROOT / ".venv" / "games"
 
 
 def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns of the game's own words, with a random policy that learns which letters pay."""
+    """The turns use the game's own texts. A random policy learns which letters are rewarded."""
     if not GAMES.is_dir():
         pytest.skip("TextArena is not installed; `primeslurm install --games` does that")
     write_words(tmp_path / "nltk")
@@ -37,6 +37,6 @@ def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     run = demo.submit("../examples/textarena.yaml", *(word for change in changes for word in ("--set", change)))
     demo.finish(run, timeout_s=1200)
     table = turns_on_policy(run, STEPS)
-    # Of the games of one step perhaps none finds a letter and comes to an end.
+    # in some steps perhaps no game finds a letter and ends
     assert 0 < sum(row["reward/mean"] for row in table) < STEPS, "games are neither all lost nor all won"
     assert any(row["trainer/grad_norm"] > 0 for row in table), "nothing was learned"

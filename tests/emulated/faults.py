@@ -1,6 +1,6 @@
-"""The fault table: what is done to a running deployment, and how it must come back.
+"""The fault table: damage to a running deployment, and how it must recover.
 
-`python -m benchmarks fault_table` runs the tests of these and writes down what each cost.
+`python -m benchmarks fault_table` runs the tests, and records the cost of each fault.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, set_down, warn
 
 SIGNAL_S = 120
-"""Of the recipe: so long before a time limit, jobs are told."""
+"""How long before its time limit the recipe's jobs get a signal [s]."""
 Seen = Callable[[RunStatus], bool]
 
 
@@ -45,50 +45,49 @@ Seen = Callable[[RunStatus], bool]
 class Fault:
     """One row of the table.
 
-    `inject` does the damage and returns a condition that holds once the deployment has noticed; `repair`, if the damage
-    does not go away by itself, is called before recovery is waited for, or after it (`repair_late`).
+    `inject` does the damage, and returns a condition that holds once the deployment has noticed. `repair` undoes
+    lasting damage, before recovery or (`repair_late`) after it.
     """
 
     name: str
     what: str
     inject: Callable[[Deployment], Seen]
     ends_attempt: bool | None = False
-    """None: it depends on what is being written just then."""
+    """Whether a new attempt follows; None if it depends on what is being written."""
     repair: Callable[[Deployment], None] | None = None
     repair_late: bool = False
     repeats: bool = False
-    """Steps that were not committed yet are trained again, within the attempt."""
+    """Whether uncommitted steps are trained again within the attempt."""
     options: tuple[str, ...] = ()
-    """Of `submit`, for a fault that needs a run of its own."""
+    """Options of `submit`, for a fault that needs its own run."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a fault cost."""
+    """Cost of a fault."""
 
     fault: str
     what: str
     new_attempts: int
-    """0: recovered in place."""
+    """0 if the run recovered in place."""
     seconds: float
-    """From the fault until everything is healthy and one more step is trained."""
+    """Seconds until all processes are healthy and one more step is trained."""
     committed_steps_lost: int
     steps_repeated: int
-    """Trained, but not committed yet."""
+    """Steps that were trained but not committed."""
     rollouts_begun_again: int
-    """In flight when it happened."""
+    """Rollouts that were in flight."""
     finished_rollouts_lost: int
-    """Sampled by a policy that was undone with its uncommitted step."""
+    """Sampled by a policy that was lost with its uncommitted step."""
     committed_rollouts_lost: int
     """Sampled by policies that are still valid."""
 
     def row(self) -> dict[str, Any]:
-        """For JSON."""
         return asdict(self)
 
 
 def suffer(deployment: Deployment, fault: Fault) -> Cost:
-    """Do it to a healthy run, wait for recovery, and add up."""
+    """Inject a fault into a healthy run, wait for recovery, and return the cost."""
     if fault.options:
         deployment.submit(*fault.options)
     deployment.running()
@@ -108,7 +107,7 @@ def suffer(deployment: Deployment, fault: Fault) -> Cost:
 
     deployment.wait(recovered)
     seconds = time.monotonic() - began
-    time.sleep(1.5 * STATE_INTERVAL_S)  # counts are written that often
+    time.sleep(1.5 * STATE_INTERVAL_S)  # counts are written at this interval
     after = deployment.snapshot()
     if fault.repair and fault.repair_late:
         fault.repair(deployment)
@@ -139,7 +138,7 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
 
 
 def _loaded(deployment: Deployment) -> int:
-    """The step that the trainer was last started from."""
+    """Return the step from which the trainer was last started."""
     loaded = [event for event in events(deployment.run) if isinstance(event, CheckpointLoaded)]
     return loaded[-1].step
 
@@ -221,7 +220,7 @@ def _limit_time(deployment: Deployment, minutes: int) -> None:
 
 
 def _for(seconds: float) -> Seen:
-    """Nothing to be seen: the damage lasts this long."""
+    """Return a condition that holds after this time, for damage that nothing reports."""
     until = time.monotonic() + seconds
     return lambda status: time.monotonic() > until
 
@@ -232,7 +231,7 @@ def _crash_slurmctld(deployment: Deployment) -> Seen:
 
 
 def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
-    """The nodes of these processes lose power."""
+    """Cut the power of the nodes of these processes."""
 
     def inject(deployment: Deployment) -> Seen:
         gone = [deployment.process(name).node for name in processes]
@@ -250,9 +249,9 @@ def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
 
 
 def _lose_control_spare_and_node(process: str) -> Callable[[Deployment], Seen]:
-    """The second node of the control processes is taken away, then that of another process loses power.
+    """Take the second node of the control processes away, then cut the power of another process's node.
 
-    Slurm then requeues the component of the control processes alone, and ends the others.
+    Slurm requeues only the component of the control processes, and ends the others.
     """
 
     def inject(deployment: Deployment) -> Seen:
@@ -293,9 +292,10 @@ def _kill_head(deployment: Deployment) -> Seen:
 
 
 def _death_of_head_is_told(deployment: Deployment) -> None:
-    """`status` and `doctor` say so at once where Slurm tells of it, or else when its last word is older than may be.
+    """Check that `status` and `doctor` report a dead head: at once if Slurm does, or else after its last heartbeat
+    expires.
 
-    They watch its file for some seconds more: that makes less than 15 s, on a machine that has time for it.
+    They watch its file for some seconds more, in total less than 15 s on an idle machine.
     """
     run, attempt = deployment.run, deployment.run.latest()
     looks = {"status": lambda: _status_words(run), "doctor": lambda: _doctor_words(run, attempt)}

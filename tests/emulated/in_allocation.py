@@ -1,8 +1,8 @@
-"""Run a ready recipe with stand-ins and without Slurm, and say what its processes were given.
+"""Runs a ready recipe with emulated processes and without Slurm, and prints what its processes were given.
 
-It runs where this program is started: in an allocation of Slurm, on the node that Slurm gave.
+It runs on the node where it is started, in a Slurm allocation.
 
-Usage: python -m tests.emulated.in_allocation RECIPE DIRECTORY [PATH=VALUE ...]. One JSON object on stdout.
+Usage: python -m tests.emulated.in_allocation RECIPE DIRECTORY [PATH=VALUE ...]. It prints one JSON object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.runs import start_local
 
 
 def main(recipe_path: Path, directory: Path, settings: list[str]) -> None:
-    """Start the run, look at its processes, and wait for its end."""
+    """Start the run, inspect its processes, and wait for its end."""
     os.chdir(directory)
     recipe = load_recipe(recipe_path, settings)
     site = with_python(find_site(None, local=True))
@@ -45,7 +45,7 @@ def main(recipe_path: Path, directory: Path, settings: list[str]) -> None:
 
 
 def _gpus_of(pid: int) -> str:
-    """CUDA_VISIBLE_DEVICES of a process; empty if it has ended."""
+    """Return CUDA_VISIBLE_DEVICES of a process; empty if it has ended."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""Advice on prefill and decode, from the metrics of emulated engines: a minute of load on a clock of the test's own."""
+"""Advice on prefill and decode engines, from the metrics of emulated engines under a minute of simulated load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = 60.0
 
 @dataclass
 class Loop:
-    """A prefill engine, three decode engines, and requests that begin again as soon as they end."""
+    """A prefill engine, three decode engines, and requests that restart as soon as they end."""
 
     blocks: int
     prefill_tokens_per_s: float

@@ -1,4 +1,4 @@
-"""Emulated engines as processes: light, behind the real gate, controlled and used by the real clients."""
+"""Emulated engines as processes: small, behind the real gate, used by the real clients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recipe(**changes: object) -> Recipe:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start an emulated engine with the command line of a real one."""
+    """Yield a function that starts an emulated engine with a real engine's command line."""
     servers: list[Server] = []
 
     def begin(role: str = "engine") -> Server:
@@ -165,7 +165,7 @@ async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
 
 @pytest.mark.parametrize("turns", range(4))
 async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(turns: int) -> None:
-    """Both are seen at once by a process that got no time meanwhile; which one first differs by turns of its loop."""
+    """A disconnect and a completion arrive in one turn of the event loop, in either order."""
     engine = EmulatedEngine("model", 64, tick_s=0.05)
     running = asyncio.create_task(engine.run())
     body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
@@ -189,7 +189,7 @@ async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(turns
 
 
 def test_it_is_light(start: Start) -> None:
-    """Hundreds of them share one small machine."""
+    """Hundreds of them must fit on one small machine."""
     server = start()
     report = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
     private_kib = sum(int(line.split()[1]) for line in report.splitlines() if line.startswith("Private_"))

@@ -1,4 +1,4 @@
-"""A node for environments that loses power in a whole emulated run, which goes on to its end."""
+"""An emulated run continues after its environment node loses power."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALLER = (
 
 @pytest.fixture
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A cluster of as many nodes as the run asks for."""
+    """Yield a cluster with as many nodes as the run needs."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     found = Deployment(tmp_path_factory.mktemp("environments"), gpu_nodes=4, control_nodes=5)

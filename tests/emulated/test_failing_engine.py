@@ -1,6 +1,6 @@
-"""Engines that cannot start, in a run whose agents and head are real: how often they are tried, and what is said of it.
+"""How often engines that cannot start are retried, and what is reported, with real agents and a real head.
 
-No Slurm: the agents are processes of this machine.
+There is no Slurm: the agents are processes of this machine.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ERROR = "ValueError: max_model_len 131072 is larger than 40960"
 
 
 def with_engines_that_fail(plan: Plan) -> Plan:
-    """A plan whose engines end at once."""
+    """Return a plan whose engines end at once."""
     argv = (sys.executable, "-c", f"raise ValueError({ERROR.removeprefix('ValueError: ')!r})")
     nodes = [
         node.model_copy(

@@ -1,7 +1,7 @@
-"""An environment that fails in every rollout, in a run with real workers: how soon it ends, and what is said of it.
+"""When a run ends whose environment fails in every rollout, and what it reports.
 
-Head, agents, orchestrator, router and workers are the real ones; engine and trainer are stand-ins, as nothing gets so
-far that they matter. No Slurm: the agents are processes of this machine.
+Head, agents, orchestrator, router and workers are real. Engine and trainer are emulated, as no rollout gets that far.
+There is no Slurm: the agents are processes of this machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PATIENCE_S = 900.0
 
 
 def with_real_environments(plan: Plan, real: Plan) -> Plan:
-    """An emulated plan whose environments are the real ones."""
+    """Return an emulated plan with real environments."""
     workers = {process.name: process for process in real.processes() if process.role == "environment"}
     nodes = [
         node.model_copy(update={"processes": tuple(workers.get(process.name, process) for process in node.processes)})
@@ -43,7 +43,7 @@ def with_real_environments(plan: Plan, real: Plan) -> Plan:
 
 
 def finished(place: Path, environments: list[dict[str, Any]]) -> tuple[RunDirectory, EndRecord]:
-    """Start a run of these environments and wait for its end."""
+    """Run these environments, and wait for the end of the run."""
     recipe = Recipe.model_validate(
         recipe_data(
             model={"path": str(write_tokenizer(place / "model"))},

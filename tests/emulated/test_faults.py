@@ -1,4 +1,4 @@
-"""Every fault of the table, on a small deployment that all of them share."""
+"""Every fault of the table, on a small deployment that all tests share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("un
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A cluster; the first test starts the run on it."""
+    """Yield a cluster. The first test starts the run on it."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     found = Deployment(tmp_path_factory.mktemp("faults"))
@@ -33,11 +33,11 @@ LISTEN = {"router/http", "router/metrics", "router/door", "prefill/http", "decod
 LISTEN |= {"orchestrator/wire", "orchestrator/envs"}
 REFUSALS = {"nothing", "HTTP 400", "HTTP 401", "HTTP 404", "ZMTP", "ZMTP PLAIN", "ZMTP PLAIN ERROR"}
 OPEN = {"router/metrics"}
-"""Ports that answer without a secret: metrics of a router, as docs/explanation/security.md says."""
+"""Ports that answer without a secret: a router's metrics (see docs/explanation/security.md)."""
 
 
 def lives(status: RunStatus) -> dict[str, tuple[int | None, int]]:
-    """Process ids and restarts of all processes."""
+    """Return process ids and restarts of all processes."""
     return {process.name: (process.pid, process.restarts) for process in status.processes}
 
 
@@ -66,7 +66,7 @@ def test_a_stranger_at_every_port_of_a_run_is_told_nothing_and_stops_nothing(dep
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_fault(deployment: Deployment, fault: Fault, record_property: Callable[[str, object], None]) -> None:
     cost = suffer(deployment, fault)
-    # `python -m benchmarks fault_table` writes these down.
+    # `python -m benchmarks fault_table` records these
     record_property("cost", json.dumps(cost.row() | {"load_1m": round(os.getloadavg()[0], 1)}))
     assert fault.ends_attempt is None or fault.ends_attempt == (cost.new_attempts > 0), cost
     assert cost.committed_steps_lost == 0 and cost.committed_rollouts_lost == 0, cost

@@ -1,4 +1,4 @@
-"""A whole run on a file system where one of eight operations fails, in every process of it."""
+"""A whole run in which one of eight file operations fails, in every process."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def test_a_run_does_not_notice_that_operations_fail(place: Path, monkeypatch: py
     assert len(faults) > 500 and {line.split()[0] for line in faults} >= {"open", "stat", "replace", "listdir"}
     found = events(run)
     assert any(isinstance(event, StorageFault) for event in found)
-    # Head, agents and orchestrator have a loop that must go on: they repeat an operation for half a second only, and
-    # write with the next turn what they could not write. By chance, all tries of one operation fail. The assertions
-    # below show that nothing is missing. No other process gives up an operation.
+    # Head, agents and orchestrator have an event loop, so they retry an operation for only half a second, and
+    # write again in the next turn. By chance all tries of an operation may fail. The assertions
+    # below show that nothing is lost. No other process gives up an operation.
     given_up = [event for event in found if isinstance(event, StorageFault) and not event.recovered]
     assert [event for event in given_up if not _has_loop(event.process)] == []
     assert [event.name for event in found if isinstance(event, ProcessExited) and event.state == "failed"] == []

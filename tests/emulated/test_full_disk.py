@@ -1,4 +1,4 @@
-"""A file system without space, on the real Slurm: no node is blamed, the run waits, says so, and goes on."""
+"""A full file system, on a real Slurm: no node is blamed, and the run waits, reports it, and continues."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from primeslurm.run.records import events
 from tests.support.emulation import PATIENCE_S, Deployment
 
 SILENT_S = 20
-"""After which a node counts as lost; a head after twice that."""
+"""Time after which a node counts as lost; twice that for the head."""
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A cluster; its runs are in a small file system of their own."""
+    """Yield a cluster whose runs are in a small separate file system."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     found = Deployment(tmp_path_factory.mktemp("full"))
@@ -37,11 +37,11 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 @pytest.fixture
 def fill(deployment: Deployment) -> Iterator[Callable[[int], Path]]:
-    """Leave so many bytes free; the file that takes the rest."""
+    """Return a function that leaves this many bytes free, and the file that takes the rest."""
     filler = deployment.runs / "filler"
 
     def leave(free: int) -> Path:
-        # Full already, it has no room for another file either.
+        # the file system is full, so it cannot hold another file
         with contextlib.suppress(OSError), filler.open("ab") as handle:
             while (more := shutil.disk_usage(deployment.runs).free - free) > 0:
                 handle.write(b"x" * min(more, 2**20))
@@ -58,7 +58,7 @@ def blamed(deployment: Deployment) -> list[str]:
 
 
 def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
-    """Not a byte is free, however often some are given up: others of a site take them."""
+    """Keep the file system full, however much space is freed, as other users of a site might."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         fill(0)
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
 
 
 def test_an_attempt_that_begins_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
-    """Slurm starts the job again. The attempt's directory cannot be made until there is space; nobody has to help."""
+    """Slurm requeues the job until there is space for the attempt's directory, without anybody's help."""
     deployment.running()
     before, job = deployment.snapshot(), deployment.run.latest().job()
     assert job is not None
@@ -112,7 +112,7 @@ def test_an_attempt_that_begins_on_a_full_disk(deployment: Deployment, fill: Cal
 
 
 def restarts(deployment: Deployment) -> int:
-    """How often Slurm has started the job again."""
+    """Return how often Slurm has requeued the job."""
     record = deployment.run.latest().job()
     job = deployment.cluster.client.job(record.job_id) if record else None
     return job.restarts if job is not None and job.state == "RUNNING" else 0

@@ -1,4 +1,4 @@
-"""The latency and KV model of an emulated engine, on a clock of the test's own."""
+"""The latency and KV model of an emulated engine, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tokens(count: int, first: int = 10) -> list[int]:
 
 
 def seconds_until_done(scheduler: Scheduler, *requests: Request) -> float:
-    """Advance in ticks until all of these are done."""
+    """Advance in ticks until all these requests are done."""
     left, spent = set(requests), 0.0
     while left:
         assert spent < 1000

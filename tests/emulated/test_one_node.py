@@ -1,4 +1,4 @@
-"""Recipes for one node, from submission to their end, on a Slurm cluster that has exactly one node."""
+"""Recipes for one node, from submission to the end, on a Slurm cluster with exactly one node."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SMALL = (
     "orchestrator.sampling.max_tokens=16",
     "evaluation=null",
 )
-"""Stand-ins take as long as the tokens that a step has."""
+"""An emulated step takes as long as its tokens require."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """One node with 8 fake GPUs, and nothing else."""
+    """Yield a cluster with one node with 8 fake GPUs."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     with tempfile.TemporaryDirectory(prefix="one") as directory:
@@ -50,7 +50,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def command(cluster: Cluster, *argv: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user of the cluster."""
+    """Return a function that runs a command as a user of the cluster."""
     env = unmeasured() | {"PYTHONPATH": str(ROOT), "SLURM_CONF": str(cluster.spec.slurm_conf), **variables}
     return subprocess.run(
         [*map(str, argv)], cwd=cluster.spec.directory, env=env, capture_output=True, text=True, timeout=600, check=False
@@ -97,7 +97,7 @@ def test_a_one_node_recipe_trains_to_its_end_on_a_cluster_of_one_node(
 
 
 def test_a_local_run_inside_an_allocation_uses_the_gpus_that_slurm_gave(cluster: Cluster) -> None:
-    """Another job has GPU 0, so that what Slurm gives is not what the numbers of a plan say."""
+    """Another job has GPU 0, so that Slurm's GPU numbers differ from the plan's."""
     other = command(cluster, "sbatch", "--parsable", "--gres=gpu:1", "--wrap", "sleep 600", "--output=/dev/null")
     allocation = ("salloc", "--quiet", "--nodes=1", "--gres=gpu:2", "--cpus-per-task=4")
     step = ("srun", "--ntasks=1", "--cpus-per-task=4")

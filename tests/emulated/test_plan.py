@@ -1,4 +1,4 @@
-"""An emulated plan is the real one but for the modules that are started."""
+"""An emulated plan equals the real one except for the started modules."""
 
 from __future__ import annotations
 

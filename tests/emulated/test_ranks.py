@@ -1,4 +1,4 @@
-"""Emulated trainer ranks as processes: they live and die together."""
+"""Emulated trainer ranks as processes: if one dies, all do."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ Start = Callable[[int], subprocess.Popen[str]]
 
 @pytest.fixture
 def port() -> int:
-    """Where the ranks meet."""
+    """Return the port of the rendezvous."""
     return free_port()
 
 
 @pytest.fixture
 def start(port: int) -> Iterator[Start]:
-    """Start a rank of a world of three; rank 0 trains until it is interrupted."""
+    """Return a function that starts a rank of a world of three. Rank 0 trains until it is interrupted."""
     processes: list[subprocess.Popen[str]] = []
 
     def begin(rank: int, patience_s: float = 30) -> subprocess.Popen[str]:
@@ -85,7 +85,7 @@ def test_a_rank_that_never_comes_is_noticed(start: Start) -> None:
 
 
 def stranger(port: int, says: bytes) -> socket.socket:
-    """Who connects as soon as rank 0 listens, and says something."""
+    """Connect as soon as rank 0 listens, and send something."""
     while True:
         try:
             found = socket.create_connection(("127.0.0.1", port), timeout=60)
@@ -115,11 +115,11 @@ def test_silent_ones_make_room_for_a_rank_when_no_more_files_may_be_open(monkeyp
         silent = [held.enter_context(socket.create_connection(listener.getsockname())) for _ in range(40)]
         rank = held.enter_context(socket.create_connection(listener.getsockname()))
         entering = threading.Thread(target=emulated._entered, args=(rank, emulated.key_for(emulated.USE), 60.0))
-        doorkeeper = held.enter_context(emulated._Doorkeeper(listener))
+        authenticator = held.enter_context(emulated._Authenticator(listener))
         entering.start()
         resource.setrlimit(resource.RLIMIT_NOFILE, (silent[-1].fileno() + 10, hard))
         try:
-            turns = (doorkeeper.admitted(1.0) for _ in range(500))
+            turns = (authenticator.accepted(1.0) for _ in range(500))
             admitted = next(filter(None, turns), [])
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

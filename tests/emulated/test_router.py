@@ -1,6 +1,6 @@
-"""The real vllm-router over emulated engines: who is served, and what becomes of workers that it lost.
+"""The real vllm-router over emulated engines: which clients it serves, and what happens to workers that it lost.
 
-Whoever reaches a port looks alike to TCP: another user of the node, or of another node, is a client without the secret.
+To TCP, another user of a node looks like any client without the secret.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.support.recipes import recipe_data
 
 PROMPT = [2, 5, 9, 14, 7, 3]
 REMEMBERED_BYTES = 16 * 2**20
-"""Of wrong tokens, after which these routers start anew."""
+"""Size of invalid tokens after which these routers restart."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Routed:
 
     @property
     def workers(self) -> list[str]:
-        """What the router lists, to one who shows the secret; empty while it does not answer."""
+        """Return the workers that the router lists; an empty set while it does not answer."""
         try:
             answer = httpx.get(f"{self.router.url}/list_workers", headers=secret.header(), timeout=60)
         except httpx.TransportError:
@@ -60,29 +60,29 @@ class Routed:
 
     @property
     def all(self) -> list[str]:
-        """What it should list."""
+        """The workers that it should list."""
         return sorted(engine.url for engine in self.engines)
 
     def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> httpx.Response:
-        """A request as anybody can make it."""
+        """Send a request as anybody could."""
         return httpx.request(method, self.router.url + path, json=body, headers=headers, timeout=60)
 
     def events(self) -> list[object]:
-        """What its keeper told of its workers."""
+        """Return the supervisor's events about workers."""
         path = self.directory / "events" / "router-0.jsonl"
         return [decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def restarts(self) -> list[RouterRestarted]:
-        """How often its keeper started it anew."""
+        """Return how often the supervisor has restarted the router."""
         return [event for event in self.events() if isinstance(event, RouterRestarted)]
 
     def child(self) -> psutil.Process:
-        """vllm-router itself."""
+        """Return the vllm-router process."""
         return psutil.Process(self.router.pid).children()[0]
 
 
 def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
-    """Wait until `condition()` holds."""
+    """Poll until `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
@@ -90,7 +90,7 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 
 def wrong(number: int) -> dict[str, str]:
-    """A token that is no good, of 300,000 bytes."""
+    """Return an invalid token of 300,000 bytes."""
     return {"Authorization": f"Bearer {number}{'x' * 300_000}"}
 
 
@@ -120,7 +120,7 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
     command = router_command(recipe, VllmRouter(), ReplicaEngines(*groups), "router-0")
     command = command._replace(argv=(*command.argv, "--remembered-bytes", str(REMEMBERED_BYTES)))
     router = start_router(command, addresses, directory / "router.log")
-    router.wait("/liveness", 60)  # a process has no command line for a moment after it was started
+    router.wait("/liveness", 60)  # a process has no command line for a moment after its start
     arguments = psutil.Process(router.pid).cmdline()
     door = int(arguments[arguments.index("--door") + 1])
     return Routed(router, engines, directory, door)
@@ -128,7 +128,7 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
 
 @pytest.fixture(scope="module")
 def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
-    """Two engines that do both."""
+    """Yield two engines that prefill and decode."""
     found = routed(tmp_path_factory.mktemp("alike"), ("engine", "engine"))
     yield found
     for server in (found.router, *found.engines):
@@ -137,7 +137,7 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
-    """A prefill engine and two decode engines."""
+    """Yield a prefill engine and two decode engines."""
     found = routed(tmp_path_factory.mktemp("apart"), ("prefill", "decode", "decode"))
     yield found
     for server in (found.router, *found.engines):
@@ -169,7 +169,7 @@ ATTACKS: list[tuple[str, str, object]] = [
 
 
 SHOWN = (None, "Bearer wrong", "Bearer", "Basic {secret}", "{secret}", "Bearer {generate}")
-"""What strangers show. `generate` is the token that routers over prefill and decode show engines."""
+"""Authorization headers of strangers. `generate` is the token that routers send to prefill and decode engines."""
 
 
 @pytest.mark.parametrize("shape", ["alike", "apart"])
@@ -178,7 +178,7 @@ def test_a_stranger_gets_nothing_from_a_router(shape: str, request: pytest.Fixtu
     words = {"secret": secret.own(), "generate": secret.generate_token(secret.own())}
     worker = it.engines[-1].url
     places = {"worker": worker, "quoted": worker.replace(":", "%3A").replace("/", "%2F")}
-    once = httpx.Limits(max_keepalive_connections=0)  # who is refused may be hung up on
+    once = httpx.Limits(max_keepalive_connections=0)  # the router may close the connection of a refused client
     with httpx.Client(base_url=it.router.url, timeout=60, limits=once) as client:
         for shown in SHOWN:
             headers = {"Authorization": shown.format(**words)} if shown else {}
@@ -194,7 +194,7 @@ def test_workers_that_a_router_lost_are_put_back(shape: str, request: pytest.Fix
     it: Routed = request.getfixturevalue(shape)
     told = len(it.events())
     for engine in it.engines[1:]:
-        with contextlib.suppress(httpx.TransportError):  # it starts anew after the first, if its keeper was quick
+        with contextlib.suppress(httpx.TransportError):  # the supervisor may restart the router after the first request
             removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
             assert removed.status_code == 200
     eventually(lambda: len(it.events()) > told)
@@ -221,7 +221,7 @@ def test_the_agent_hears_of_what_is_missing_and_needs_no_secret(apart: Routed) -
     assert httpx.get(f"{door}/list_workers").status_code == 404
     before = apart.child().pid
     os.kill(before, signal.SIGSTOP)
-    with pytest.raises(httpx.TransportError):  # as if nobody listened: the agent then takes it for hung
+    with pytest.raises(httpx.TransportError):  # no response at all, so that the agent considers the router unresponsive
         httpx.get(f"{door}/liveness", timeout=30)
     os.kill(before, signal.SIGCONT)
     eventually(lambda: apart.workers == apart.all)
@@ -264,7 +264,7 @@ def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path
     with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):
             assert client.get(f"http://{HOST}:{alike.door}{path}", headers=wrong(number)).status_code == status
-    # The keeper has looked since when it has put back what is missing now.
+    # The supervisor has checked again once it has restored what is missing now.
     told = len(alike.events())
     assert alike.ask("POST", f"/remove_worker?url={alike.all[0]}", headers=secret.header()).status_code == 200
     eventually(lambda: len(alike.events()) > told and alike.workers == alike.all)
@@ -272,7 +272,7 @@ def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path
 
 
 def test_a_router_that_was_shown_many_wrong_tokens_starts_anew(alike: Routed) -> None:
-    """It keeps every token that it was ever shown; the keeper counts them."""
+    """The router caches every token, and the supervisor counts them."""
     before, told = alike.child().pid, len(alike.restarts())
     with httpx.Client(timeout=60) as client:
         for number in range(2 * REMEMBERED_BYTES // 300_000):

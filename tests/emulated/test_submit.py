@@ -1,4 +1,4 @@
-"""`submit --emulate` as users run it, from nothing to nothing: the GLM-5 recipe with its 28 nodes, and from Python."""
+"""`submit --emulate` as users run it: the GLM-5 recipe with 28 nodes, and from Python."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ STEPS = 3
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A home with a short path: Slurm's Unix sockets lie below it."""
+    """Yield a home directory with a short path, as Slurm's Unix sockets need."""
     with tempfile.TemporaryDirectory(prefix="ps") as directory:
         yield Path(directory)
 
 
 def python(place: Path, *words: str | Path, path: Sequence[Path] = (ROOT,)) -> subprocess.CompletedProcess[str]:
-    """`python WORDS` of a user whose home is `place`; `path`: directories of PYTHONPATH."""
+    """Run `python WORDS` as a user whose home is `place`, with the directories `path` on PYTHONPATH."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     env = unmeasured() | {"HOME": str(place), "PYTHONPATH": os.pathsep.join(map(str, path))}
@@ -47,7 +47,7 @@ def python(place: Path, *words: str | Path, path: Sequence[Path] = (ROOT,)) -> s
 
 
 class Neighbour(threading.Thread):
-    """Tries everything on a run as soon as all of its processes are there, as another Unix user."""
+    """Tries all attacks on a run as another Unix user, as soon as all of its processes exist."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(daemon=True)
@@ -70,7 +70,7 @@ def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(
     small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()
     recipe.write_text(small.replace("orchestrator: {", "orchestrator: {rollout_transport: filesystem, ", 1))
     run = RunDirectory(place / "runs" / "s")
-    place.chmod(0o755)  # as homes and directories of runs often are: what is the run's own closes it
+    place.chmod(0o755)  # as homes and directories of runs often are; the run directory itself is private
     neighbour = Neighbour(run)
     neighbour.start()
     with watching_for(run.path / "secret"):
@@ -86,6 +86,7 @@ def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(
     assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()
 
 
+@pytest.mark.campaign
 def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
     command = ["-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
     settings = [f"max_steps={STEPS}", "teacher={type: engines, path: /models/teacher}", "orchestrator.advantages=opd"]

@@ -1,4 +1,4 @@
-"""Fixtures that start real engines and routers. Ports are probed, every process is ended by its own group."""
+"""Fixtures that start real engines and routers, at free ports. Each process group is ended at the end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ StartEngine = Callable[..., Server]
 StartRouter = Callable[..., Server]
 ConnectEngine = Callable[[Server], EngineClient]
 STATUS_S = 60.0
-"""Longest wait for a status: an engine that computes on few cores, beside others, may need more than a run gives it."""
+"""Longest wait for a status [s]. An engine on few shared cores may need more than a run allows."""
 
 
 def tiny_recipe(model: Path, transport: str = "filesystem", **inference: Any) -> Recipe:
-    """A recipe for a tiny model, for command lines."""
+    """Return a recipe for a tiny model, for command lines."""
     return Recipe.model_validate(
         {
             "name": "test",
@@ -42,19 +42,19 @@ def tiny_recipe(model: Path, transport: str = "filesystem", **inference: Any) ->
 
 
 def tiny_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> Command:
-    """The command of a CPU engine."""
+    """Return the command of a CPU engine."""
     return engine_command(tiny_recipe(model, **inference), "cpu", role, sys.executable)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Policy version 0: a random Qwen3-MoE."""
+    """Return policy version 0: a random Qwen3-MoE."""
     return make_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="session")
 def zygote(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Zygote]:
-    """Forks engines in two seconds each."""
+    """Yield a process that forks an engine in two seconds."""
     plugins = [point.name for point in entry_points(group="vllm.general_plugins")]
     assert "primeslurm" in plugins, "vLLM would not find our plugin: install the package (pip install -e .)"
     env = {key: value for key, value in tiny_engine(model).env.items() if "${" not in value}
@@ -65,7 +65,7 @@ def zygote(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Zy
 
 @pytest.fixture(scope="module")
 def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
-    """Start an engine and wait for its gate (it is still STALE then). Ended with the module."""
+    """Return a function that starts an engine and waits for its gate, which is still closed."""
     servers: list[Server] = []
 
     def start(role: EngineRole = "engine", source: Path = model, **ports: int) -> Server:
@@ -81,7 +81,7 @@ def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
 
 @pytest.fixture
 def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
-    """Start a router over engines, or over prefill and decode engines. It listens once engines are open."""
+    """Return a function that starts a router, which listens once its engines are open."""
     routers: list[Server] = []
 
     def start(
@@ -105,5 +105,5 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
 
 @pytest.fixture
 def client(model: Path) -> ConnectEngine:
-    """The orchestrator's end of an engine that was started from `model`."""
+    """Return a function that makes the orchestrator's client of an engine."""
     return lambda server: EngineClient(lambda: server.url, str(model), retry_s=0.1, status_timeout_s=STATUS_S)

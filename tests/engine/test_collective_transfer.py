@@ -1,4 +1,4 @@
-"""Engines that are sent their policy by a trainer: exact, each its own experts, and again after a failure."""
+"""Weight updates over NCCL are exact, send each engine only its experts, and succeed after a failure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def servers(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
-    """Two engines that share their experts."""
+    """Yield two engines that share their experts."""
     servers = start_ranks(zygote, model, 2, transport="nccl")
     for server in servers:
         server.wait("/primeslurm/status")
@@ -39,7 +39,7 @@ def servers(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
 
 
 class Exchange:
-    """The orchestrator's part, between engines and a trainer in this process."""
+    """Acts as the orchestrator between engines and a trainer in this process."""
 
     def __init__(self, servers: list[Server], model: Path) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -57,7 +57,7 @@ class Exchange:
         return await self.sessions.answer(request, lambda: self.wanting, 2)
 
     async def apply(self, version: int, timeout_s: float = 600) -> list[Step | BaseException]:
-        """Bring all engines to the version that the trainer sends."""
+        """Update all engines to the version that the trainer sends."""
         self.wanting = len(self.engines)
 
         async def one(engine: EngineClient) -> Step:
@@ -74,7 +74,7 @@ class Exchange:
 async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exchange]:
     monkeypatch.setattr(
         "primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60
-    )  # one session for both, however slow one is
+    )  # one session for both, even if one is slow
     exchange = Exchange(servers, model)
     serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())
     yield exchange
@@ -83,7 +83,7 @@ async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.Monke
 
 
 def sender(model: Path, world: World, exchange: Exchange) -> Sender:
-    """A trainer that holds the model."""
+    """Return a trainer that holds the model."""
     policy = build(tiny_recipe(model), world)
     return Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=300)
 
@@ -120,11 +120,11 @@ async def test_engines_recover_from_a_trainer_that_broke_off(
 async def test_engines_get_the_policy_without_one_that_died_before_it_came(
     servers: list[Server], exchange: Exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it had a place, the trainer and all others wait for it: until the orchestrator says that it is gone."""
+    """The trainer and all engines wait for it, until the orchestrator reports it as lost."""
     monkeypatch.setattr("primeslurm.wire.weight_transfer.collective.ARRIVE_S", 600)
     target = make_model(tmp_path / "target", seed=40)
     applying = asyncio.create_task(exchange.apply(5))
-    await asyncio.sleep(0)  # what is expected is said now
+    await asyncio.sleep(0)  # let the expected messages be sent
     dying = asyncio.create_task(exchange.sessions.join(5))
     exchange.wanting += 1
     sending = asyncio.create_task(asyncio.to_thread(sender(target, world, exchange).send, 5))

@@ -1,4 +1,4 @@
-"""vLLM itself accepts every command line that we plan."""
+"""vLLM accepts every command line of a plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CPU fixes: refused by a vLLM that has changed, harmless when repeated, right under expert parallelism."""
+"""The CPU patches refuse a changed vLLM, may be applied twice, and are correct under expert parallelism."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_registering_twice_changes_nothing() -> None:
 
 
 def test_an_engine_keeps_what_it_compiles_where_the_plan_says(tmp_path: Path) -> None:
-    """What vLLM itself loads when it is given arguments, before it has read where its cache is."""
+    """vLLM loads these modules when it parses arguments, before it knows its cache directory."""
     code = "from vllm import envs, plugins; plugins.load_general_plugins(); print(envs.VLLM_CACHE_ROOT)"
     own = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
     run = [sys.executable, "-c", code]
@@ -56,7 +56,7 @@ def test_a_changed_vllm_is_refused() -> None:
     class Changed:
         def renamed_arguments(self, other: int) -> None: ...
 
-    with pytest.raises(RuntimeError, match=r"Changed\.gone is gone"):
+    with pytest.raises(RuntimeError, match=r"Changed\.gone is missing"):
         guards.expect(Changed, "gone", ())
     with pytest.raises(RuntimeError, match="takes no layer"):
         guards.expect(Changed, "renamed_arguments", ("layer",))
@@ -65,7 +65,7 @@ def test_a_changed_vllm_is_refused() -> None:
 def test_a_vllm_that_has_the_collectives_itself_is_refused() -> None:
     from primeslurm.inference.plugin import register
 
-    register()  # from here on CpuCommunicator has them: ours stand for vLLM's own
+    register()  # now CpuCommunicator has them, as if they were vLLM's own
     with pytest.raises(RuntimeError, match="all_gatherv of its own"):
         patches._add_variable_collectives()
 
@@ -85,7 +85,7 @@ print(after.user - before.user + after.system - before.system)
 
 
 def test_an_idle_nixl_agent_sleeps() -> None:
-    """Side by side, as how much of a core a thread that never sleeps gets is the machine's business."""
+    """Compared side by side, because the core share of a polling thread depends on the machine."""
     agents = [
         subprocess.Popen([sys.executable, "-c", IDLE_AGENT.format(patched=patched)], stdout=PIPE, stderr=DEVNULL)
         for patched in (True, False)
@@ -138,7 +138,7 @@ async def test_expert_parallel_workers_take_a_policy(
     try:
         started = psutil.Process(engine.pid).children(recursive=True)
         assert len(started) >= 3, "a core and two workers"
-        # Spawned, they would begin with what vLLM has set by then.
+        # Spawned processes would start with vLLM's current settings.
         assert all(process.environ().get("VLLM_WORKER_MULTIPROC_METHOD") != "spawn" for process in started)
         target = make_model(tmp_path / "target", seed=9)
         await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=600)

@@ -80,7 +80,7 @@ async def test_policies_change_under_way(
 async def test_a_stopped_core_is_noticed_behind_its_server(
     start_engine: StartEngine, client: ConnectEngine, model: Path
 ) -> None:
-    """vLLM's server goes on to answer 200 on `/health` while its core is stopped, or waits in a collective."""
+    """vLLM's server still answers 200 on `/health` while its core is stopped or hangs in a collective."""
     engine = start_engine()
     control = client(engine)
     await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
@@ -103,7 +103,7 @@ async def test_a_stopped_core_is_noticed_behind_its_server(
 
 
 def test_a_stopped_core_of_a_teacher_is_noticed_behind_its_server(zygote: Zygote, model: Path) -> None:
-    """Its command has the route by which the core is asked, though nobody updates its weights."""
+    """A teacher's command has the probe route, although its weights are never updated."""
     teacher = {"type": "engines", "path": str(model), "dtype": "float32", "kv_cache_bytes": 2**24}
     alone = served(Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=teacher)))
     assert alone is not None

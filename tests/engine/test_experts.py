@@ -1,8 +1,8 @@
-"""vLLM's own expert layers take a worker's experts as one stack: the same parameters, and counted as completely.
+"""vLLM's expert layers accept a worker's experts as one stack, with the same parameters and complete element counts.
 
-If one of these fails after a change of vLLM, look at `RoutedExperts`: `weight_loader`, which takes [experts, rows,
-columns] as `full_load`, `load_weights`, which takes the name of one expert for what it is, and at the layerwise reload,
-which counts elements.
+If a test fails after a change of vLLM, check `RoutedExperts.weight_loader` (which takes [experts, rows, columns] as
+`full_load`), `RoutedExperts.load_weights` (which takes an expert's name literally) and the layerwise reload (which
+counts elements).
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ FORMATS: dict[str, QuantizationConfig | None] = {
     "FP8": Fp8Config(True, "dynamic", None, [128, 128]),
     "to FP8": OnlineQuantizationConfig(resolve_quantization_config("fp8_per_block", None)),
 }
-"""What a model is built for: weights as they are, a checkpoint in FP8, and weights that vLLM quantises."""
+"""Formats of a model: bfloat16 weights, an FP8 checkpoint, and weights that vLLM quantises."""
 
 
 def make_layer(
     kind: str = "bfloat16", tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), placement: Any = "linear"
 ) -> RoutedExperts:
-    """The experts of one layer on one rank of a tensor- or expert-parallel group, ready to be loaded anew."""
+    """Return the experts of a layer on one rank of a tensor- or expert-parallel group, ready for a reload."""
     parallel = FusedMoEParallelConfig(
         tp_rank=tp[0],
         tp_size=tp[1],
@@ -85,16 +85,17 @@ def make_layer(
         in_dtype=torch.bfloat16,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=tp[1]))  # FP8 looks there
+        # FP8 code reads the group from there
+        patch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=tp[1]))
         layer = RoutedExperts(PREFIX, torch.bfloat16, config, FORMATS[kind], manager)
-    # What kernels make of the weights is not the loader's, but for the padding.
+    # Only padding is the loader's concern; kernels may pack the weights further.
     layer.quant_method.process_weights_after_loading = getattr(layer.quant_method, "_zero_padding", lambda layer: None)
     record_metadata_for_reloading(layer)
     return layer
 
 
 def sent(fp8: bool) -> list[Named]:
-    """All experts as a trainer sends them."""
+    """Return all experts as a trainer sends them."""
     generator = torch.Generator().manual_seed(0)
     experts = stacked(
         (f"{PREFIX}.{expert}.{name}_proj.weight", torch.randn(shape, generator=generator).bfloat16())
@@ -106,12 +107,12 @@ def sent(fp8: bool) -> list[Named]:
 
 
 def part(item: Named, experts: tuple[int, ...]) -> Named:
-    """What a worker is sent of it."""
+    """Return the experts that a worker is sent."""
     return Named(item.name, item.tensor[list(experts)], experts)
 
 
 def load(layer: RoutedExperts, pairs: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Within vLLM's layerwise reload. Returns the layer's parameters."""
+    """Load within vLLM's layerwise reload, and return the layer's parameters."""
     initialize_layerwise_reload(layer)
     list(layer.load_weights((name.removeprefix(f"{PREFIX}."), tensor) for name, tensor in pairs))
     assert incomplete_experts(layer) == []
@@ -121,7 +122,7 @@ def load(layer: RoutedExperts, pairs: list[tuple[str, torch.Tensor]]) -> dict[st
 
 @pytest.fixture(autouse=True)
 def configured() -> Iterator[None]:
-    """Layers are made and processed with a configuration of vLLM's."""
+    """Yield within a vLLM configuration, which layers need."""
     with set_current_vllm_config(VllmConfig()):
         yield
 
@@ -146,7 +147,7 @@ def test_a_stack_loads_as_its_experts_do(layout: dict[str, Any], kind: str) -> N
 
 
 class Model(torch.nn.Module):
-    """A layer of experts with a bias for their selection, which the router has, too, under another name."""
+    """A layer of experts with a selection bias, which the router has under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class Model(torch.nn.Module):
 
 
 def make_engine() -> FilesystemTransferEngine:
-    """An engine around such a model, without vLLM's worker."""
+    """Return a weight-transfer engine around such a model, without a vLLM worker."""
     engine = FilesystemTransferEngine(None, VllmConfig(), torch.device("cpu"), Model())
     config = SimpleNamespace(tie_word_embeddings=False)
     engine.model_config = SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16)
@@ -168,7 +169,7 @@ def make_engine() -> FilesystemTransferEngine:
 
 
 def update(engine: FilesystemTransferEngine, items: list[Named]) -> None:
-    """One update by these stacks and a bias of ones."""
+    """Update the engine with these stacks and a bias of ones."""
     held = held_experts(engine.model, enable_eplb=False)
     engine.start_weight_update()
     pairs = [pair for item in items for pair in held.loadable(item)]

@@ -1,4 +1,4 @@
-"""What counts as a complete published policy."""
+"""Which published policies count as complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that was not built for an FP8 checkpoint takes an FP8 policy."""
+"""An engine that was not built from an FP8 checkpoint loads an FP8 policy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the trainer makes of the files of images is what engines make of them."""
+"""Trainer and engines decode image files identically."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pytestmark = pytest.mark.engine
 
 
 def noise(channels: int) -> Image.Image:
-    """A random image of six tokens."""
+    """Return a random image of six tokens."""
     shape = (64, 96, channels) if channels > 1 else (64, 96)
     return Image.fromarray(np.random.default_rng(channels).integers(0, 256, shape, dtype=np.uint8))
 
 
 def turned() -> Image.Exif:
     exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: to be turned by 90 degrees
+    exif[0x0112] = 6  # orientation: rotate by 90 degrees
     return exif
 
 
@@ -51,7 +51,7 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> ImageReader:
-    """Of a model with images."""
+    """Return the reader of a vision-language model."""
     model = make_vision_model(tmp_path_factory.mktemp("model"), 0)
     return ImageReader(model, image_token(model))
 

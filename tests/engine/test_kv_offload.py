@@ -1,4 +1,4 @@
-"""KV that has left an engine comes back: from memory, from disk, for other engines, and never for another policy."""
+"""Offloaded KV blocks come back: from memory, from disk, for other engines, and never for another policy."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ PROMPTS = [[2 + (i * k) % 40 for i in range(321)] for k in (1, 3, 7, 9)]
 
 
 def small_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> Command:
-    """An engine whose own cache cannot keep all prompts."""
+    """Return an engine whose cache cannot hold all prompts."""
     return tiny_engine(model, role, kv_cache_bytes=CACHE, vllm_extra={"max_model_len": 640}, **inference)
 
 
 def answers(url: str, salt: str) -> list[list[int]]:
-    """Every prompt once."""
+    """Return the completion of every prompt."""
     return [tokens(generate(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
 
 
 def found(url: str) -> float:
-    """Tokens of prompts so far that an engine had in its own cache or got from the store."""
+    """Return the prompt tokens that an engine had in its cache or got from the store."""
     return metric(url, "vllm:prefix_cache_hits_total") + metric(url, HITS)
 
 
@@ -64,7 +64,7 @@ async def test_native_tiers_give_back_what_the_cache_had_to_drop(
         hits = metric(engine.url, HITS)
         assert hits >= 4 * 256
         answers(engine.url, "b")
-        assert metric(engine.url, HITS) == hits  # another policy's KV is never used
+        assert metric(engine.url, HITS) == hits  # the KV blocks of another policy are never used
         assert any(tmp_path.rglob("*.bin")) == disk
     finally:
         engine.stop()
@@ -86,7 +86,7 @@ class Store:
         return addresses(self.ports)
 
     def restart_master(self) -> None:
-        """What an agent does when the master dies."""
+        """Restart the master as an agent would."""
         self.master.kill()
         self.master = start_process(store_master(self.recipe), {}, self.log, self.ports)
         self.master.wait("/health")
@@ -127,19 +127,19 @@ async def test_engines_share_a_store_and_outlive_its_master(
         first = answers(plain.url, "a")
         assert metric(plain.url, HITS) == 0
         assert answers(router.url, "a") == first
-        assert metric(prefill.url, HITS) >= 4 * 256  # what the plain engine computed
+        assert metric(prefill.url, HITS) >= 4 * 256  # the plain engine's blocks
         assert metric(decode.url, "vllm:nixl_bytes_transferred_count") >= 4
 
         turn = generate(router.url, PROMPTS[0], 200, salt="a")
         longer = PROMPTS[0] + tokens(turn)
         before = found(prefill.url)
         next_turn = tokens(generate(router.url, longer, 4, salt="a"))
-        assert found(prefill.url) - before >= 512  # beyond the prompt it is what the decode engine computed
+        assert found(prefill.url) - before >= 512  # blocks beyond the prompt are the decode engine's
         assert next_turn == tokens(generate(plain.url, longer, 4, salt="fresh"))
 
         store.restart_master()
         hits = metric(prefill.url, HITS)
-        for attempt in range(120):  # without a store, engines compute, until their own clients have found it again
+        for attempt in range(120):  # without a store engines compute, until their clients have found it again
             answers(plain.url, f"c{attempt}")
             answers(router.url, f"c{attempt}")
             if metric(prefill.url, HITS) > hits:

@@ -31,6 +31,6 @@ async def test_the_load_of_a_real_engine(start_engine: StartEngine, client: Conn
         window.add(20.0, (await scrape(http, {"engine-r0-0": engine.url})).samples)
     load = window.by_replica()["0"]["engine"]
     assert (load.generated_per_s, load.prompted_per_s) == (10 / 20, 800 / 20)
-    # The second prompt is the first one, but for the last block, which is always computed.
+    # The second prompt differs from the first only in the last block, which is always computed.
     assert 0 < load.computed_per_s < load.prompted_per_s and load.prefix_hit_rate is not None
     assert 0.3 < load.prefix_hit_rate < 0.5

@@ -1,4 +1,4 @@
-"""A whole run on real engines behind the real router, with a real teacher; only the trainer is a script."""
+"""A whole run with real engines, router and teacher, and a scripted trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("unmeasured")]
 
 @pytest.fixture
 def teacher(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
-    """Another model than the policy, with its tokenizer, served as a plan would; it reads 16 tokens at a time."""
+    """Start a teacher as a plan would: another model, with its tokenizer, that reads 16 tokens at a time."""
     directory = make_model(tmp_path / "teacher", seed=99)
     settings = {"type": "engines", "path": str(directory), "dtype": "float32", "kv_cache_bytes": 2**24}
     settings |= {"max_num_batched_tokens": 16, "vllm_extra": {"max_num_seqs": 8}}
@@ -70,7 +70,7 @@ def test_trained_tokens_are_what_the_engines_sampled(
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     check_staleness(rows, OFF_POLICY)
     assert all(row["teacher/kl"] > 0.1 for row in rows), "another model than the policy"
-    for row in first[0].rows:  # sampled by version 0, as are all rollouts of the first step
+    for row in first[0].rows:  # all rollouts of the first step were sampled by version 0
         for start, end in documents(row.positions):
             expected = reference_logprobs(model, row.token_ids[start:end].tolist())
             trained = row.mask[start:end]
@@ -81,6 +81,6 @@ def test_trained_tokens_are_what_the_engines_sampled(
 
 
 def documents(positions: np.ndarray) -> list[tuple[int, int]]:
-    """Start and end of each document of a row."""
+    """Return start and end of each document of a row."""
     starts = [int(i) for i in np.flatnonzero(positions == 0)]
     return list(zip(starts, [*starts[1:], len(positions)], strict=True))

@@ -1,6 +1,6 @@
-"""An update gives an engine of any family exactly the weights that it would have begun with.
+"""After an update, an engine of any family has exactly the weights with which it could have started.
 
-Models are built as an engine's worker builds them, and not run: of some families vLLM has no kernels for CPUs.
+Models are built as in an engine worker, but not run, because vLLM has no CPU kernels for some families.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ RELEASED: dict[str, dict[str, Any]] = {
     "glm_moe_dsa": SELECTION | {"index_topk_pattern": "FSSF"},
     "minimax_m2": {"rotary_dim": 8, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }
-"""What releases' configs say, and those that transformers writes do not."""
+"""Config values of released models that transformers does not write by default."""
 NEED_TORCHVISION = {name for name in model_types() if name.startswith(("qwen3_5", "qwen3_vl"))}
 NOT_COMPARED = ("kimi_k2", "kimi_k25")
-"""DeepSeek-V3 by another name, and below it."""
+"""Families that equal DeepSeek-V3 under another name."""
 
 
 class Gpu:
-    """The platform, but that it has all kinds of experts."""
+    """A platform that supports all kinds of experts."""
 
     def __getattr__(self, name: str) -> Any:
         return (lambda: True) if name == "is_xpu" else getattr(current_platform, name)
@@ -62,13 +62,13 @@ class Gpu:
 
 @pytest.fixture(scope="module", autouse=True)
 def worker(world: World) -> Iterator[None]:
-    """This process as the only worker, that builds models which it could not run, in the group that it is in."""
+    """Make this process the only worker, which builds models without running them."""
     register()
     end = torch.distributed.destroy_process_group
     backend_of = CpuPlatform.get_attn_backend_cls
 
     def dense(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
-        # Where CPUs have AMX, vLLM would take kernels that know the sizes of released models alone.
+        # On CPUs with AMX vLLM would choose kernels that only support the sizes of released models.
         wanted = AttentionBackendEnum.CPU_MLA if attn_selector_config.use_mla else backend
         return backend_of(wanted, attn_selector_config._replace(use_sparse=False), num_heads)
 
@@ -79,11 +79,11 @@ def worker(world: World) -> Iterator[None]:
         patch.setattr(experts_config, "current_platform", Gpu())
         for supports in ("_supports_no_act_and_mul", "_supports_activation"):
             patch.setattr(CPUUnquantizedExperts, supports, lambda *_: True)
-        # vLLM would end all groups of the process with its own: other tests are in one.
+        # vLLM would end all process groups together with its own, and other tests use one.
         patch.setattr(torch.distributed, "destroy_process_group", lambda group=None: group and end(group))
         parallel_state.init_distributed_environment(1, 0, backend="gloo")
         parallel_state.initialize_model_parallel()
-        gc.freeze()  # vLLM collects garbage around every load: among all that is imported, a second each time
+        gc.freeze()  # vLLM collects garbage around every load; with all imports that would take a second each time
         yield
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_distributed_environment()
@@ -91,13 +91,13 @@ def worker(world: World) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM reads DeepSeek-V3.2's config as DeepSeek-V3's, and has transformers' class of the latter bear its name."""
+    """Prevent vLLM from treating DeepSeek-V3.2's config as DeepSeek-V3's."""
     monkeypatch.setattr(DeepseekV3Config, "model_type", DeepseekV3Config.model_type)
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", CONFIG_MAPPING._extra_content.copy())
 
 
 def checkpoint(family: str, directory: Path) -> dict[str, torch.Tensor]:
-    """Writes a tiny one. Returns its tensors."""
+    """Write a tiny checkpoint, and return its tensors."""
     (case,) = (case for case in CASES if case.name == family)
     write(case, directory)
     config = directory / "config.json"
@@ -108,7 +108,7 @@ def checkpoint(family: str, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def make_engine(model: Path) -> FilesystemTransferEngine:
-    """As in an engine's worker."""
+    """Return a weight-transfer engine as in a worker."""
     arguments = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, max_model_len=256)
     config = arguments.create_engine_config()
     with set_current_vllm_config(config):
@@ -116,7 +116,7 @@ def make_engine(model: Path) -> FilesystemTransferEngine:
 
 
 def update(engine: FilesystemTransferEngine, tensors: dict[str, torch.Tensor], in_stacks: bool) -> None:
-    """One update, by what trainers send or as it is in files."""
+    """Update the engine, with the tensors of a trainer or of files."""
     held = held_experts(engine.model, enable_eplb=False)
     sent = (pair for item in stacked(tensors.items()) for pair in held.loadable(item))
     with set_current_vllm_config(engine.vllm_config):
@@ -126,11 +126,11 @@ def update(engine: FilesystemTransferEngine, tensors: dict[str, torch.Tensor], i
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All that a model computes with and that is made of a checkpoint; of packed matrices, a product with them."""
+    """Return all tensors that derive from the checkpoint. Packed matrices are represented by a product."""
     found = dict(model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         for key, value in vars(module).items():
-            if key.startswith("W_") and isinstance(value, torch.Tensor):  # what latent attention multiplies with
+            if key.startswith("W_") and isinstance(value, torch.Tensor):  # matrices of multi-head latent attention
                 found[f"{name}.{key}"] = value
         if hasattr(module, "cpu_linear"):
             width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
@@ -158,7 +158,7 @@ def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
 def test_scales_of_attention_need_not_be_given(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that was built for an FP8 checkpoint has them; here its attention alone is, of which CPUs know enough."""
+    """A model built from an FP8 checkpoint has these scales. Here only its attention is FP8, as CPUs support."""
     make = attention._init_kv_cache_quant
     monkeypatch.setattr(attention, "_init_kv_cache_quant", lambda layer, _, prefix: make(layer, Fp8Config(), prefix))
     first = checkpoint(family, tmp_path)

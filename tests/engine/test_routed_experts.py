@@ -1,4 +1,4 @@
-"""Which experts a real engine says it chose, against transformers, as the orchestrator receives it."""
+"""Routed experts of a real engine equal those of transformers, as the orchestrator receives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def engine(zygote: Zygote, model: Path) -> Iterator[Server]:
-    """An engine of a run that replays; a long prompt takes it several steps."""
+    """Return an engine with router replay. A long prompt takes it several steps."""
     given = tiny_recipe(model, max_num_batched_tokens=128).model_dump(by_alias=True)
     recipe = Recipe.model_validate(given | {"trainer": {"router_replay": True}})
     engine = zygote.start(engine_command(recipe, "cpu", "engine", sys.executable))
@@ -36,7 +36,7 @@ def engine(zygote: Zygote, model: Path) -> Iterator[Server]:
 
 
 def reference_experts(directory: Path, token_ids: list[int]) -> np.ndarray:
-    """The experts that transformers chooses in float32, sorted: [tokens, layers, top_k]."""
+    """Return the experts that transformers selects in float32, sorted: [tokens, layers, top_k]."""
     model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = model(torch.tensor([token_ids]), output_router_logits=True).router_logits

@@ -23,7 +23,7 @@ PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 600) -> None:
-    """Wait until `condition()` holds."""
+    """Poll until `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
@@ -31,7 +31,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 600) -> N
 
 
 def retrying(url: str, session: str, seconds: float = 600) -> dict:
-    """A client that tries again after a 5xx or a lost connection, as rollouts do."""
+    """Act as a client that retries after a 5xx or a lost connection, as rollouts do."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -47,7 +47,7 @@ async def test_a_killed_engine_returns_only_with_the_current_policy(
 ) -> None:
     engines = [start_engine(), start_engine()]
     policy = PolicyVersion(1, str(publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)))
-    router = open_router(engines=engines)  # started while both are stale
+    router = open_router(engines=engines)  # started while both are closed
     await asyncio.gather(*(client(engine).apply(policy, 600) for engine in engines))
     router.wait("/health")
 
@@ -84,9 +84,9 @@ async def test_prefill_and_decode_engines_answer_as_one(
 ) -> None:
     plain, prefill, decode = start_engine(), start_engine("prefill"), start_engine("decode")
     everyone = (plain, prefill, decode)
-    router = open_router(prefill=[prefill], decode=[decode])  # started while both are stale
+    router = open_router(prefill=[prefill], decode=[decode])  # started while both are closed
     await asyncio.sleep(1)
-    assert router.status_code("/liveness") is None  # it does not even listen before its engines are open
+    assert router.status_code("/liveness") is None  # the router does not listen before its engines are open
     prompts = [[3 + (i * k) % 40 for i in range(1, 90)] for k in (1, 3, 7)]
     for version in (0, 1):
         path = model if version == 0 else publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)

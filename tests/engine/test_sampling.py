@@ -1,4 +1,4 @@
-"""The log-probabilities that a real engine returns are those that the trainer computes: on policy, ratios are 1."""
+"""A real engine's log-probabilities equal the trainer's, so that on-policy importance ratios are 1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REQUESTS, LENGTH = 4, 64
 
 
 async def test_importance_ratios_of_the_same_policy_are_one(start_engine: StartEngine, tmp_path: Path) -> None:
-    """Although the model's generation config has defaults that cut and change the distribution."""
+    """The model's generation config has defaults that would truncate and change the distribution."""
     model = make_model(tmp_path / "model")
     GenerationConfig(
         do_sample=True, top_k=3, top_p=0.8, min_p=0.2, temperature=0.6, repetition_penalty=1.3, eos_token_id=1
@@ -82,7 +82,7 @@ def test_temperatures_of_training_are_those_of_the_engine() -> None:
 
 
 def test_parameters_of_the_engine_are_off_by_default() -> None:
-    """Every one that is allowed exists, and none that the engine has changes anything if it is left out."""
+    """Every allowed parameter exists, and omitting an engine parameter changes nothing."""
     names = set(SamplingParams.__struct_fields__)
     plain = SamplingParams()
     assert {"top_p", "top_k", "repetition_penalty", "n", "thinking_token_budget"} == OFF.keys() <= names

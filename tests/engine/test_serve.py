@@ -1,4 +1,4 @@
-"""`task: serve`, from the command line: engines and a router on this machine until they are cancelled."""
+"""`task: serve` on the command line: engines and a router on this machine until cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation with a real engine: what is trained follows on exactly what the engine says that it was asked."""
+"""A conversation with a real engine: the trained tokens continue exactly the tokens that the engine reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TURNS = 8
 
 
 def replies(turn: int, message: Message) -> list[Message]:
-    """Tool results, whether or not there was a call, and questions: a random model says anything."""
+    """Return tool results, whether or not there was a call, and questions, because a random model says anything."""
     if turn == TURNS - 1:
         return []
     if turn % 3 == 2:

@@ -1,4 +1,4 @@
-"""Policy updates on a real engine: in flight, exact, atomic, recoverable."""
+"""Policy updates on a real engine: during generation, exact, atomic and recoverable."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PolicyOf = Callable[[int], PolicyVersion]
 
 @pytest.fixture(scope="module")
 def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """1 always says a, 2 always says b, 3 and 4 are random."""
+    """Return policies: 1 always says a, 2 always says b, 3 and 4 are random."""
     run_dir = tmp_path_factory.mktemp("run")
     made = tmp_path_factory.mktemp("made")
     sources = {
@@ -43,13 +43,13 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: StartEngine) -> Server:
-    """One engine for the whole module; every test brings it to the version it needs."""
+    """Yield one engine for the module. Every test updates it to the version that it needs."""
     return start_engine()
 
 
 @pytest.fixture
 def policy(policies: dict[int, Path]) -> PolicyOf:
-    """Policy by version."""
+    """Return a function that returns the policy of a version."""
     return lambda version: PolicyVersion(version, str(filesystem.version_dir(policies[-1], version)))
 
 
@@ -118,7 +118,7 @@ def _without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _with_a_wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
-    # loaded half-way: k_proj sorts before v_proj, and both fill the same fused layer
+    # half loaded: k_proj sorts before v_proj, and both fill the same fused layer
     name = "model.layers.1.self_attn.v_proj.weight"
     tensors[name] = tensors[name][:, :-1].contiguous()
 

@@ -1,4 +1,4 @@
-"""An engine of a model that sees images takes a new policy, and the trainer trains on what that policy saw."""
+"""A vision-language engine loads a new policy, and the trainer trains on that policy's rollouts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FEW = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
 
 
 def recipe_of(model: Path, **options: Any) -> Recipe:
-    """RL on the environment with an image."""
+    """Return an RL recipe with the image environment."""
     return Recipe.model_validate(
         {
             "name": "test",
@@ -57,7 +57,7 @@ def recipe_of(model: Path, **options: Any) -> Recipe:
 
 
 async def look(router: Server, model: Path, images: Path) -> Rollout:
-    """One rollout of the environment with an image."""
+    """Return one rollout of the image environment."""
     sys.modules["looking"] = looking
     recipe = recipe_of(model)
     worker = Worker(recipe, recipe.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), images)
@@ -70,7 +70,7 @@ async def look(router: Server, model: Path, images: Path) -> Rollout:
 
 
 def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[str, float]:
-    """A step on one rollout, and its like with another reward."""
+    """Train a step on one rollout and a copy with another reward."""
     recipe = recipe_of(model, dtype="float32")
     worse = replace(rollout, info=msgspec.structs.replace(rollout.info, reward=rollout.info.reward - 1))
     batches = Batches(recipe, algorithms.from_recipe(recipe))
@@ -89,7 +89,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
 
 
 def assert_sampled_by(rollout: Rollout, model: Path, tokenizer: Path) -> None:
-    """Its log-probabilities are those of a model, by transformers."""
+    """Check that its log-probabilities equal those of transformers."""
     (image,) = rollout.info.images
     pixels, grid = ImageReader(tokenizer, image_token(tokenizer)).read(image)
     seen = [0.0, *reference_logprobs(model, rollout.token_ids.tolist(), pixels, grid)]
@@ -129,7 +129,7 @@ async def test_prefill_engines_see_images_and_decode_engines_go_on_from_what_the
         router = open_router(prefill=servers[:1], decode=servers[1:])
         router.wait("/health")
         rollout = await look(router, model, tmp_path / "images")
-        assert rollout.mask.sum() > 1  # the first token is the prefill engine's, the others the decode engine's
+        assert rollout.mask.sum() > 1  # the first token is the prefill engine's, the others are the decode engine's
         assert_sampled_by(rollout, model, model)
     finally:
         for server in servers:

@@ -1,4 +1,4 @@
-"""The policy loop over real engines."""
+"""The policy loop with real engines."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(
     hooks: list[tuple[str, int]] = []
 
     async def before(version: int) -> None:
-        if version == 1:  # no engine has been touched yet
+        if version == 1:  # no engine has been updated yet
             assert [spans(generate(s.url, PROMPT, 1)) for s in servers.values()] == [[(0, 0, 1)]] * 2
         hooks.append(("before", version))
 
@@ -74,7 +74,7 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(
             await reaches(loop, name, "CURRENT")
         first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
         await loop.want(first)
-        await loop.want(first)  # repeated: nothing happens
+        await loop.want(first)  # a repetition has no effect
         await loop.wait_for(1, timeout_s=600)
         assert [spans(generate(s.url, PROMPT, 1)) for s in servers.values()] == [[(1, 0, 1)]] * 2
         assert hooks == [("before", 0), ("after", 0), ("before", 1), ("after", 1)]
@@ -82,7 +82,7 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(
         servers["b"].kill()
         await reaches(loop, "b", "DOWN")
         await loop.want(PolicyVersion(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2))))
-        await loop.wait_for(2, timeout_s=600)  # the dead engine holds up nobody
+        await loop.wait_for(2, timeout_s=600)  # the dead engine delays nobody
         servers["b"] = start_engine(http=port(servers["b"]))
         await reaches(loop, "b", "CURRENT")
         assert spans(generate(servers["b"].url, PROMPT, 1)) == [(2, 0, 1)]

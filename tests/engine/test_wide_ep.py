@@ -1,4 +1,4 @@
-"""Engines that share their experts: each is one data-parallel rank with an HTTP server of its own."""
+"""Engines with shared experts: each is one data-parallel rank with its own HTTP server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PROMPT = [2, 5, 9, 14, 7, 3, 21]
 def start_ranks(
     zygote: Zygote, model: Path, size: int, role: EngineRole = "engine", transport: str = "filesystem"
 ) -> list[Server]:
-    """The engines of one expert-parallel group. They wait for one another, so none is waited for here."""
+    """Start the engines of one expert-parallel group. They wait for one another, so do not wait for any here."""
     recipe = tiny_recipe(model, transport, expert_parallel=True)
     port = free_port()
     servers = []
@@ -54,7 +54,7 @@ def ranks(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
 
 
 def exact(server: Server, weights: Path, salt: str) -> bool:
-    """Whether an engine computes what the weights say."""
+    """Return whether an engine's output matches the weights."""
     answer = generate(server.url, PROMPT, 12, salt=salt)
     expected = reference_logprobs(weights, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
     return logprobs(answer) == pytest.approx(expected, abs=1e-4)
@@ -86,7 +86,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
 
 @needs_second_user
 async def test_no_stranger_meets_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
-    """torch's stores serve whoever reaches them, at all addresses: these are told who the ranks are."""
+    """torch's stores serve every client, at all addresses, and know who the ranks are."""
     found = [door for number, server in enumerate(ranks) for door in doors_of(server, f"engine-{number}")]
     assert {door.host for door in found} == {HOST}
     answers = [Answer(*each) for each in attempted(lambda: said(found)).value]
@@ -99,7 +99,7 @@ async def test_no_stranger_meets_the_ranks(ranks: list[Server], client: ConnectE
 
 
 def doors_of(server: Server, name: str) -> list[Door]:
-    """Where a server and all that it has started listen."""
+    """Return the ports on which a server and its child processes listen."""
     leader = psutil.Process(server.pid)
     listening = [
         connection.laddr
@@ -124,7 +124,7 @@ async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
         router.wait("/health")
         prompt = [2 + (7 * i) % 40 for i in range(200)]
         for session in range(4):
-            # Four engines that poll for one another on two cores: a request takes up to half a minute.
+            # Four engines poll for one another on two cores, so a request takes up to half a minute.
             answer = generate(router.url, prompt, 6, salt=f"s{session}", timeout_s=600)
             expected = reference_logprobs(model, prompt + tokens(answer))[len(prompt) - 1 :]
             assert logprobs(answer) == pytest.approx(expected, abs=1e-3)

@@ -114,7 +114,7 @@ def test_kernels_against_the_plain_recurrence(
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).cuda()
     rounded = [tensor.bfloat16() for tensor in (*by_token, *by_head)]
     assert linear_attention.fits(rounded[:3])
-    monkeypatch.setattr(scan, "KERNEL_CHUNK_TOKENS", 2048)
+    monkeypatch.setattr(scan, "KERNEL_SEGMENT_TOKENS", 2048)
     fused = _scanned(made, rounded, len(by_token), positions)
     exact = _scanned(made, [tensor.float() for tensor in rounded], len(by_token), positions)
     monkeypatch.setattr(linear_attention, "fits", lambda mixed: False)
@@ -171,7 +171,7 @@ def test_kernels_are_printed_beside_the_plain_recurrence(kind: str, monkeypatch:
         if name == "plain":
             monkeypatch.setattr(linear_attention, "fits", lambda mixed: False)
         for part in (2048, 4096, 8192, 16384):
-            monkeypatch.setattr(scan, "KERNEL_CHUNK_TOKENS" if name == "fused" else "RECURRENCE_CHUNK_TOKENS", part)
+            monkeypatch.setattr(scan, "KERNEL_SEGMENT_TOKENS" if name == "fused" else "SEGMENT_TOKENS", part)
             if name == "plain" and part > 2048:
                 break
             _scanned(made, inputs, len(by_token), positions)

@@ -36,6 +36,7 @@ from primeslurm.orchestrator.pipeline.progress import Change, ProgressFile
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded
 from primeslurm.records.attempt import StartRecord, pickled_agent
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
@@ -204,14 +205,14 @@ async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
 
     recipe = Recipe.model_validate_json((arguments.run_dir / "recipe.resolved.json").read_bytes())
     orchestrator = OrchestratorPipeline(recipe, arguments)
-    serving = asyncio.create_task(orchestrator._link.serve())
-    finishing = asyncio.create_task(orchestrator._finishing.run())
+    serving = asyncio.create_task(orchestrator.link.serve())
+    finishing = asyncio.create_task(orchestrator.run_finalize())
     while not serving.done() and not finishing.done():
-        now, dispatch = orchestrator._progress.now, orchestrator._dispatch
+        now, dispatch = orchestrator.progress.now, orchestrator.dispatcher
         if now.published is not None:
             dispatch.version = now.published.version
         while job := dispatch.next_job({each.label for each in recipe.environments}):
-            orchestrator._on_result(job.id, (_rollout(job, dispatch.version),))
+            orchestrator.take_event(RolloutEnded(job.id, (_rollout(job, dispatch.version),)))
         if preempt and now.done_step >= PREEMPTED_AFTER:
             preempt = False
             os.kill(os.getpid(), SIGNAL)

@@ -143,9 +143,9 @@ def test_a_disk_is_mounted_anew_though_a_sandbox_has_the_old_mount(disk: Disk) -
             sandbox.kill()
 
 
-@pytest.mark.slow
-def test_a_run_whose_power_was_cut_resumes(tmp_path: Path) -> None:
-    """One moment each of a submission, a published policy, a commit and a requeue."""
+@pytest.mark.campaign
+def test_run_resumes_after_a_power_cut(tmp_path: Path) -> None:
+    """Cut the power once during a submission, a published policy, a commit and a requeue."""
     root = Path(__file__).parents[2]
     argv = [sys.executable, "-m", "tests.power.rounds", "--points", "4", "--moments", json.dumps(MOMENTS)]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,7 +1,7 @@
-"""What another user of the node may try on a run, with all its names known: its directory, processes and places.
+"""Attacks that another Unix user of a node may try on a run: on its directory, its processes and its local files.
 
-Each attack is tried on each of its targets. Those that do no harm are first done as the owner: they work, so that it is
-the stranger who is refused.
+Each attack is tried on each target. Harmless attacks are first tried as the owner and must work, so that a refusal is
+due to the user.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class Aims:
-    """What there is of a run that goes on, on this machine."""
+    """Targets of attacks: the parts of a running run on this machine."""
 
     run: Path
     pids: tuple[int, ...]
     places: tuple[Path, ...]
     """Directories of its agents on the node's disk."""
     memory: tuple[Path, ...]
-    """What its user has in /dev/shm."""
+    """Files of this user in /dev/shm."""
     claims: tuple[str, ...]
-    """Abstract names of its ports' claims."""
+    """Abstract socket names that reserve the run's ports."""
 
     @classmethod
     def of(cls, run: Path) -> Aims:
-        """Find them."""
         directory = RunDirectory(run)
         reports = directory.attempt(1).heartbeats()
         pids = [report.agent_pid for report in reports if report.agent_pid]
@@ -58,13 +57,8 @@ class Aims:
 
 @dataclass(frozen=True)
 class Trial:
-    """One attack.
-
-    Args:
-        name: what it is.
-        aims: its targets.
-        act: tries it on one of them; OSError: it was refused.
-        harmless: it may be done as the owner, where it works on one target at least.
+    """An attack on each of some targets. `act` raises OSError if it is refused. A `harmless` attack may be tried as the
+    owner.
     """
 
     name: str
@@ -73,7 +67,7 @@ class Trial:
     harmless: bool = False
 
     def hits(self, aims: Aims) -> list[str]:
-        """Try it on all, as whoever runs this. Returns where it worked."""
+        """Try the attack on all targets, and return those on which it worked."""
         found = []
         for aim in self.aims(aims):
             with contextlib.suppress(OSError):
@@ -83,11 +77,9 @@ class Trial:
 
 
 def worked(aims: Aims) -> dict[str, list[str]]:
-    """Try everything as a stranger.
+    """Try all attacks as a stranger, and return the targets of each attack that worked.
 
-    Returns:
-        Name of each attack that worked, to where it did. `as owner: NAME` stands for one that did not even work for
-        the owner, and shows nothing therefore.
+    An entry `as owner: NAME` is an attack that did not even work for the owner, so that it proves nothing.
     """
     found = {}
     for trial in TRIALS:
@@ -101,7 +93,7 @@ def worked(aims: Aims) -> dict[str, list[str]]:
 
 
 def _is_own_file(path: Path) -> bool:
-    with contextlib.suppress(OSError):  # gone: other tests have some there, too
+    with contextlib.suppress(OSError):  # other tests create and remove files there
         return path.is_file() and path.stat().st_uid == os.geteuid()
     return False
 

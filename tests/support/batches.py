@@ -1,4 +1,4 @@
-"""Batches as trainer ranks get them."""
+"""Batches as trainer ranks receive them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Frame, RankShard,
 
 
 def received(frames: Sequence[Frame]) -> Batch:
-    """A batch that was sent, however its bytes were cut into frames."""
+    """Return a batch that was sent, however its bytes were split into frames."""
     return Batch.decode(assembled(frames))
 
 
 def batch_of(batches: Batches, step: int, rank: int = 0, ranks: int = 1) -> Batch | None:
-    """What one rank gets of a step, if there is such a batch."""
+    """Return the batch of one rank at a step; None if there is none."""
     frames = batches.get(StepShard(step, RankShard(rank, ranks)))
     return None if frames is None else received(frames)
 
@@ -30,7 +30,7 @@ def pack(
     cp_rank: int = 0,
     cp_world: int = 1,
 ) -> list[list[Row]]:
-    """The rows of each rank, or its pieces of them, as they come over the wire."""
+    """Return the rows of each rank (with context parallelism its slices of them), as the wire delivers them."""
     common = Common.of(docs, temperature)
     return [
         received(encode(rows, BatchInfo(1, rank, ranks, 0, cp_rank=cp_rank, cp_world=cp_world), common)).rows

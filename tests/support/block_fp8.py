@@ -1,4 +1,4 @@
-"""Operands of block-scaled products, and what a backend's results are compared with."""
+"""Operands of block-scaled products, and exact reference products."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ OFFSETS = (5, 5, 205, 205, 461)
 
 
 def matrix(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
-    """Random bfloat16 values over some orders of magnitude, so that blocks need different scales."""
+    """Return random bfloat16 values over some orders of magnitude, so that blocks need different scales."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(shape, generator=generator) * torch.logspace(-3, 1, shape[-1])
     return values.bfloat16().to(device)
 
 
 def groups_and_rows(k: int, device: str, seed: int = 0) -> tuple[Groups, torch.Tensor]:
-    """Uneven and empty groups, and their rows."""
+    """Return uneven and empty groups, and their rows."""
     groups = Groups.of(torch.tensor(OFFSETS, dtype=torch.int32, device=device))
     return groups, matrix(OFFSETS[-1], k, device=device, seed=seed)
 
 
 def exact_grouped_product(a: Quantized, b: Quantized, groups: Groups) -> torch.Tensor:
-    """In float64, without padding rows."""
+    """Return the product in float64, without padding rows."""
     rows, weights = a.values(torch.float64), b.values(torch.float64)
     owners = groups.owners[groups.places].long()
     return torch.einsum("rk,rnk->rn", rows[groups.places], weights[owners])
 
 
 def exact_grouped_outer(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Of what FP8 makes of rows that are not quantised yet, in float64."""
+    """Return the outer product of FP8-quantised rows, in float64."""
     member = torch.nn.functional.one_hot(groups.owners.long() + 1, len(groups.sizes) + 1)[:, 1:].double()
     left, right = (quantize(groups.padded(t).mT, ROWS).values(torch.float64) for t in (a, b))
     return torch.einsum("rg,nr,kr->gnk", member, left, right)
 
 
 def operands(device: str) -> tuple[Quantized, Quantized, Quantized, Quantized]:
-    """Rows [384, 256], weight [128, 256], and for a weight's gradient [128, 384] and [256, 384]."""
+    """Return rows [384, 256] and a weight [128, 256], and for a weight's gradient [128, 384] and [256, 384]."""
     return (
         quantize(matrix(384, 256, device=device), ROWS),
         quantize(matrix(128, 256, device=device, seed=1), BLOCKS),
@@ -48,5 +48,5 @@ def operands(device: str) -> tuple[Quantized, Quantized, Quantized, Quantized]:
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of the whole, in the Frobenius norm."""
+    """Return the relative error in the Frobenius norm."""
     return float((found.double() - exact).norm() / exact.norm())

@@ -1,8 +1,8 @@
-"""Conversations of 20 turns as we render them, beside the chat templates that models were released with.
+"""Compares our rendering of conversations of 20 turns with the chat templates that models were released with.
 
-`python -m tests.support.chat_templates DIRECTORY --write` tries each `MODEL.jinja` of a directory and notes what it
-found in `benchmarks/results/chat_templates.json`, which docs/measurements/orchestration.md shows. Tokenizers are
-byte-level ones with the special tokens of renderer and template: of a real vocabulary they lack what it merges.
+`python -m tests.support.chat_templates DIRECTORY --write` tries each `MODEL.jinja` of a directory, and writes
+`benchmarks/results/chat_templates.json`, which docs/measurements/orchestration.md shows. The tokenizers are byte-level,
+with the special tokens of renderer and template, and without the merges of the real vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "chat_templates.json"
 BUNDLED = ROOT / "tests" / "data" / "chat_templates"
 TURNS, QUESTION = 20, 9
-"""A user asks on after the answer of turn QUESTION."""
+"""Number of turns, and the turn after which the user asks another question."""
 ADD = {
     "type": "function",
     "function": {
@@ -42,9 +42,9 @@ MARK = re.compile(
     r"<\|[^|<>\s{}]+\|>|<\uff5c[^\uff5c<>]+\uff5c>|\[gMASK\]|<sop>|\]~!?[a-z]\[|\[e~\["
     r"|</?(?:think|tool_call|tool_calls|tool_response|arg_key|arg_value|minimax:tool_call|assistant|user|system|tools)>"
 )
-"""What is a token of its own in the vocabularies of these models."""
+"""Text that is a single token in the vocabularies of these models."""
 BEGINNING = {"deepseek": "<\uff5cbegin▁of▁sentence\uff5c>", "llama": "<|begin_of_text|>", "laguna": "〈|EOS|〉"}
-"""`bos_token`, by the beginning of a model's type."""
+"""`bos_token` by the beginning of a model's type."""
 TYPES = {
     r"qwen3\.": "qwen3_5_moe",
     r"qwen3-vl": "qwen3_vl_moe",
@@ -63,12 +63,12 @@ TYPES = {
     r"laguna": "laguna",
     r"llama": "llama",
 }
-"""`model_type` by a pattern in a model's name; the first that fits holds."""
+"""`model_type` by a pattern in a model's name. The first match counts."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A conversation: what is in it."""
+    """Content of a conversation."""
 
     system: bool = True
     tools: bool = True
@@ -81,27 +81,27 @@ KINDS = (Kind(), Kind(system=False), Kind(parallel=False), Kind(thoughts=False),
 
 @dataclass(frozen=True)
 class Row:
-    """What came of a model's template."""
+    """Result for a model's template."""
 
     model: str
     renderer: str
     options: dict[str, Any]
     tools: bool
     thoughts: str
-    """Of answers before the last question: kept, dropped, or not shown at all."""
+    """Whether thoughts before the last question are kept, dropped, or never shown."""
     same: int = 0
-    """Of the prompts of all conversations that are rendered whole."""
+    """Fully rendered prompts that equal the template's, over all conversations."""
     prompts: int = 0
     extended: int = 0
-    """Of the prompts of a conversation that extend what was sampled."""
+    """Prompts of a conversation that extend the sampled tokens."""
     extended_same: int = 0
-    """As the template has them, too."""
+    """Those of them that equal the template's."""
     first: str = ""
-    """The first difference: ours, and the template's; or why there is no renderer."""
+    """The first difference (ours and the template's), or why there is no renderer."""
 
 
 def conversation(kind: Kind) -> tuple[list[Message], list[int]]:
-    """What is said, and how many messages a prompt has, turn by turn."""
+    """Return the messages, and their number in the prompt of each turn."""
     said: list[Message] = [{"role": "system", "content": "Be brief."}] if kind.system else []
     said.append({"role": "user", "content": "Look it up."})
     prompts, calls = [], 0
@@ -133,7 +133,7 @@ def conversation(kind: Kind) -> tuple[list[Message], list[int]]:
 
 
 def write_model(directory: Path, name: str, template: str) -> Path:
-    """A directory of a model with this chat template, and a byte-level tokenizer."""
+    """Write a model directory with this chat template and a byte-level tokenizer."""
     model = directory / name
     model.mkdir()
     model_type = next(kind for pattern, kind in TYPES.items() if re.match(pattern, name.lower()))
@@ -216,7 +216,7 @@ def _whole(renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]) -
 def _extended(
     renderer: Any, tokenizer: Any, kind: Kind, options: dict[str, Any]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Prompts that extend what was sampled, beside those of the template. Each begins with what was sampled."""
+    """Yield prompts that extend the sampled tokens, together with the template's. Each begins with sampled tokens."""
     said, prompts = conversation(kind)
     tools = [TOOL, ADD] if kind.tools else []
     prompt: list[int] = renderer.render_ids(
@@ -238,7 +238,7 @@ def _extended(
 
 
 def _completion(renderer: Any, prompt: list[int], later: list[int]) -> list[int]:
-    """What is sampled after a prompt, by what the template makes of it later; empty if that begins otherwise."""
+    """Return the tokens sampled after a prompt, according to the template's later rendering; empty if that differs."""
     stops, begins = set(renderer.get_stop_token_ids()), len(prompt)
     ends = next((i for i in range(begins, len(later)) if later[i] in stops), None)
     return later[begins : ends + 1] if later[:begins] == prompt and ends is not None else []
@@ -252,7 +252,6 @@ def _first(tokenizer: Any, ours: list[int], theirs: list[int]) -> str:
 
 
 def main() -> None:
-    """Try the templates of a directory."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--write", action="store_true")

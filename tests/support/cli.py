@@ -1,4 +1,4 @@
-"""Run whole commands and compare exit code, stdout and stderr."""
+"""Runs commands and returns exit code, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.forks import server
 
 ROOT = str(Path(__file__).resolve().parents[2])
 COMMAND = ("primeslurm.cli", "primeslurm.api.runs", "primeslurm.api.sites", "primeslurm.plan.checks")
-"""Modules of most commands."""
+"""Modules that most commands import."""
 NO_TERMINAL = {"_TYPER_FORCE_DISABLE_TERMINAL": "1"}
-"""Typer colours its help on GitHub's runners, although no terminal is there."""
+"""Typer colours its help on GitHub's runners, although there is no terminal."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended and what it said."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -31,7 +31,7 @@ class Result:
 def primeslurm(
     *args: str | Path, cwd: Path, timeout_s: float = 600, path: Path | None = None, columns: int = 120
 ) -> Result:
-    """Run `primeslurm ARGS`, forked, in a home of its own. `path`: directory that comes first on PATH."""
+    """Run `primeslurm ARGS` in a forked process with its own home. `path` is put first on PATH."""
     env = {**os.environ, "HOME": str(cwd), "COLUMNS": str(columns), "PYTHONPATH": ROOT, **NO_TERMINAL}
     if path is not None:
         env["PATH"] = f"{path}:{env['PATH']}"
@@ -50,7 +50,7 @@ def _read(file: IO[bytes]) -> str:
 
 
 def run_python(*args: str | Path, cwd: Path, **variables: str) -> Result:
-    """`python ARGS` with this checkout's package."""
+    """Run `python ARGS` with this checkout's package."""
     env = {**os.environ, "PYTHONPATH": ROOT, **variables}
     argv = [sys.executable, *map(str, args)]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -40,7 +40,7 @@ TOOL = {
     },
 }
 O200K = "fb374d419588a4632f3f557e76b4b70aebbca790"
-"""The vocabulary `o200k_base` in caches of tiktoken."""
+"""The vocabulary `o200k_base` in tiktoken's cache."""
 HARMONY = {
     200002: "<|return|>",
     200003: "<|constrain|>",
@@ -50,24 +50,24 @@ HARMONY = {
     200008: "<|message|>",
     200012: "<|call|>",
 }
-"""Special tokens of gpt-oss that conversations have."""
+"""Special tokens of gpt-oss in the conversations."""
 START: Sequence[Message] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look it up."})
 
 
 def calling(turn: int) -> Message:
-    """An answer that thinks and calls a tool."""
+    """Return an answer that thinks and calls a tool."""
     function = {"name": "look_up", "arguments": {"word": f"w {turn}"}}
     calls = [{"id": f"functions.look_up:{turn}", "type": "function", "function": function}]
     return {"role": "assistant", "content": "", "reasoning_content": f"I think {turn}.", "tool_calls": calls}
 
 
 def answering(turn: int) -> Message:
-    """An answer that thinks and ends the work."""
+    """Return an answer that thinks and ends the work."""
     return {"role": "assistant", "content": f"It is {turn}.", "reasoning_content": f"Done {turn}."}
 
 
 def write_tokenizer(directory: Path, config: Any) -> Path:
-    """A byte tokenizer with all tokens that a renderer asks for. Returns its directory."""
+    """Write a byte tokenizer with all tokens that a renderer needs, and return its directory."""
     asked: list[str] = []
     while True:
         tokenizer = with_tokens(asked)
@@ -90,9 +90,10 @@ def with_tokens(special: Sequence[str]) -> PreTrainedTokenizerFast:
 
 
 def write_harmony_tokenizer(directory: Path) -> Path:
-    """A tokenizer with gpt-oss's vocabulary and no merges: it is asked for words of one token. Returns its directory.
+    """Write a tokenizer with gpt-oss's vocabulary and no merges, and return its directory.
 
-    litellm, a package of mini-swe-agent (`./just harness mini_swe_agent`), has the vocabulary as tiktoken's caches do.
+    litellm, a dependency of mini-swe-agent (`./just harness mini_swe_agent`), contains the vocabulary as a tiktoken
+    cache.
     """
     places = Path(sys.prefix).glob("harnesses/mini_swe_agent/lib/python3*/site-packages/litellm/litellm_core_utils")
     (file,) = (place / "tokenizers" / O200K for place in places)
@@ -110,7 +111,7 @@ def write_harmony_tokenizer(directory: Path) -> Path:
 
 
 def missing_tokens(tokenizer: Any, config: Any) -> list[str]:
-    """The tokens that a renderer of a tokenizer asks for in vain."""
+    """Return the tokens that a renderer needs and the tokenizer lacks."""
     vocabulary, convert, encode = tokenizer.get_vocab(), tokenizer.convert_tokens_to_ids, tokenizer.encode
     missing: list[str] = []
 
@@ -137,13 +138,13 @@ def missing_tokens(tokenizer: Any, config: Any) -> list[str]:
 
 
 def sampled(renderer: Any, message: Message) -> list[int]:
-    """The tokens that a model samples to say this after START: up to and with the one that ends its turn."""
+    """Return the tokens that a model samples for this message after START, up to and with the end of its turn."""
     asked, thoughts = list(START), message.get("reasoning_content", "")
     before = renderer.render_ids(asked, tools=[TOOL], add_generation_prompt=True)
     whole = renderer.render_ids([*asked, message], tools=[TOOL])
     tokens = whole[len(before) :]
     if whole[: len(before)] != before or thoughts not in renderer._tokenizer.decode(tokens):
-        # the template drops the thoughts of what is answered already
+        # the template drops the thoughts of earlier answers
         pairs = zip(whole, before, strict=False)
         header = next((i for i, (one, other) in enumerate(pairs) if one != other), len(before))
         rest = whole[header:]
@@ -154,7 +155,7 @@ def sampled(renderer: Any, message: Message) -> list[int]:
             own = renderer._tokenizer.encode(f"<think>{thoughts}</think>", add_special_tokens=False)
             tokens = [*own, *rest[len(empty) :]]
     stops = set(renderer.get_stop_token_ids())
-    if not stops & set(tokens):  # what ends the turn begins the next one
+    if not stops & set(tokens):  # the token that ends the turn begins the next one
         bare = {key: value for key, value in message.items() if key != "reasoning_content"}
         follows = {"role": "user", "content": "."}
         if calls := message.get("tool_calls"):
@@ -171,13 +172,13 @@ class ScriptedEngine:
 
     script: Sequence[Sequence[int]]
     routed: bool = False
-    """Answers say that the token at position p went to expert p % 200, in each of 3 layers, 2 places."""
+    """Whether answers route the token at position p to expert p % 200, in 3 layers with 2 experts each."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[ScriptedEngine]:
-        """On a free port."""
+        """Serve on a free port."""
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/inference/v1/generate", self._generate)
         runner = web.AppRunner(app)
@@ -210,7 +211,7 @@ class ScriptedEngine:
 
 @dataclass
 class RealEngine:
-    """One that listens somewhere."""
+    """A running engine."""
 
     url: str
     routed: bool = False
@@ -218,7 +219,7 @@ class RealEngine:
 
 @dataclass
 class Conversation:
-    """What came of it."""
+    """Result of a conversation."""
 
     trace: vf.Trace
     completions: list[Any]
@@ -233,15 +234,10 @@ async def converse(
     says_again: Callable[[Message], Message] = lambda message: message,
     **sampling: Any,
 ) -> Conversation:
-    """Have a program talk with the engine until `replies` has none.
+    """Let a program talk to the engine until `replies` has no further message.
 
-    Args:
-        model: directory of the tokenizer.
-        rendering: how messages are rendered.
-        engine: that serves.
-        replies: what follows on an answer, by its number.
-        says_again: what the program makes of an answer when it sends the conversation.
-        sampling: parameters.
+    `replies` gives the messages that follow an answer, by its number. `says_again` changes an answer before the program
+    sends it back as part of the conversation.
     """
     messages = list(START)
     async with rollout(model, rendering, engine, **sampling) as (base, secret, ended):
@@ -271,18 +267,11 @@ async def rollout(
     trainable: bool = True,
     **sampling: Any,
 ) -> AsyncIterator[tuple[str, str, Callable[[list[Message]], Conversation]]]:
-    """A rollout whose program talks with an engine.
+    """Return a rollout whose program talks to an engine: its endpoint, its secret, and a function that returns the
+    conversation.
 
-    Args:
-        model: directory of the tokenizer.
-        rendering: how messages are rendered.
-        engine: that serves.
-        trained: sampling parameters of the recipe; None: the rollout is not trained.
-        trainable: whether its agent is.
-        sampling: parameters of the rollout.
-
-    Returns:
-        Its endpoint, its secret, and what makes the conversation of it when it has ended.
+    `trained` are the sampling parameters of the recipe; None if the rollout is not trained. `sampling` are the
+    rollout's.
     """
     where, options = lambda: engine.url, {"routed": engine.routed, "rendering": rendering, "trained": trained}
     client = TokenClient("router", where, str(model), 1 << 20, 60, **options)

@@ -1,4 +1,4 @@
-"""Conversations of SFT without files of their tokens."""
+"""Conversations of SFT, without token files."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from primeslurm.trainer.data.sft_data import Conversations, Example
 
 
 def loaded(conversations: Conversations) -> list[Example]:
-    """All examples that are short enough."""
+    """Return all examples that are short enough."""
     return [example for example in conversations.read() if example is not None]

@@ -1,4 +1,4 @@
-"""A real docker daemon for tests, in namespaces of its own: the machine's network and mounts stay as they are."""
+"""A real docker daemon in its own namespaces, so that the machine's network and mounts stay unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NAMESPACES = (
 
 
 def lacking() -> str:
-    """Say why none can be started here; empty if one can."""
+    """Return why docker cannot run here; empty if it can."""
     needed = ("docker", "dockerd", "containerd", "ip", "setpriv", "unshare")
     absent = [name for name in needed if shutil.which(name) is None]
     if absent:
@@ -37,14 +37,7 @@ def lacking() -> str:
 
 @contextmanager
 def running(directory: Path) -> Iterator[str]:
-    """Start a daemon, and end it and all its containers afterwards.
-
-    Args:
-        directory: for its files, of a short path: a socket is there.
-
-    Yields:
-        The address of its socket, as `DOCKER_HOST` says it.
-    """
+    """Run a daemon, and yield the address of its socket for `DOCKER_HOST`. `directory` needs a short path."""
     address = f"unix://{directory}/docker.sock"
     places = ("data-root", "exec-root", "pidfile")
     words = ["dockerd", "--host", address, *(word for name in places for word in (f"--{name}", f"{directory}/{name}"))]

@@ -1,8 +1,8 @@
-"""What another user of a node may say at the ports of a run that goes on, and what he is told there.
+"""Messages that another user of a node may send to the ports of a run, and the responses.
 
-found = doors(run)                                       # who listens, and where
-answers = attempted(lambda: said(found)).value           # each of MESSAGES at each door
-with stranger(lambda: half_open(found)): ...             # connections that begin something, and never end it
+listeners = listeners_of(run)
+answers = attempted(lambda: send_all(listeners)).value
+with stranger(lambda: half_open(listeners)): ...  # connections that begin a message and never end it
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from primeslurm.wire.batches.rollouts import RankShard
 from primeslurm.wire.link.trainer_link import GetBatch
 
 WRONG = "0" * 64
-"""Looks like the secret of a run."""
+"""Has the form of a run's secret."""
 FLOOD = 100
-"""Connections to each door."""
+"""Connections per port."""
 PATIENCE_S = 10.0
-"""So long an answer is waited for; who hangs up has answered."""
+"""Longest wait for a response [s]. A closed connection counts as a response."""
 _NAMED_MECHANISM = slice(12, 32)
 _GREETING_BYTES = 64
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
@@ -38,21 +38,21 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 
 @dataclass(frozen=True)
 class Door:
-    """A TCP port that is listened on."""
+    """A TCP port on which a process listens."""
 
     owner: str
-    """A process of the run, and the port's name in the plan: `router-0/http`. `?` if it is not of the plan."""
+    """Process and port name of the plan, such as `router-0/http`; `?` for a port outside the plan."""
     host: str
     port: int
 
 
 def role(owner: str) -> str:
-    """Leave out the numbers: `decode-r0-1/http` is a `decode/http`."""
+    """Remove the numbers: `decode-r0-1/http` becomes `decode/http`."""
     return re.sub(r"-r?\d+", "", owner)
 
 
 def doors(run: RunDirectory) -> list[Door]:
-    """Find all ports that processes of the newest attempt listen at, agents and what they have started included."""
+    """Return all ports on which processes of the newest attempt listen, including agents and child processes."""
     owners, names = {}, {}
     for report in run.latest().heartbeats():
         owners[report.agent_pid] = f"agent-{report.rank}"
@@ -68,33 +68,28 @@ def doors(run: RunDirectory) -> list[Door]:
 
 
 class Answer(NamedTuple):
-    """What came of a message."""
+    """Response to a message."""
 
     door: str
     message: str
     words: str
-    """What it is, in words."""
+    """Description of the response."""
     text: str
 
 
 def said(found: list[Door], patience_s: float = PATIENCE_S) -> list[Answer]:
-    """Say everything everywhere, all at once.
-
-    Args:
-        found: the doors.
-        patience_s: longest wait for an answer.
-    """
+    """Send every message to every port, all at the same time."""
     _many_connections()
     return asyncio.run(_said(found, patience_s))
 
 
 def half_open(found: list[Door]) -> int:
-    """Open FLOOD connections to each door, begin a message on each, and keep them. Returns how many there are."""
+    """Open FLOOD connections to each port, begin a message on each, and keep them open. Return their number."""
     _many_connections()
     for number in range(FLOOD):
         for door in found:
             with contextlib.suppress(OSError):
-                client = socket.socket()  # not create_connection, which loads what a stranger may not read
+                client = socket.socket()  # `create_connection` loads files that a stranger may not read
                 client.settimeout(30)
                 client.connect((door.host, door.port))
                 client.sendall(_BEGUN[number % len(_BEGUN)])
@@ -103,7 +98,7 @@ def half_open(found: list[Door]) -> int:
 
 
 def in_words(answer: bytes) -> str:
-    """What an answer is: `HTTP 401`, `ZMTP PLAIN`, `64 bytes`, `nothing`."""
+    """Describe a response: `HTTP 401`, `ZMTP PLAIN`, `64 bytes`, `nothing`."""
     if not answer:
         return "nothing"
     if answer.startswith(b"HTTP/1."):
@@ -119,7 +114,7 @@ _kept: list[socket.socket] = []
 
 
 def _owner(pid: int, owners: dict[int, str]) -> str:
-    """The process of the run that this one is, or descends from."""
+    """Return the process of the run that `pid` is or descends from."""
     with contextlib.suppress(psutil.Error):
         for each in [psutil.Process(pid), *psutil.Process(pid).parents()]:
             if each.pid in owners:
@@ -142,7 +137,7 @@ async def _exchange(door: Door, name: str, patience_s: float) -> Answer:
         async with asyncio.timeout(patience_s):
             reader, writer = await asyncio.open_connection(door.host, door.port)
             first, then = MESSAGES[name], b""
-            if first.startswith(_SIGNATURE):  # ZMQ hangs up on who does not wait for its greeting
+            if first.startswith(_SIGNATURE):  # ZMQ disconnects from a client that does not wait for its greeting
                 first, then = first[:_GREETING_BYTES], first[_GREETING_BYTES:]
             writer.write(first)
             while part := await reader.read(65536):
@@ -150,7 +145,7 @@ async def _exchange(door: Door, name: str, patience_s: float) -> Answer:
                 if len(answer) >= _GREETING_BYTES and then:
                     writer.write(then)
                     then = b""
-    except OSError:  # a time-out is one, too
+    except OSError:  # includes a time-out
         pass
     if writer is None:
         return Answer(door.owner, name, "no connection", "")
@@ -166,14 +161,14 @@ def _http(method: str, path: str, body: object = None, token: str = "") -> bytes
 
 
 def _short(*parts: bytes) -> bytes:
-    """Strings after their lengths, of one byte each."""
+    """Return strings with length prefixes of one byte."""
     return b"".join(bytes([len(part)]) + part for part in parts)
 
 
 def _zmtp(mechanism: bytes, command: bytes) -> bytes:
-    """A client of ZMQ that says all that it has to say at once, and then asks for the batch of step 1."""
+    """Return the bytes of a ZMQ client that sends everything at once, and then requests the batch of step 1."""
     greeting = _SIGNATURE + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes(32)
-    frames = b"\x01\x00" + b"\x00" + _short(ASKED)  # an empty part, which more follow, and the last one
+    frames = b"\x01\x00" + b"\x00" + _short(ASKED)  # an empty frame with more to follow, and the last frame
     return greeting + b"\x04" + _short(command) + frames
 
 
@@ -182,7 +177,7 @@ def _ready() -> bytes:
 
 
 def _store() -> bytes:
-    """torch's client, that sets a key and asks how many there are: VALIDATE, SET, GETNUMKEYS."""
+    """Return the bytes of torch's store client: VALIDATE, SET, GETNUMKEYS."""
     key, value = b"/theirs", b"theirs"
     sets = b"\x01" + struct.pack("<Q", len(key)) + key + struct.pack("<Q", len(value)) + value
     return b"\x00" + struct.pack("<I", 0x3C85F7CE) + sets + b"\x07"
@@ -204,5 +199,5 @@ MESSAGES = {
     "who works": _http("GET", "/list_workers"),
     "which models": _http("GET", "/v1/models"),
 }
-"""What is plausible at one of the doors of a run, and garbage; none shows the secret."""
+"""Plausible messages for each kind of port, and garbage. None has the secret."""
 _BEGUN = (MESSAGES["a request for tokens"][:-5], MESSAGES["which models"][:20], MESSAGES["a client of ZMQ"][:30], b"")

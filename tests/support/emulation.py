@@ -1,4 +1,4 @@
-"""A small emulated deployment on an embedded cluster, driven through the command line, and what faults cost it."""
+"""A small emulated deployment on an embedded cluster, driven through the command line, and its losses from faults."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
 SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 PATIENCE_S = 900.0
 NODE_SILENT_S = 20
-"""Longer than the disk of this deployment is full, and less than the half minute of other embedded clusters."""
+"""Longer than the disk of this deployment is full, and shorter than the 30 s of other embedded clusters."""
 MAX_OFF_POLICY_STEPS = 8
-"""Of the recipe."""
 SWEPT_AHEAD = 2
-"""With `step` the last one trained, groups are thrown away that are too old for the batch after the next one."""
+"""After step `step`, groups that are too old for step `step + 2` are dropped."""
 OVER = ("completed", "failed", "cancelled")
 
 
@@ -44,43 +43,37 @@ class Versions(NamedTuple):
     """Policy versions of a finished group."""
 
     opened: int
-    """It began under this one."""
+    """Version at its start."""
     newest: int
-    """That sampled any of it."""
+    """Newest version that sampled a token."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment."""
+    """State of a run at one moment."""
 
     attempt: int
     step: int
-    """Last step that was trained."""
+    """Last trained step."""
     committed: int
     in_flight: int
-    """Rollouts that run."""
+    """Number of running rollouts."""
     begun_again: int
-    """Rollouts of this attempt that were lost or failed, and dispatched anew."""
+    """Rollouts of this attempt that were lost or failed, and started again."""
     groups: Mapping[str, Versions]
-    """Finished rollout groups that are not in a checkpoint yet."""
+    """Finished groups that are not in a checkpoint yet."""
     trained: frozenset[str]
-    """Groups that a recorded or committed batch holds."""
+    """Groups in a recorded or committed batch."""
 
     def missing(self, later: Snapshot) -> set[str]:
-        """Find the finished groups that a later snapshot neither has nor has trained, though they were not too old."""
+        """Return the finished groups that a later snapshot has lost, although they were not too old."""
         gone = self.groups.keys() - later.groups.keys() - later.trained - self.trained
         oldest = later.step + SWEPT_AHEAD - 1 - MAX_OFF_POLICY_STEPS
         return {name for name in gone if self.groups[name].opened >= oldest}
 
 
 class Deployment:
-    """The cluster and the run on it. One run at a time.
-
-    Args:
-        directory: for the cluster and the runs; removed by nobody.
-        gpu_nodes: of the cluster.
-        control_nodes: nodes of it without GPUs.
-    """
+    """An embedded cluster and the current run on it."""
 
     def __init__(self, directory: Path, gpu_nodes: int = 9, control_nodes: int = 5) -> None:
         self.runs = directory / "runs"
@@ -94,12 +87,12 @@ class Deployment:
             control_nodes=control_nodes,
         )
         self.slow_files = directory / "slow-files"
-        """While it exists, files are slow for the job's processes."""
+        """While this file exists, file operations of the job's processes are slow."""
         self.runs.mkdir()
-        # a file system of its own, and a small one, that a test can fill
+        # a small separate file system, which a test can fill
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640m", "tmpfs", self.runs], check=True)
         self.variables: dict[str, str] = {}
-        """Of the environment of commands and jobs, besides this process's own."""
+        """Extra environment variables of commands and jobs."""
         self.cluster: Cluster = up(spec)[0]
         site = yaml.safe_load(spec.site_file.read_text())
         spec.site_file.write_text(yaml.safe_dump(site | {"node_silent_s": NODE_SILENT_S}))
@@ -113,12 +106,11 @@ class Deployment:
         return self._current
 
     def down(self) -> None:
-        """End the cluster with its jobs."""
         self.cluster.down()
         subprocess.run(["umount", self.runs], check=True)
 
     def command(self, *args: str | Path) -> subprocess.CompletedProcess[str]:
-        """`primeslurm ARGS`; its environment is the job's too."""
+        """Run `primeslurm ARGS`. Jobs inherit its environment."""
         argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
         base = unmeasured()
         paths = [str(ROOT), str(SLOW_FILES), *filter(None, [base.get("PYTHONPATH")])]
@@ -127,7 +119,7 @@ class Deployment:
         return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
     def submit(self, *options: str) -> RunDirectory:
-        """Start a run; the one before is cancelled."""
+        """Cancel the current run, and start a new one."""
         if self._current is not None and self.status().phase not in OVER:
             self.command("cancel", self.run.path)
         self._serial += 1
@@ -138,26 +130,24 @@ class Deployment:
         return self._current
 
     def running(self) -> RunDirectory:
-        """A healthy run that has trained a few steps: the present one, or a new one."""
+        """Return a healthy run that has trained a few steps: the current one, or a new one."""
         if self._current is None or self.status().phase in OVER:
             self.submit()
         self.wait(lambda status: self.healthy(status) and self.snapshot().step >= 3)
         return self.run
 
     def status(self) -> RunStatus:
-        """What is known of the run, with all its processes."""
         return read_status(self.run, job_query(self.run), processes=True)
 
     def process(self, name: str) -> ProcessStatus:
-        """One process of the run."""
         return next(process for process in self.status().processes if process.name == name)
 
     def healthy(self, status: RunStatus) -> bool:
-        """Whether everything runs, on the current policy."""
+        """Return whether all processes are healthy."""
         return status.phase == "running" and all(process.state == "HEALTHY" for process in status.processes)
 
     def wait(self, condition: Callable[[RunStatus], bool], timeout_s: float = PATIENCE_S) -> RunStatus:
-        """Poll until the condition holds; fails if the run ends first or time is up."""
+        """Poll until the condition holds. Fail if the run ends or nothing changes for `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while not condition(status := self.status()):
             if status.phase in OVER or time.monotonic() > deadline:
@@ -167,8 +157,8 @@ class Deployment:
         return status
 
     def snapshot(self) -> Snapshot:
-        """The run as it is on disk."""
-        # What went away meanwhile was trained, or too old for a step, that is known afterwards.
+        """Return the state on disk."""
+        # Read groups before the progress. A group that is removed in between then counts as trained or too old.
         groups, trained = _spooled(self.run.path), _trained(self.run.path)
         status = self.status()
         progress = status.progress if isinstance(status.progress, RlProgress) else RlProgress()
@@ -183,7 +173,7 @@ class Deployment:
         )
 
     def head_agent(self) -> int:
-        """Process id of the head's agent."""
+        """Return the process id of the head's agent."""
         report = read_record(self.run.latest().agent_file(0), AgentReport)
         assert report is not None
         return report.agent_pid

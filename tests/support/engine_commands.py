@@ -1,5 +1,3 @@
-"""The command line of a single engine."""
-
 from __future__ import annotations
 
 from primeslurm.plan.commands.command import Command, Device, EngineRole
@@ -8,5 +6,5 @@ from primeslurm.recipe import Recipe
 
 
 def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE) -> Command:
-    """What the Plan of this recipe would start for one rank of a role."""
+    """Return the command that the plan of this recipe would start for one rank of a role."""
     return Engines(recipe, device, role, python).command(dp)

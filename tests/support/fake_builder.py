@@ -1,9 +1,8 @@
-"""A stand-in for podman, buildah, docker and apptainer: images are copies of Dockerfiles, and no container runs.
+"""A fake of podman, buildah, docker and apptainer. Images are copies of Dockerfiles, and no container runs.
 
-It is for what a real one does not do when told to: fail, be killed half way, wait for another build.
-
-A Dockerfile says how its build goes: `RUN false` fails, after as many lines as `LABEL lines=` says, `LABEL killed` ends
-the command that asked for a SIF half way, once, and `LABEL beside=NAME` waits for a build of NAME to have begun.
+It does what real builders do not do on request: fail, die half-way, or wait for another build. The Dockerfile controls
+the build: `RUN false` fails after `LABEL lines=` lines; `LABEL killed` ends the command that requested a SIF half-way,
+once; `LABEL beside=NAME` waits until a build of NAME has begun.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ WAIT_S = 60.0
 
 
 def install(directory: Path, *names: str) -> Path:
-    """Make commands of these names. Returns their directory, beside whose `asked` they write what they were told."""
+    """Write commands with these names, which log their arguments to `asked`. Return their directory."""
     directory.mkdir(exist_ok=True)
     for name in names:
         path = directory / name
@@ -29,7 +28,7 @@ def install(directory: Path, *names: str) -> Path:
 
 
 def main(tool: str, words: list[str], store: Path) -> int:
-    """Do what one command asks."""
+    """Run one command."""
     store.mkdir(exist_ok=True)
     with (store.parent / "asked").open("a") as asked:
         print(shlex.join([tool, *words]), file=asked)
@@ -51,7 +50,6 @@ def main(tool: str, words: list[str], store: Path) -> int:
 
 
 def build(dockerfile: str, image: Path, store: Path) -> int:
-    """Build a Dockerfile."""
     name = dockerfile.partition("LABEL name=")[2].split("\n")[0]
     (store / f"begun-{name}").touch()
     if other := dockerfile.partition("LABEL beside=")[2].split("\n")[0]:
@@ -70,8 +68,8 @@ def build(dockerfile: str, image: Path, store: Path) -> int:
 
 
 def convert(sif: Path, archive: Path, store: Path) -> int:
-    """Make a SIF of what a builder exports."""
-    text = archive.read_text() if archive.is_file() else f"FROM {archive}\n"  # of a registry
+    """Convert an exported image to a SIF."""
+    text = archive.read_text() if archive.is_file() else f"FROM {archive}\n"  # an image in a registry
     sif.write_text(text[: len(text) // 2])
     if "LABEL killed" in text and not (store / "killed").exists():
         (store / "killed").touch()

@@ -1,9 +1,8 @@
-"""Slurm's commands as scripts over a directory: a job is a directory with its state and the words of its sbatch.
+"""Slurm's commands as scripts on a directory. A job is a directory with its state and the arguments of its sbatch.
 
-Files beside the jobs change what the commands do: `refuse` and `lost` hold what sbatch says instead of an answer
-(before, and after Slurm has the job), `broken` holds what sbatch says after Slurm has made a job and cancelled it,
-`early` and `hold` keep sbatch from going on before and after Slurm has the job, as long as they are there, and `down`
-is a controller that does not answer. sbatch makes `called`.
+Files beside the jobs change the commands: sbatch fails with the text of `refuse` (before Slurm has the job), of `lost`
+(after that) or of `broken` (after Slurm has created and cancelled the job). It waits while `early` (before) or `hold`
+(after) exists. With `down` the controller does not answer. sbatch creates `called`.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SCANCEL = "echo CANCELLED > jobs/$1/state\n"
 
 
 class FakeSlurm:
-    """The commands, in `bin`, and what they have done."""
+    """Commands in `bin`, and the jobs that they have created."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -55,11 +54,10 @@ class FakeSlurm:
             (self.bin / name).chmod(0o755)
 
     def set(self, name: str, text: str = "") -> None:
-        """Make one of the files that change what the commands do."""
+        """Create a file that changes the commands."""
         (self.directory / name).write_text(text)
 
     def unset(self, name: str) -> None:
-        """Remove it."""
         (self.directory / name).unlink()
 
     @property
@@ -69,5 +67,5 @@ class FakeSlurm:
         return {path.name: (path / "state").read_text().strip() for path in paths}
 
     def words(self, job_id: str) -> str:
-        """What sbatch was called with."""
+        """Return the arguments of sbatch."""
         return (self.directory / "jobs" / job_id / "words").read_text()

@@ -1,4 +1,4 @@
-"""Break an embedded cluster the way hardware does."""
+"""Breaks an embedded cluster as hardware failures do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.testbed.embedded_slurm.daemons import OsProcess
 
 
 def kill_node(cluster: Cluster, name: str) -> None:
-    """A node loses power: its slurmd, the daemons of its steps and all that they run are gone, and Slurm finds out."""
+    """Cut the power of a node: kill its slurmd, its step daemons and all their processes, and tell Slurm."""
     daemon = next(daemon for daemon in cluster.daemons if daemon.name == name)
     daemon.send(signal.SIGKILL)
     tasks = _tasks(cluster, name)
@@ -21,8 +21,8 @@ def kill_node(cluster: Cluster, name: str) -> None:
     found = sorted(tasks, key=_depth, reverse=True)
     found += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
     processes = [process for pid in found if (process := OsProcess.of("job", pid))]
-    # All at once, as without power: an srun or a step daemon would tell others of the first one's death, and end them.
-    # Children first: when a parent dies, the kernel wakes those of its children that are stopped, and sends SIGHUP.
+    # Kill them all at once. Otherwise an srun or a step daemon would see the first death and end the others.
+    # Children first: when a parent dies, the kernel wakes its stopped children with SIGHUP.
     for process in processes:
         process.send(signal.SIGSTOP)
     for process in processes:
@@ -31,32 +31,32 @@ def kill_node(cluster: Cluster, name: str) -> None:
 
 
 def revive_node(cluster: Cluster, name: str) -> None:
-    """Start the slurmd of a killed node again; the node returns to service by itself."""
+    """Start the slurmd of a killed node again. The node returns to service by itself."""
     _revive(cluster, name, "slurmd", "-N", name)
 
 
 def set_down(slurm_conf: Path, node: str, reason: str) -> None:
-    """A node is taken away, as an administrator does; what runs there is ended."""
+    """Take a node away as an administrator does, which ends its jobs."""
     _slurm(slurm_conf, "scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
 
 
 def kill_controller(cluster: Cluster) -> None:
-    """slurmctld is gone at once."""
+    """Kill slurmctld."""
     next(daemon for daemon in cluster.daemons if daemon.name == "slurmctld").send(signal.SIGKILL)
 
 
 def revive_controller(cluster: Cluster) -> None:
-    """Start a killed slurmctld again; it finds its jobs in its state directory."""
+    """Start slurmctld again. It finds its jobs in its state directory."""
     _revive(cluster, "slurmctld", "slurmctld")
 
 
 def warn(slurm_conf: Path, job_id: str) -> None:
-    """USR2 to every task of a job, not to its batch script, as before a time limit or preemption."""
+    """Send SIGUSR2 to every task of a job, but not to its batch script, as before a time limit or a preemption."""
     _slurm(slurm_conf, "scancel", "--signal=USR2", job_id)
 
 
 def limit_time(slurm_conf: Path, job_id: str, minutes: int) -> None:
-    """Give a job another time limit, counted from its start, as an operator does."""
+    """Change a job's time limit, which counts from its start."""
     _slurm(slurm_conf, "scontrol", "update", f"jobid={job_id}", f"timelimit={minutes}")
 
 
@@ -94,7 +94,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _depth(pid: int) -> int:
-    """Ancestors of a process."""
+    """Return the number of ancestors of a process."""
     parent = _parent(pid)
     return 0 if not parent else 1 + _depth(parent)
 

@@ -1,4 +1,4 @@
-"""`python -m primeslurm.orchestrator` on a run directory where the first call of each kind on each file fails."""
+"""Runs `primeslurm.orchestrator` so that the first call of each kind on each file of its run directory fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUMBERS = (errno.ESTALE, errno.EIO, errno.ESHUTDOWN)
 
 
 def first_calls_fail() -> FaultyStorage:
-    """Make the rule; which errno a path gets follows from its name. Flushes of files lose nothing."""
+    """Return the fault rule. The errno follows from the path. File flushes never fail."""
     seen: set[tuple[str, str]] = set()
 
     def fail(operation: str, path: str) -> int | None:

@@ -1,4 +1,4 @@
-"""A network file system that answers with errors, hides what another node has written, and shows old sizes."""
+"""A faulty network file system: it returns errors, hides files of other nodes, and reports old sizes."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ OPERATIONS = (
     "rmdir",
     "truncate",
 )
-"""Functions of `os` that take a path first, and through which pathlib and shutil go, too."""
+"""Functions of `os` with a path as first argument. pathlib and shutil use them, too."""
 
 
 @dataclass
 class FakeTime:
-    """Seconds that pass only when somebody waits."""
+    """A clock that only advances when somebody sleeps."""
 
     now: float = 1000.0
     pauses: list[float] = field(default_factory=list)
 
     def sleep(self, seconds: float) -> None:
-        """Let seconds pass at once."""
         self.now += seconds
         self.pauses.append(seconds)
 
 
 @pytest.fixture(autouse=True)
 def storage_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    """Time as operations on files see it: pauses between tries pass at once, and no fault is known from before."""
+    """Make pauses between retries pass at once, and forget earlier faults."""
     time = FakeTime()
     monkeypatch.setattr(files, "clock", lambda: time.now)
     monkeypatch.setattr(files, "sleep", time.sleep)
@@ -60,11 +59,11 @@ def storage_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
 
 @dataclass
 class FaultyStorage:
-    """Rules for the calls of this process that name a path below `root`.
+    """Fault rules for calls of this process on paths below `root`.
 
     Attributes:
-        root: where rules apply.
-        fail: maps (operation, path below root) to an errno, or to None if the call works.
+        root: directory in which the rules apply.
+        fail: maps an operation and a path below root to an errno; None if the call succeeds.
         hidden: names of files and directories that this node does not see.
     """
 
@@ -74,7 +73,7 @@ class FaultyStorage:
     calls: list[tuple[str, str]] = field(default_factory=list)
 
     def check(self, operation: str, path: Any) -> None:
-        """Raise what a rule says of a call."""
+        """Raise the error of the rules, if any."""
         if isinstance(path, int):
             with contextlib.suppress(OSError, ValueError):
                 path = Path(f"/proc/self/fd/{path}").readlink()
@@ -92,7 +91,6 @@ class FaultyStorage:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[FaultyStorage]:
-        """Apply the rules to this process."""
         with pytest.MonkeyPatch.context() as patch:
             for operation in OPERATIONS:
                 patch.setattr(os, operation, self._checked(operation, getattr(os, operation)))
@@ -117,7 +115,7 @@ class FaultyStorage:
 
 
 class _Faulty:
-    """An open file whose reads and writes may fail, too."""
+    """An open file whose reads and writes may fail."""
 
     def __init__(self, file: Any, storage: FaultyStorage, path: Any) -> None:
         self._file, self._storage, self._path = file, storage, path
@@ -146,7 +144,7 @@ class _Faulty:
 
 
 def once(*numbers: int, operations: tuple[str, ...] = (), names: str = "") -> Callable[[str, str], int | None]:
-    """A rule: the first matching calls of each operation on each path fail with these numbers, one after another."""
+    """Return a rule: the first matching calls of each operation on each path fail with these errnos in turn."""
     left: dict[tuple[str, str], list[int]] = {}
 
     def fail(operation: str, path: str) -> int | None:

@@ -1,8 +1,8 @@
-"""An agent's fork server with other streams: what tests fork has a stdin, stdout and stderr of its own.
+"""The agents' fork server, extended so that a forked process has its own stdin, stdout and stderr.
 
-A request is one JSON message {"module", "args", "env", "directory"} on the socket that is file descriptor `argv[1]`,
-with the descriptors of the process's stdin, stdout and stderr and of a pipe for its wait status. The answer is its
-process id. Processes stay in the server's session, and outlive it.
+A request is a JSON message {"module", "args", "env", "directory"} on the socket of file descriptor `argv[1]`, with
+descriptors of stdin, stdout, stderr and a pipe for the wait status. The response is the process id. Forked processes
+stay in the server's session, and outlive it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from primeslurm.node.agent.fork_server import become, imported, reap
 
 LONGEST = 1 << 20
-"""Bytes of a request."""
+"""Longest request [bytes]."""
 
 
 def serve(connection: socket.socket) -> dict[str, Any] | None:
-    """Fork for every request. Returns the request in the child, and None in the server when the socket is closed."""
+    """Fork for every request. Return the request in the child; return None in the server when the socket is closed."""
     statuses: dict[int, int] = {}
     awake, wakes = os.pipe()
     os.set_blocking(wakes, False)

@@ -1,6 +1,6 @@
-"""Processes that are forked from one that has imported what they need: their imports take seconds of CPU each.
+"""Processes that are forked from one with all their imports, which would take seconds of CPU each.
 
-What they do is the same as in processes of their own; how they start is tested where whole runs are.
+Otherwise they equal separately started processes. Tests of whole runs cover the normal start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ORCHESTRATOR = (
     "verifiers.v1.tasksets",
     "primeslurm.orchestrator.worker.preload",
 )
-"""Modules of the orchestrator and of environments' workers."""
+"""Modules of the orchestrator and of environment workers."""
 TRAINER = (
     "primeslurm.trainer.main",
     "primeslurm.models.qwen3.model",
@@ -41,13 +41,13 @@ TRAINER = (
     "tests.trainer.gradients",
     "tests.trainer.ranks",
 )
-"""Modules of a trainer's ranks."""
+"""Modules of trainer ranks."""
 _MEASURING = measuring()
-"""A server may be started first by tests that are not measured, and serves all."""
+"""Read at import: the first user of a server may be an unmeasured test, but the server also serves measured ones."""
 
 
 class Forked:
-    """A process, with what tests use of `subprocess.Popen`."""
+    """A forked process, with the methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, pid: int, status: int, stdout: IO[str] | None) -> None:
         self.pid, self.stdout = pid, stdout
@@ -56,11 +56,9 @@ class Forked:
         weakref.finalize(self, os.close, status)
 
     def poll(self) -> int | None:
-        """Return the exit code, once there is one."""
         return self._read(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the exit code."""
         code = self._read(timeout)
         if code is None:
             assert timeout is not None
@@ -68,23 +66,20 @@ class Forked:
         return code
 
     def communicate(self) -> tuple[str, None]:
-        """Read what it prints to the end and wait."""
+        """Read its output to the end, and wait."""
         printed = self.stdout.read() if self.stdout else ""
         self.wait()
         return printed, None
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it ends just now: it is its starter's child, not ours
+            with contextlib.suppress(ProcessLookupError):  # it may end at this moment, because it is not our child
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Ask it to end."""
         self.send_signal(signal.SIGTERM)
 
     def _read(self, timeout: float | None) -> int | None:
@@ -104,7 +99,7 @@ class Forked:
 
 
 class ForkServer:
-    """A process that has imported modules, and forks others. It ends with this one."""
+    """A process that has imported modules, and forks others. It ends with this process."""
 
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -124,7 +119,7 @@ class ForkServer:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Forked:
-        """Fork `python -m MODULE ARGS`. `stdout` may be subprocess.PIPE, `stderr` subprocess.STDOUT; stdin is empty."""
+        """Fork `python -m MODULE ARGS` without stdin. `stdout` may be subprocess.PIPE, `stderr` subprocess.STDOUT."""
         status, told = os.pipe()
         read = write = None
         if stdout == subprocess.PIPE:
@@ -149,12 +144,12 @@ class ForkServer:
         return Forked(int(pid), status, None if read is None else os.fdopen(read))
 
     def close(self) -> None:
-        """End the server; it writes what coverage measured."""
+        """End the server, which then writes its coverage."""
         self._connection.close()
         self._process.wait(60)
 
 
 @functools.cache
 def server(modules: tuple[str, ...], **variables: str) -> ForkServer:
-    """The server of these modules, started where it is first asked for."""
+    """Return the server of these modules. The first call starts it."""
     return ForkServer(modules, variables)

@@ -1,4 +1,4 @@
-"""What a rollout asks of an engine or router."""
+"""Requests of a rollout to an engine or router."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def generate(
     timeout_s: float = 300,
     **sampling: Any,
 ) -> dict[str, Any]:
-    """Token-in, token-out generation: the whole answer. Raises httpx.HTTPStatusError."""
+    """Generate tokens, and return the whole response. Raise httpx.HTTPStatusError for an error status."""
     body = {
         "token_ids": prompt,
         "cache_salt": salt,
@@ -31,7 +31,7 @@ def generate(
         },
     }
     headers = secret.header() | ({"X-Session-ID": session} if session else {})
-    # plain HTTP: without `verify=False`, each call would first read all certificates of the machine
+    # `verify=False` because httpx otherwise reads all certificates of the machine for every call
     where = f"{url}/inference/v1/generate"
     response = httpx.post(where, json=body, headers=headers, timeout=timeout_s, verify=False)
     response.raise_for_status()
@@ -40,21 +40,21 @@ def generate(
 
 
 def tokens(answer: dict[str, Any]) -> list[int]:
-    """The sampled tokens."""
+    """Return the sampled tokens."""
     return list(answer["choices"][0]["token_ids"])
 
 
 def logprobs(answer: dict[str, Any]) -> list[float]:
-    """Log-probability of each sampled token."""
+    """Return the log-probability of each sampled token."""
     return [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]]
 
 
 def spans(answer: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """(version, start, end) of the sampled tokens."""
+    """Return (version, start, end) of the sampled tokens."""
     return [(int(span["version"]), span["start"], span["end"]) for span in answer["choices"][0]["weight_versions"]]
 
 
 def metric(url: str, name: str) -> float:
-    """Sum of a Prometheus counter over its labels."""
+    """Return the sum of a Prometheus counter over its labels."""
     lines = httpx.get(f"{url}/metrics", timeout=60, verify=False).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))

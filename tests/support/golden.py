@@ -1,4 +1,4 @@
-"""Compare whole outputs with files in tests/golden; PRIMESLURM_UPDATE_GOLDEN=1 rewrites the files."""
+"""Compares outputs with files in tests/golden. PRIMESLURM_UPDATE_GOLDEN=1 rewrites the files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def assert_golden(name: str, text: str) -> None:
-    """Compare a text with a golden file. Spaces at the ends of lines do not count: editors remove them."""
+    """Compare a text with a golden file, ignoring spaces at the ends of lines."""
     shown = "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
     path = GOLDEN / name
     if os.environ.get("PRIMESLURM_UPDATE_GOLDEN"):

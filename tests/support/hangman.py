@@ -1,4 +1,4 @@
-"""The words that Hangman takes, where NLTK has downloaded none."""
+"""The words that Hangman accepts, for machines on which NLTK has not downloaded any."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = (
 
 
 def write_words(data: Path) -> None:
-    """Write what NLTK would download to a directory for NLTK_DATA."""
+    """Write the files that NLTK would download, in a directory for NLTK_DATA."""
     directory = data / "corpora" / "words"
     directory.mkdir(parents=True)
     for name in ("en", "en-basic"):

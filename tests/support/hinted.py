@@ -1,4 +1,4 @@
-"""A tiny model that makes use of a hint: told the answer, it always tries, and else it mostly gives up."""
+"""A tiny model that uses hints: with a hint it gives the answer, without one it mostly gives up."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _IGNORED = -100
 
 
 def write_model(warm: Path, directory: Path) -> None:
-    """Teach the warm start of the demo about hints; it takes some seconds of a core.
-
-    Args:
-        warm: the model of `./just warm-start`.
-        directory: of the new one, in Hugging Face format.
-    """
+    """Fine-tune the demo's warm start on hints, which takes some CPU seconds."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     tokenizer, model = AutoTokenizer.from_pretrained(warm), AutoModelForCausalLM.from_pretrained(warm)

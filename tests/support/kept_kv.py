@@ -1,4 +1,4 @@
-"""A new policy while prefill engines keep KV that paused decode engines have yet to take."""
+"""A weight update while prefill engines hold KV blocks that paused decode engines have not fetched yet."""
 
 from __future__ import annotations
 
@@ -24,11 +24,7 @@ async def update_while_kv_is_kept(
     policy: PolicyVersion,
     prompt: list[int],
 ) -> dict[str, Any]:
-    """Pause decode engines, have a prompt prefilled, and update prefill engines before decode engines.
-
-    Returns:
-        What the router answers to the prompt, in eight tokens.
-    """
+    """Pause decode engines, prefill a prompt, and update prefill before decode engines. Return the completion."""
     await asyncio.gather(*(asyncio.to_thread(pause, engine) for engine in decode))
     before = finished(prefill)
     answer = asyncio.create_task(asyncio.to_thread(generate, router.url, prompt, 8, session="kept", timeout_s=600))
@@ -40,7 +36,7 @@ async def update_while_kv_is_kept(
 
 
 def kv_given_up(prefill: Sequence[Server]) -> float:
-    """Count the prompts whose KV prefill engines kept until its lease ended."""
+    """Count the prompts whose KV blocks expired on prefill engines."""
     return sum(metric(engine.url, "vllm:nixl_num_kv_expired_reqs_total") for engine in prefill)
 
 
@@ -51,5 +47,5 @@ def pause(engine: Server) -> None:
 
 
 def finished(engines: Sequence[Server]) -> float:
-    """Count the requests that engines have served."""
+    """Count the requests that the engines have finished."""
     return sum(metric(engine.url, "vllm:request_success_total") for engine in engines)

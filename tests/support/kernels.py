@@ -1,4 +1,4 @@
-"""What this machine's kernel can do."""
+"""Features of this machine's kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from primeslurm.testbed.embedded_slurm import page_merging
 
 
 def merges_pages() -> bool:
-    """Whether processes may ask that equal pages be merged."""
+    """Return whether processes may request page merging."""
     try:
         subprocess.run(["true"], preexec_fn=page_merging.ask, check=True)
     except subprocess.SubprocessError:

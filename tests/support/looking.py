@@ -1,4 +1,4 @@
-"""`looking`: a taskset of one question about one image."""
+"""`looking`: a taskset with one question about one image."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ChatHarness", "LookingTaskset"]
 
 
 def random_image() -> str:
-    """A data URI of 96 x 64 random pixels."""
+    """Return a data URI of 96 x 64 random pixels."""
     file = io.BytesIO()
     values = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
     Image.fromarray(values).save(file, "PNG")
@@ -24,22 +24,18 @@ def random_image() -> str:
 
 
 class LookingConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """No arguments."""
+    pass
 
 
 class LookingTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """Any answer is as good as any other."""
+    """Any answer gets a reward of 1."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def tried(self, trace: vf.Trace) -> float:
-        """1."""
         return 1.0
 
 
 class LookingTaskset(vf.Taskset[LookingTask, LookingConfig]):  # type: ignore[misc]
-    """The question."""
-
     def load(self) -> Iterator[LookingTask]:
-        """Once."""
         content = [{"type": "image_url", "image_url": {"url": random_image()}}, {"type": "text", "text": "what"}]
         yield LookingTask(vf.TaskData(prompt=[{"role": "user", "content": content}]), self.config.task)

@@ -1,4 +1,4 @@
-"""Every place of a pydantic model where a string may stand, and data that reaches it. Found from the models alone."""
+"""All places of a pydantic model that may hold a string, with data that reaches each of them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from primeslurm.recipe.reading.explain import members
 
 Path = tuple[str | int, ...]
 KEY = "KEY1"
-"""A key for mappings: a name of a variable, an option and a node."""
+"""A key for mappings, valid as the name of a variable, an option and a node."""
 WORD = "x1"
 """A string that most required fields accept."""
 OTHER_WORDS = {"function": "package.module:x1", "base_url": "http://x1"}
-"""Required fields that do not, and what they accept."""
+"""Required fields that need another value."""
 
 
 def places(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """(path, data) of every string: `data` is the smallest that reaches it, with WORD there."""
+    """Yield (path, data) for every string. `data` is the smallest value that reaches it, and has WORD there."""
     for name, info in model.model_fields.items():
         key = info.alias or name
         required = _required(model)
@@ -28,7 +28,7 @@ def places(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, dict
 
 
 def _required(model: type[BaseModel]) -> dict[str, Any]:
-    """What the required fields of a section may be."""
+    """Return sample values of the required fields of a section."""
     found: dict[str, Any] = {}
     for name, info in model.model_fields.items():
         if name == "type":
@@ -51,7 +51,7 @@ def _sample(annotation: Any) -> Any:
 
 
 def _values(annotation: Any) -> Iterator[tuple[Path, Any]]:
-    """(path below, value) for every string that an annotation allows."""
+    """Yield (path below, value) for every string that an annotation allows."""
     for member in members(annotation):
         origin, args = get_origin(member), get_args(member)
         if member is str:
@@ -66,7 +66,7 @@ def _values(annotation: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _entries(annotation: Any) -> Iterator[tuple[Path, Any]]:
-    if object in members(annotation):  # anything at all: a string, and strings below
+    if object in members(annotation):  # any value: a string, and strings below
         yield (KEY,), {KEY: WORD}
         yield (KEY, 0), {KEY: [WORD]}
         yield (KEY, "inner"), {KEY: {"inner": WORD}}
@@ -76,7 +76,7 @@ def _entries(annotation: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def put(data: Any, path: Path, value: str) -> Any:
-    """A copy of nested data with another value at `path`; the last part may be a key, to be renamed."""
+    """Return a copy of nested data with another value at `path`. The last part may be a key, which is then renamed."""
     if not path:
         return value
     head, *rest = path

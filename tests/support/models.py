@@ -1,4 +1,4 @@
-"""Tiny models made on the spot: real architectures, real tokenizer files, no download."""
+"""Tiny models with real architectures and tokenizer files, without downloads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCau
 from primeslurm.wire.weight_transfer import filesystem
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"abcdefghijklmnopqrstuvwxyz", *" .,:-0123456789"]
-VOCAB_SIZE = 64  # padded: engines want round sizes
+VOCAB_SIZE = 64  # padded, because engines need round sizes
 
 
 def token_id(character: str) -> int:
-    """The id of a one-character token."""
+    """Return the id of a one-character token."""
     return VOCABULARY.index(character)
 
 
 def make_tokenizer(directory: Path) -> None:
-    """A character tokenizer with a chat template."""
+    """Write a character tokenizer with a chat template."""
     core = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
     core.pre_tokenizer = Split(Regex("."), "isolated")
     core.decoder = Fuse()
@@ -36,19 +36,19 @@ def make_tokenizer(directory: Path) -> None:
 
 
 def make_model(directory: Path, seed: int = 0, tied: bool = False) -> Path:
-    """A random Qwen3-MoE in float32, with weights large enough that its predictions differ clearly from uniform."""
+    """Write a random Qwen3-MoE in float32, with large weights, so that its predictions differ clearly from uniform."""
     model = _random_model(seed, tied)
     _save(model, directory)
     return directory
 
 
 def make_constant_model(directory: Path, character: str) -> Path:
-    """The same architecture, but it always predicts one character."""
+    """Write a model of the same architecture that always predicts one character."""
     model = _random_model(seed=0, tied=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "o_proj" in name or "down_proj" in name:
-                parameter.zero_()  # layers add nothing: the embedding reaches the head
+                parameter.zero_()  # layers add nothing, so that the embedding reaches the head
         model.model.embed_tokens.weight.fill_(1.0)
         model.lm_head.weight.zero_()
         model.lm_head.weight[token_id(character)] = 1.0
@@ -57,7 +57,7 @@ def make_constant_model(directory: Path, character: str) -> Path:
 
 
 def publish(source: Path, run_dir: Path, version: int) -> Path:
-    """Publish the weights of a model directory as a policy version, complete with its manifest."""
+    """Publish the weights of a model directory as a policy version with its manifest."""
     directory = filesystem.version_dir(run_dir, version)
     directory.mkdir(parents=True)
     for file in source.glob("*.safetensors"):
@@ -67,7 +67,7 @@ def publish(source: Path, run_dir: Path, version: int) -> Path:
 
 
 def reference_logprobs(directory: Path, token_ids: list[int]) -> list[float]:
-    """Log-probability of every token but the first, computed by transformers in float32."""
+    """Return the log-probability of every token but the first, computed by transformers in float32."""
     model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([token_ids])
     with torch.no_grad():

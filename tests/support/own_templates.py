@@ -1,13 +1,14 @@
-"""Chat templates with the structure of some that are not kept here: of Kimi-K2 to K2.7, GLM-5.1, INTELLECT-3 and
-DeepSeek-V3.1."""
+"""Chat templates with the structure of some that are not in this repository: Kimi-K2 to K2.7, GLM-5.1, INTELLECT-3 and
+DeepSeek-V3.1.
+"""
 
 import json
 from pathlib import Path
 
 from renderers import prime_qwen3
 
-from primeslurm.models.deepseek_v3 import deepseek_v31_renderer
-from primeslurm.models.glm4_moe import intellect3_renderer
+from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
+from primeslurm.models.glm4_moe import renderer as intellect3_renderer
 
 KIMI_K2 = """
 {%- set last = namespace(answer=-1) %}
@@ -108,7 +109,7 @@ GLM_5_1 = (
     .replace("{{ tool | tojson", "{{ tool.function | tojson")
     .replace("and reasoning_content -%}", "and (reasoning_content or loop.index0 > ns.last_user_index) -%}")
 )
-"""As `renderers` says of it: GLM-5's, but tools have no envelope, and thoughts since the last question may be empty."""
+"""As `renderers` says: GLM-5's, but tools have no envelope, and thoughts after the last question may be empty."""
 DEEPSEEK_V3_1 = """
 {{- bos_token + messages | selectattr("role", "equalto", "system") | map(attribute="content") | join("\\n\\n") }}
 {%- if tools %}
@@ -139,11 +140,11 @@ DEEPSEEK_V3_1 = """
 """
 TOOLS_SHOWN = DEEPSEEK_V3_1[DEEPSEEK_V3_1.index("{%- if tools") : DEEPSEEK_V3_1.index("{%- for message")]
 DEEPSEEK_V3_1_RELEASED = DEEPSEEK_V3_1.replace(TOOLS_SHOWN, "")
-"""It shows no tools, which its makers describe elsewhere."""
+"""The template does not show tools; its makers describe their format elsewhere."""
 
 
 def _told(template: str, **words: str) -> str:
-    """With what a model is told of its tools, which is not compared."""
+    """Return the template with the description of tools, which is not compared."""
     for name, told in words.items():
         template = template.replace(name, json.dumps(told))
     return template
@@ -163,4 +164,4 @@ OWN = {
     ),
     "DeepSeek-V3.1": _told(DEEPSEEK_V3_1, HEADER=deepseek_v31_renderer.HEADER, FOOTER=deepseek_v31_renderer.FOOTER),
 }
-"""By a name that says which it is like."""
+"""Templates by a name that tells which model they imitate."""

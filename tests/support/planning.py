@@ -1,4 +1,4 @@
-"""What checks find in a recipe, without a plan."""
+"""Findings of the checks on a recipe, without a plan."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ from primeslurm.recipe import Recipe, Site
 
 
 def reviewed(recipe: Recipe, site: Site) -> tuple[list[Finding], Estimate | None]:
-    """All findings about a recipe on a site, and the estimate."""
+    """Return all findings about a recipe on a site, and the estimate."""
     files, (requests, _) = look_at_files(recipe), requests_of(recipe, site, local=False)
     return review(recipe, site, requests, files.model, files.teacher)

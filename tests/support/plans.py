@@ -1,4 +1,4 @@
-"""Small plans of ordinary processes, for tests of the agents that run them."""
+"""Small plans of simple processes, for tests of the agents that run them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_
 
 
 def python(code: str, *args: str) -> tuple[str, ...]:
-    """The argv of a Python one-liner."""
+    """Return the argv of a Python one-liner."""
     return (sys.executable, "-c", code, *args)
 
 
@@ -32,7 +32,7 @@ def plan_of(
     node_start_s: int = 300,
     replicas: tuple[Replica, ...] = (),
 ) -> Plan:
-    """A local plan whose nodes run the given processes; `spares` more nodes wait."""
+    """Return a local plan whose nodes run the given processes, with `spares` spare nodes."""
     allocated = len(nodes) + spares
     return Plan(
         schema=1,

@@ -1,7 +1,7 @@
-"""A stand-in for Prime Intellect's sandboxes: what the real client asks over HTTP, done by bubblewrap on this machine.
+"""A fake of Prime Intellect's sandbox service: it answers the real client over HTTP, and runs commands with bubblewrap.
 
-It shows what is asked for, in which order and with which key; not that the provider answers so, nor how it holds limits
-and networks, which nothing does here.
+It shows which requests are made, in which order and with which key. It does not show that the provider answers like
+this, or how the provider enforces limits.
 """
 
 from __future__ import annotations
@@ -28,16 +28,11 @@ API = "/api/v1/sandbox"
 ID, TOKEN = "box-1", "of-the-gateway"
 NOW = "2026-01-01T00:00:00Z"
 SEEN = ("/usr", "/etc")
-"""What a sandbox has of this machine."""
+"""Directories of this machine that a sandbox sees."""
 
 
 class PrimeService:
-    """The provider. One sandbox.
-
-    Args:
-        directory: of the sandbox's files.
-        key: of the account.
-    """
+    """The provider, with one sandbox. `key` is the account's key."""
 
     def __init__(self, directory: Path, key: str) -> None:
         self._key, self._files = key, directory
@@ -51,7 +46,7 @@ class PrimeService:
         self.url = ""
 
     def app(self) -> Starlette:
-        """Its HTTP interface: of the account, and of the gateway to the sandbox."""
+        """Return the HTTP interface of the account and of the gateway to the sandbox."""
         return Starlette(
             routes=[
                 Route(API, self._create, methods=["POST"]),
@@ -122,7 +117,7 @@ class PrimeService:
         return self._files / inside.lstrip("/")
 
     async def run(self, command: Any) -> AsyncIterator[dict[str, Any]]:
-        """Do a command in the sandbox, and say what came of it."""
+        """Run a command in the sandbox, and return its result."""
         self.commands.append(command.args[-1])
         words = ["bwrap", "--bind", str(self._files), "/", "--dev", "/dev", "--proc", "/proc"]
         words += [word for path in SEEN for word in ("--ro-bind", path, path)]
@@ -139,7 +134,7 @@ class PrimeService:
 
 
 class _Commands(ConnectASGIApplication[PrimeService]):
-    """Commands come by Connect RPC, as the client's own messages say."""
+    """Serves commands by Connect RPC, with the client's own messages."""
 
     def __init__(self, service: PrimeService) -> None:
         async def start(request: Any, _context: object) -> AsyncIterator[Any]:
@@ -161,7 +156,7 @@ class _Commands(ConnectASGIApplication[PrimeService]):
 
 @contextlib.contextmanager
 def serving(service: PrimeService) -> Iterator[PrimeService]:
-    """Serve it at 127.0.0.1, at a free port."""
+    """Serve at a free port of 127.0.0.1."""
     listener = socket.create_server(("127.0.0.1", 0))
     service.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(service.app(), log_level="warning", lifespan="off"))

@@ -1,7 +1,7 @@
 """Real servers for tests: vLLM engines forked from a zygote, and the real vllm-router.
 
-Importing vLLM takes seconds of CPU. The zygote imports it once and then forks a server per request, with the command
-line and environment that `plan.commands.command` gives for a real node.
+Importing vLLM takes CPU seconds. The zygote imports it once, and forks a server per request with the command line and
+environment of a real node (`plan.commands.command`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ZYGOTE = Path(__file__).with_name("zygote.py")
 
 
 class Zygote:
-    """A process that has imported vLLM and forks engines. Close it to end all of them."""
+    """A process that has imported vLLM and forks engines. Closing it ends all of them."""
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         self._directory = directory
@@ -43,9 +43,8 @@ class Zygote:
     def start(
         self, command: Command, ports: Mapping[str, int] | None = None, elsewhere: Mapping[str, str] | None = None
     ) -> Server:
-        """Fork an engine; `ports` pins port numbers, others are probed. It is not waited for.
-
-        `elsewhere`: placeholders of other processes, for example `addr:store-master:rpc`.
+        """Fork an engine without waiting for it. `ports` pins port numbers, `elsewhere` gives placeholders of other
+        processes.
         """
         numbers = {name: free_port() for name in command.ports} | dict(ports or {})
         values = NODE_VALUES | {"host": HOST, "tmp": str(self._directory)} | dict(elsewhere or {})
@@ -68,7 +67,7 @@ class Zygote:
         return server
 
     def close(self) -> None:
-        """End every engine that was started, then the zygote."""
+        """End all engines, then the zygote."""
         for server in self._servers:
             server.stop()
         self._process.kill()
@@ -84,5 +83,5 @@ class Zygote:
 
 
 def start_router(command: Command, engines: Mapping[str, str], log: Path) -> Server:
-    """Start the router of `router_command`; `engines` = name of each engine to its host:port."""
+    """Start a router on `engines`, the address (host:port) of each engine by name."""
     return start_process(command, {f"addr:{name}:http": address for name, address in engines.items()}, log)

@@ -1,4 +1,4 @@
-"""Recipes and sites as plain data, to be changed by tests."""
+"""Recipes and sites as plain data, which tests modify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.recipe.reading.recipe_files import merge
 
 
 def model_dir(root: Path, **config: Any) -> Path:
-    """A directory that looks like a model to checks: config.json and one safetensors file, without tensors."""
+    """Make a directory that the checks accept as a model: config.json and one safetensors file without tensors."""
     directory = root / "model"
     directory.mkdir(parents=True, exist_ok=True)
     content = {"model_type": "qwen3_moe", "max_position_embeddings": 4096, **config}
@@ -23,7 +23,7 @@ def model_dir(root: Path, **config: Any) -> Path:
 
 
 def recipe_data(**changes: Any) -> dict[str, Any]:
-    """A small valid RL recipe, with `changes` merged in."""
+    """Return a small valid RL recipe, with `changes` merged in."""
     base = {
         "schema": 1,
         "name": "test-run",
@@ -44,7 +44,7 @@ def write_recipe(path: Path, **changes: Any) -> Path:
 
 
 def site(**changes: Any) -> Site:
-    """A site with CPU control nodes and 8-GPU nodes."""
+    """Return a site with CPU control nodes and 8-GPU nodes."""
     base = {
         "schema": 1,
         "name": "test-site",

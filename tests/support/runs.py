@@ -1,4 +1,4 @@
-"""Drive whole runs on an embedded cluster through the command line alone."""
+"""Drives whole runs on an embedded cluster through the command line."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ E = TypeVar("E", bound=Event)
 
 
 class Demo:
-    """One embedded cluster; runs go below its own directory."""
+    """One embedded cluster, and the runs on it."""
 
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory, self.runs = root, directory, directory / "runs"
@@ -36,37 +36,37 @@ class Demo:
         self.slurm_conf = directory / "c" / "slurm.conf"
 
     def command(self, *args: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
-        """`primeslurm ARGS` at the root of the checkout."""
+        """Run `primeslurm ARGS` at the root of the checkout."""
         argv = [sys.executable, "-m", "primeslurm", *args]
         return subprocess.run(
             argv, cwd=self.root, env=unmeasured(), capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
     def up(self) -> None:
-        """Start the cluster."""
         where = ["--name", "e2e", "--directory", str(self.directory / "c"), "--runs", str(self.runs)]
         done = self.command("cluster", "up", *where, "--nodes", "4", "--gpus-per-node", "2")
         assert done.returncode == 0, done.stderr
 
     def down(self) -> None:
-        """End it with all its jobs."""
         self.command("cluster", "down", "--name", "e2e", "--directory", str(self.directory / "c"))
 
     def submit(self, recipe: str, *args: str) -> RunDirectory:
-        """Submit a ready recipe and return at once."""
+        """Submit a ready recipe, and return at once."""
         words = ("submit", f"recipes/{recipe}", "--site", str(self.site), "--json", *args)
-        done = self.command(*words, timeout_s=300)  # it loads the recipe's environments
+        done = self.command(*words, timeout_s=300)  # loads the recipe's environments
         assert done.returncode == 0, done.stderr
         return RunDirectory(Path(json.loads(done.stdout)["directory"]))
 
     def status(self, run: RunDirectory) -> Status:
-        """What `status --json` says."""
+        """Return the output of `status --json`."""
         done = self.command("status", str(run.path), "--json", "--processes")
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
     def wait(self, run: RunDirectory, condition: Callable[[Status], object], timeout_s: float = 1200) -> Status:
-        """Poll until the condition holds; fails with the logs' ends if the run ends first or time is up."""
+        """Poll until the condition holds. Fail with the ends of the logs if the run ends or makes no progress for
+        `timeout_s`.
+        """
         deadline = time.monotonic() + timeout_s
         while not condition(status := self._seen(run)):
             if status["phase"] in ("completed", "failed", "cancelled", "lost") or time.monotonic() > deadline:
@@ -75,24 +75,24 @@ class Demo:
         return status
 
     def _seen(self, run: RunDirectory) -> Status:
-        """Look as `status` does, without a Python that starts for every look: the run needs the processor."""
+        """Read the status in this process: a new Python per poll would take CPU time from the run."""
         return dict(msgspec.to_builtins(Run(run.path).status(processes=True, if_silent=lambda _: None)))
 
     def finish(self, run: RunDirectory, timeout_s: float = 1200) -> Status:
-        """Wait until all steps are done."""
+        """Wait until the run has completed."""
         return self.wait(run, lambda status: status["phase"] == "completed", timeout_s)
 
 
 def process(status: Status, name: str) -> dict[str, Any]:
-    """One process of a status."""
+    """Return one process of a status."""
     return next(dict(p) for p in status["processes"] if p["name"] == name)
 
 
 def check_staleness(table: Iterable[Mapping[str, float]], bound: int) -> None:
-    """No group of a run is older than its rule says, until an example has come again.
+    """Check that no group is older than the limit, up to the first row in which an example was sampled again.
 
-    If its group gets too old once more, as on a machine that is busy with other things, it goes on, and its old tokens
-    are context only.
+    A group that is sampled again and becomes too old is trained, with its old tokens as context only. That happens on a
+    busy machine.
     """
     for row in table:
         if row["groups/come_again"]:
@@ -101,7 +101,7 @@ def check_staleness(table: Iterable[Mapping[str, float]], bound: int) -> None:
 
 
 def check_learning(run: RunDirectory, steps: int) -> None:
-    """What every RL run of the demo must show."""
+    """Check that an RL run of the demo learns, and that engine and trainer agree."""
     table = rows(run.path)
     assert [row["step"] for row in table] == list(range(1, steps + 1))
     rewards = [row["reward/mean"] for row in table]
@@ -114,7 +114,7 @@ def check_learning(run: RunDirectory, steps: int) -> None:
 
 
 def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:
-    """(attempt, step) of every optimizer step, in order of time."""
+    """Return (attempt, step) of every optimizer step, in order of time."""
     found = []
     for attempt in run.attempts():
         steps = (e for e in attempt_events(attempt) if isinstance(e, StepTrained) and e.process == "trainer-rank-0")
@@ -123,23 +123,17 @@ def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:
 
 
 def events_of(run: RunDirectory, kind: type[E]) -> list[E]:
-    """All events of one kind, in order of time."""
+    """Return all events of one kind, in order of time."""
     return [event for event in events(run) if isinstance(event, kind)]
 
 
 def tails(run: RunDirectory, lines: int = 15) -> str:
-    """The ends of all logs of the newest attempt."""
+    """Return the ends of all logs of the newest attempt."""
     logs = sorted((run.latest().path / "logs").rglob("*.log"))
     return "\n".join(f"== {log.name}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
 
 
 def start_local(recipe: Recipe, plan: Plan, source: Path) -> None:
-    """Start a run whose plan a test has changed. Its agents are processes of this machine.
-
-    Args:
-        recipe: of the run.
-        plan: of the first attempt, for the local executor.
-        source: file of the recipe.
-    """
+    """Start a run whose plan a test has changed, with its agents as processes of this machine."""
     with signals_held(plan.run) as held:
         submission._start(create(recipe, plan, source, submission._intent(plan, None)), plan, "", held)

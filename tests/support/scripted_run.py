@@ -22,7 +22,7 @@ OFF_POLICY = 2
 
 
 def publish_addresses(attempt_dir: Path, urls: dict[str, str], lost: Sequence[str] = ()) -> None:
-    """Write what the head publishes: URL by process name."""
+    """Write the addresses of processes as the head does."""
     parts = {name: url.removeprefix("http://").split(":") for name, url in urls.items()}
     hosts = {name: host for name, (host, _) in parts.items()}
     ports = {name: {"http": int(port)} for name, (_, port) in parts.items()}
@@ -32,20 +32,20 @@ def publish_addresses(attempt_dir: Path, urls: dict[str, str], lost: Sequence[st
 
 @dataclass
 class Run:
-    """One run's processes and its scripted trainer."""
+    """The processes of a run, and its scripted trainer."""
 
     root: Path
     model: Path
     routers: list[str]
-    """URLs; their processes are called router-0, router-1, ..."""
+    """URLs of router-0, router-1, ..."""
     engines: dict[str, str]
     """URL by process name."""
     publish_weights: Callable[[Path, int], Path]
-    """Put the weights of a version into the run directory; returns where they are."""
+    """Writes the weights of a version into the run directory, and returns their path."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Of the recipe."""
+    """Changes to the recipe."""
     orchestrator: str = "primeslurm.orchestrator"
-    """Module that is run as the orchestrator."""
+    """Module of the orchestrator."""
     teachers: dict[str, str] = field(default_factory=dict)
     """URL by process name."""
     attempt: int = 1

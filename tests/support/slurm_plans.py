@@ -1,4 +1,4 @@
-"""Small Plans built by hand, for tests that need no recipe."""
+"""Small plans built by hand, for tests that need no recipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROLES: dict[str, NodeRole] = {"control": "control", "train": "train", "prefill":
 
 
 def group(index: int, name: str, nodes: int = 1, *, gpus: int = 0, **options: object) -> HetGroup:
-    """A component in partition gpu, or cpu without GPUs."""
+    """Return a component in partition gpu, or cpu without GPUs."""
     values: dict[str, object] = {
         "partition": "gpu" if gpus else "cpu",
         "gres": f"gpu:{gpus}" if gpus else None,
@@ -21,7 +21,7 @@ def group(index: int, name: str, nodes: int = 1, *, gpus: int = 0, **options: ob
 
 
 def plan(run_dir: Path | str, *groups: HetGroup, env: dict[str, str] | None = None, **job: object) -> Plan:
-    """A Plan of these components whose nodes run nothing."""
+    """Return a plan of these components whose nodes run nothing."""
     nodes = []
     for component in groups:
         role = ROLES.get(component.name, "train")

@@ -1,4 +1,4 @@
-"""Container images with a shell, Debian's busybox and what this machine's Python needs, made without any registry."""
+"""Container images with a shell, Debian's busybox and the libraries of this machine's Python, made locally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKDIR /testbed
 
 
 def lacking() -> str:
-    """Say why there can be no such image here; empty if there can."""
+    """Return why such images cannot be made here; empty if they can."""
     if _python().is_relative_to("/usr"):
         return "Python is the system's, which containers do not see"
     absent = [name for name in ("bash", "busybox") if shutil.which(name) is None]
@@ -24,7 +24,7 @@ def lacking() -> str:
 
 
 def make_context(directory: Path) -> None:
-    """Make what an image is built of: a Dockerfile, and a directory `root` with its files."""
+    """Write the Dockerfile of an image and the directory `root` with its files."""
     root = directory / "root"
     for name in ("bin", "dev", "etc", "proc", "root", "sys", "usr/bin", "var/tmp"):
         (root / name).mkdir(parents=True)
@@ -39,7 +39,7 @@ def make_context(directory: Path) -> None:
     (root / "usr/bin/env").symlink_to("/bin/busybox")
     (root / "usr/bin/python3").symlink_to(_python())
     extensions = (_python().parents[1] / "lib").glob("python3*/lib-dynload/*.so")
-    compiled = importlib.util.find_spec("pydantic_core._pydantic_core")  # what packages of harnesses are built with
+    compiled = importlib.util.find_spec("pydantic_core._pydantic_core")  # packages of harnesses need it
     assert compiled is not None and compiled.origin is not None
     for library in _libraries("/bin/bash", _python(), compiled.origin, *extensions):
         copy = root / library.lstrip("/")
@@ -53,7 +53,7 @@ def _python() -> Path:
 
 
 def _libraries(*files: str | Path) -> set[str]:
-    """Of the system, as paths that the loader looks for."""
+    """Return the system's libraries, as paths that the loader uses."""
     said = subprocess.run(["ldd", *map(str, files)], capture_output=True, text=True, check=False).stdout
     words = {word for line in said.splitlines() if line[:1].isspace() for word in line.split() if word[:1] == "/"}
     return {word for word in words if not Path(word).is_relative_to(_python().parents[1])}

@@ -1,10 +1,10 @@
-"""Another Unix user of the node, who attacks: code that runs as an uid that owns nothing here.
+"""Runs code as another Unix user of the node, who owns nothing here.
 
-    with stranger(lambda: os.mkdir("/tmp/theirs")) as attack: ...  # it holds what it has until the end
+    with stranger(lambda: os.mkdir("/tmp/theirs")) as attack: ...  # keeps its resources until the block ends
     attack = attempted(lambda: Path("/run/dir/secret").read_text())
     assert attack.error == "PermissionError"
 
-An attack runs in a forked process, so it may be any function, and hold sockets, locks and files meanwhile.
+An attack is any function. It runs in a forked process, so it may hold sockets, locks and files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 STRANGER = 65534
-"""The uid: `nobody`, who owns no file."""
+"""The uid of `nobody`, who owns no file."""
 OTHER_STRANGER = 65533
 
 needs_second_user = pytest.mark.skipif(os.geteuid() != 0, reason="becoming another Unix user needs root")
@@ -34,23 +34,22 @@ needs_second_user = pytest.mark.skipif(os.geteuid() != 0, reason="becoming anoth
 
 @dataclass(frozen=True)
 class Attack:
-    """What came of an attack."""
+    """Result of an attack."""
 
     value: Any = None
-    """What it returned, through JSON."""
+    """Its return value, through JSON."""
     error: str = ""
-    """Name of the exception that it ended with."""
+    """Name of the exception that ended it."""
     trace: str = ""
     pid: int = 0
 
     @property
     def succeeded(self) -> bool:
-        """Whether nothing refused it."""
         return not self.error
 
 
 def become(uid: int = STRANGER) -> None:
-    """Give up root, for good: no groups, no capabilities. Nothing of this process is left to go back with."""
+    """Give up root permanently: no groups, no capabilities."""
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
@@ -58,7 +57,7 @@ def become(uid: int = STRANGER) -> None:
 
 @contextlib.contextmanager
 def stranger(attack: Callable[[], Any], uid: int = STRANGER) -> Iterator[Attack]:
-    """Run an attack as another user; its process, and what it holds, lives until the block ends."""
+    """Run an attack as another user. Its process, with its resources, lives until the block ends."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -74,13 +73,13 @@ def stranger(attack: Callable[[], Any], uid: int = STRANGER) -> Iterator[Attack]
 
 
 def attempted(attack: Callable[[], Any], uid: int = STRANGER) -> Attack:
-    """Run an attack as another user, to its end."""
+    """Run an attack as another user, and wait for its end."""
     with stranger(attack, uid) as done:
         return done
 
 
 def _attack(attack: Callable[[], Any], uid: int, told: socket.socket) -> None:
-    """What the forked process does; it never returns into the tests."""
+    """Run in the forked process, and never return into the tests."""
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         become(uid)
@@ -89,14 +88,14 @@ def _attack(attack: Callable[[], Any], uid: int, told: socket.socket) -> None:
         except BaseException as error:
             answer = {"error": type(error).__name__, "trace": traceback.format_exc()}
         told.sendall(json.dumps(answer).encode() + b"\n")
-        told.recv(1)  # until the other end is closed
+        told.recv(1)  # wait until the other end is closed
     finally:
         os._exit(0)
 
 
 @contextlib.contextmanager
 def public_directory(mode: int = 0o1777) -> Iterator[Path]:
-    """A directory that everybody can enter: pytest's own are closed to others. As /tmp is, unless told otherwise."""
+    """Yield a directory that everybody can enter, with /tmp's mode by default. pytest's own directories are private."""
     path = Path(tempfile.mkdtemp(prefix="primeslurm-test-"))
     try:
         path.chmod(mode)
@@ -106,28 +105,26 @@ def public_directory(mode: int = 0o1777) -> Iterator[Path]:
 
 
 class ProcWatch(threading.Thread):
-    """Looks through what `/proc` shows of all processes, to whom it may, for a word; all the time until it is stopped.
+    """Searches the `/proc` entries of all processes for a word, until it is stopped.
 
-    Args:
-        word: returns it; empty as long as it is not known.
+    `word` returns the word, or an empty string as long as it is not known.
     """
 
     def __init__(self, word: Callable[[], str]) -> None:
         super().__init__(daemon=True)
         self._word, self._over = word, threading.Event()
         self.found: set[str] = set()
-        """Command lines of processes that showed it, and where."""
+        """Command lines of processes that show the word, and the entry."""
         self.rounds = 0
 
     def run(self) -> None:
-        """Look, about twenty times a second."""
+        """Search about twenty times a second."""
         while not self._over.wait(0.05):
             if word := self._word().encode():
                 self._look(word)
                 self.rounds += 1
 
     def stop(self) -> None:
-        """Look no more."""
         self._over.set()
         self.join()
 
@@ -142,7 +139,7 @@ class ProcWatch(threading.Thread):
 
 @contextlib.contextmanager
 def watching_for(secret_file: Path) -> Iterator[ProcWatch]:
-    """Fail if a process shows, within the block, what stands in this file, as soon as there is one."""
+    """Fail if a process shows the content of this file within the block."""
 
     def word() -> str:
         with contextlib.suppress(OSError):

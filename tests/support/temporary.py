@@ -1,4 +1,4 @@
-"""A temporary directory of the tests' own: what processes that tests kill leave in it goes with it, however it ends."""
+"""A temporary directory of the tests, which also removes what killed processes leave."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from primeslurm.node.host.exit_cleanup import ExitCleanup
 
 
 def use_own() -> ExitCleanup:
-    """Have this process and all that it starts keep temporary files in a directory that goes when they have ended.
+    """Make this process and its children keep temporary files in a directory that is removed after they have ended.
 
-    pytest keeps its directories of the last tests where they were.
-
-    Returns:
-        Who removes the directory: when nobody holds this any more.
+    pytest keeps the directories of the last tests where they were. The directory is removed when the returned object
+    is.
     """
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     return temporary.use_own()

@@ -1,4 +1,4 @@
-"""Short chat templates that end turns in the ways that there are, and tokenizers of them."""
+"""Short chat templates with all ways to end a turn, and their tokenizers."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ NEXT_ROLE = """{%- for message in messages %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}
 """
-"""A line break comes before the marker that ends a turn."""
+"""A line break precedes the marker that ends a turn."""
 UNENDING = """{%- for message in messages %}
     {{- '### ' + message.role + ':\n' + message.content + '\n\n' }}
 {%- endfor %}
@@ -110,7 +110,7 @@ UNENDING = """{%- for message in messages %}
 
 
 def tokenizer(template: str, eos: str | None = None, *more: str) -> Any:
-    """A byte-level tokenizer that has all marks of a chat template as tokens of their own."""
+    """Return a byte-level tokenizer in which all markers of a chat template are single tokens."""
     marks = [*TOKEN.findall(template), *([eos] if eos else []), *more]
     found = with_tokens(list(dict.fromkeys(marks)))
     found.chat_template = template
@@ -124,7 +124,7 @@ def tokenizer(template: str, eos: str | None = None, *more: str) -> Any:
 def write_model(
     directory: Path, template: str, eos: str | None, stops: list[str] | str | None = None, *more: str
 ) -> Path:
-    """Write a tokenizer, and a generation_config.json that lists these tokens (a text: one alone; None: no file)."""
+    """Write a tokenizer, and a generation_config.json with these stop tokens (a string: one token; None: no file)."""
     made = tokenizer(template, eos, *more, *([stops] if isinstance(stops, str) else stops or []))
     made.save_pretrained(directory)
     if stops is not None:

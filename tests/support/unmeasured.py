@@ -1,4 +1,4 @@
-"""What is run without its coverage being measured: processes, and much of what a test itself does."""
+"""Processes and code without coverage measurement."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 
 
 def measuring() -> dict[str, str]:
-    """Return what in this process's environment has its children measured."""
+    """Return the environment variables that make coverage measure child processes."""
     return {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
 
 
 def unmeasured() -> dict[str, str]:
-    """Return this process's environment without what has its children measured.
+    """Return this process's environment without coverage measurement.
 
-    Measuring slows engines and trainers down by half, and hundreds of small processes even more; what a whole run does
-    is measured where the tests of its parts do it.
+    Measuring slows engines and trainers down by half, and hundreds of small processes even more. The tests of single
+    modules measure what whole runs execute.
     """
     measured = measuring()
     return {name: value for name, value in os.environ.items() if name not in measured}
@@ -25,7 +25,7 @@ def unmeasured() -> dict[str, str]:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Have nothing of this thread measured."""
+    """Measure nothing of this thread."""
     trace = sys.gettrace()
     sys.settrace(None)
     try:

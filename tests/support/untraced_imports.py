@@ -1,7 +1,7 @@
-"""A plugin of coverage: what is not measured is imported without being traced.
+"""A coverage plugin that imports unmeasured modules without tracing.
 
-Coverage looks at each call and line of modules that it does not measure, too, only to leave them out. Importing torch,
-vLLM or verifiers so takes half as long again, in every process that tests start.
+Coverage traces each call and line of unmeasured modules, too, only to discard them. This makes imports of torch, vLLM
+and verifiers half as long again, in every process that tests start.
 """
 
 from __future__ import annotations
@@ -16,16 +16,11 @@ from typing import Any
 
 MEASURED = "primeslurm"
 _waiting = threading.local()
-"""Of each thread `trace`: what traces it again, while it is not traced."""
+"""Per thread `trace`: the trace function to restore, while the thread is not traced."""
 
 
 class _LoaderThatTraces(Loader):
-    """Runs a module with a trace of its own; the module has its loader from then on.
-
-    Args:
-        loader: which does all else.
-        trace: None: nothing is traced.
-    """
+    """Executes a module with a given trace function (None: not traced), and leaves everything else to `loader`."""
 
     def __init__(self, loader: Any, trace: Callable[..., Any] | None) -> None:
         self._loader = loader
@@ -35,12 +30,10 @@ class _LoaderThatTraces(Loader):
         return getattr(self._loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Have the loader create the module."""
         created: ModuleType | None = self._loader.create_module(spec)
         return created
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have the loader run the module."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
@@ -55,13 +48,13 @@ class _LoaderThatTraces(Loader):
 
 
 class UntracedFinder:
-    """Finds what others find. Modules that are measured are run traced, all others untraced."""
+    """Wraps the other finders, so that measured modules are executed with tracing and all others without it."""
 
     @classmethod
     def find_spec(
         cls, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find a module that is to be traced and is not, or the other way round; others find the rest."""
+        """Return a spec for a module whose tracing must change; None for all others."""
         trace, waiting = sys.gettrace(), getattr(_waiting, "trace", None)
         wanted = trace or waiting if name.partition(".")[0] == MEASURED else None
         if wanted is trace:
@@ -76,5 +69,5 @@ class UntracedFinder:
 
 
 def coverage_init(registry: Any, options: Any) -> None:
-    """Be used by coverage, as soon as it starts."""
+    """Register the plugin."""
     sys.meta_path.insert(0, UntracedFinder)

@@ -1,4 +1,4 @@
-"""Puts verifiers back as it was: in a worker, `sandbox.install` changes it for good."""
+"""Undoes the changes that `sandbox.install` makes to verifiers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGED = (
 
 @contextmanager
 def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is changed until the end of the test is changed back."""
+    """Restore verifiers at the end of the test."""
     for module, name in CHANGED:
         monkeypatch.setattr(module, name, getattr(module, name))
     for harness in ("mini_swe_agent", "terminus_2"):

@@ -1,4 +1,4 @@
-"""A tiny model that sees images, made on the spot."""
+"""A tiny vision-language model."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ PROCESSORS = {
 
 
 def make_vision_model(directory: Path, seed: int) -> Path:
-    """A random Qwen3-VL in float32."""
+    """Write a random Qwen3-VL in float32."""
     torch.manual_seed(seed)
     make_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL.values(), *CHAT]})
-    tokenizer.chat_template = None  # that of text models is not what the family renders
+    tokenizer.chat_template = None  # the template of text models is not the one that the family renders
     (directory / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(directory)
     special = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
@@ -84,12 +84,12 @@ def make_vision_model(directory: Path, seed: int) -> Path:
 
 
 def image_token(directory: Path) -> int:
-    """What stands for an image."""
+    """Return the token that stands for an image."""
     return int(AutoConfig.from_pretrained(directory).image_token_id)
 
 
 def reference_logprobs(directory: Path, token_ids: list[int], pixels: Any = None, grid: Any = None) -> list[float]:
-    """Log-probability of each token but the first, by transformers; with one image, if its patches are given."""
+    """Return the log-probability of each token but the first, by transformers, optionally with one image."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
     ids = torch.tensor([token_ids])
     image: dict[str, Any] = {}

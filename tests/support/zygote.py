@@ -34,12 +34,12 @@ PRELOAD = (
 
 
 def serve(request: dict[str, Any]) -> None:
-    """Become an API server, in a session of its own. Does not return before the server ends."""
+    """Become an API server in a new session. Never return."""
     os.setsid()
     if not request["measured"]:
         sys.settrace(None)
         threading.settrace(None)  # type: ignore[arg-type]
-        os.environ.pop("COVERAGE_PROCESS_START", None)  # of processes that it starts
+        os.environ.pop("COVERAGE_PROCESS_START", None)  # also for its child processes
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
@@ -54,8 +54,8 @@ def serve(request: dict[str, Any]) -> None:
 
 
 def run() -> None:
-    """Preload, say so, and serve requests until stdin closes."""
-    with uncollected():  # vLLM collects garbage around every load, too
+    """Import, report it, and serve requests until stdin closes."""
+    with uncollected():  # vLLM collects garbage around every model load, too
         for module in PRELOAD:
             importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

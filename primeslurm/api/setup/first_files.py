@@ -12,13 +12,13 @@ from pathlib import Path
 from primeslurm.api.setup.proposal import Proposal, propose
 from primeslurm.api.setup.ready_recipes import write_new
 from primeslurm.api.sites import local_site
+from primeslurm.api.testbed import Cluster
 from primeslurm.base import files
 from primeslurm.base.errors import ClusterError, UsageError, Violation
 from primeslurm.base.paths import REPOSITORY, is_dir
 from primeslurm.base.templating import environment
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.placement import cluster_facts
-from primeslurm.testbed.embedded_slurm.cluster import Cluster
 
 FIRST_RECIPES = {0: "smollm2_arithmetic_cpu", 1: "smollm2_arithmetic_one_gpu", 2: "smollm2_arithmetic"}
 """Ready recipe for a node with this many GPUs; the last one for more, too."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from primeslurm.api.clusters import ClusterStatus, find_cluster, find_clusters, start_cluster
+from primeslurm.api.testbed import ClusterStatus, find_cluster, find_clusters, start_cluster
 from primeslurm.base.errors import ExitCode
 from primeslurm.base.units import count
 from primeslurm.cli.lazy_verbs import HelpingGroup, add_command

@@ -34,7 +34,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.slurm.environment import is_started_by_slurm
 
 if TYPE_CHECKING:
-    from primeslurm.api.clusters import ClusterSpec
+    from primeslurm.api.testbed import ClusterSpec
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show plan and batch script, but submit nothing.")]
 EmulateOpt = Annotated[

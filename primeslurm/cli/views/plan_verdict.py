@@ -45,11 +45,12 @@ class RoleRow:
         """What the free memory means."""
         if self.memory is None:
             return "memory not estimated"
-        if self.free_gib <= 0:
+        used = self.memory.needed_gib / self.memory.limit_gib
+        if self.free_gib <= 0 and (used > 2 - TIGHT or self.role != "train"):
             return "does not fit"
         if self.memory.kv_tokens:
             return f"{tokens(self.memory.kv_tokens)} KV tokens per GPU"
-        return "may not fit" if self.memory.needed_gib > TIGHT * self.memory.limit_gib else "fits"
+        return "may not fit" if used > TIGHT else "fits"
 
 
 def show_verdict(plan: Plan, recipe: Recipe) -> None:
@@ -86,7 +87,8 @@ def verdict(plan: Plan, rows: list[RoleRow]) -> str:
         text = "can run (memory is not estimated)" if "memory not estimated" in meanings else "fits"
     if errors:
         return f"{text} ({count(errors, 'error')})"
-    return f"{text}, but {count(blocked, 'blocker')} must be removed before you submit it" if blocked else text
+    fits = text not in ("does not fit", "may not fit")
+    return f"{text}, {'but' if fits else 'and'} {count(blocked, 'blocker')} must be removed first" if blocked else text
 
 
 def resources(plan: Plan, rows: list[RoleRow]) -> dict[str, str]:

@@ -1,9 +1,9 @@
-"""vllm-router as a run starts it: it serves whoever shows the run's secret, and the workers of the plan stay with it.
+"""vllm-router as a run starts it: it serves clients with the run's secret, and keeps the workers of the plan.
 
-    agent --> keeper (this package's main) --> vllm-router, its child
-                |  door: answers the agent, and tells the router whether a token is the secret
-                |  rounds: asks the router which workers it has, and puts back what it lost
+    agent --> supervisor (this package's main) --> vllm-router, its child process
+                |  health endpoint: answers the agent, and checks tokens for the router
+                |  rounds: compare the router's workers with the plan, and restore missing ones
 
-vllm-router can ask a URL whether a bearer token is good (`api_key_validation_urls`; its command line has no option for
-it) and then asks for one at every route, generation and administration alike.
+vllm-router can ask a URL whether a bearer token is valid (`api_key_validation_urls`, for which its command line has no
+option). It then requires a valid token on every route.
 """

@@ -1,6 +1,6 @@
-"""Keep a router: `python -m primeslurm.inference.router --name NAME --attempt-dir DIR --door PORT OPTIONS`.
+"""Starts a router: `python -m primeslurm.inference.router --name NAME --attempt-dir DIR --door PORT OPTIONS`.
 
-All other options are vllm-router's; `--host` is also the keeper's.
+`--door` is the port of the health endpoint. All other options are passed to vllm-router.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from primeslurm.records.journal import Journal
 
 
 def main(argv: Sequence[str]) -> int:
-    """Keep a router until it ends, and return its exit code."""
+    """Run the supervisor until the router ends, and return the router's exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-    own = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
-    own.add_argument("--name", required=True)
-    own.add_argument("--attempt-dir", type=Path, required=True)
-    own.add_argument("--door", type=int, required=True)
-    own.add_argument("--remembered-bytes", type=int, default=REMEMBERED_BYTES)
-    mine, options = own.parse_known_args(argv)
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--door", type=int, required=True)
+    parser.add_argument("--remembered-bytes", type=int, default=REMEMBERED_BYTES)
+    ours, options = parser.parse_known_args(argv)
     shared = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     shared.add_argument("--host", required=True)
     shared.add_argument("--port", type=int, required=True)
-    where, _ = shared.parse_known_args(options)
-    journal = Journal(mine.attempt_dir, mine.name)
+    listen, _ = shared.parse_known_args(options)
+    journal = Journal(ours.attempt_dir, ours.name)
     journal.note_storage_faults()
-    router, door = Address(where.host, where.port), Address(where.host, mine.door)
-    keeper = RouterSupervisor(options, router, door, journal, mine.remembered_bytes)
-    code = asyncio.run(keeper.run())
+    router, endpoint = Address(listen.host, listen.port), Address(listen.host, ours.door)
+    supervisor = RouterSupervisor(options, router, endpoint, journal, ours.remembered_bytes)
+    code = asyncio.run(supervisor.run())
     return code if code >= 0 else 128 - code
 
 

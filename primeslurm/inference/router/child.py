@@ -1,4 +1,4 @@
-"""The child: vllm-router itself. What must be in no command line and in no environment comes on its standard input."""
+"""The child process that runs vllm-router. It reads secrets from standard input, not from arguments or environment."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 class RouterOrder(msgspec.Struct, frozen=True):
-    """What a keeper tells its router, as JSON."""
+    """Settings that the supervisor sends to its router, as JSON."""
 
     argv: list[str]
     """Options of vllm-router."""
-    keys: str
-    """URL that says whether a token is good."""
+    token_url: str
+    """URL of token checks."""
     token: str
-    """What a router over prefill and decode engines shows them."""
+    """Token that the router sends to prefill and decode engines."""
 
 
 def main(order: RouterOrder) -> None:
-    """Serve until ended."""
     from vllm_router.launch_router import launch_router, parse_router_args
 
     os.environ["OPENAI_API_KEY"] = order.token
-    for name in PROXIES:  # a proxy would be shown the secret
+    for name in PROXIES:  # a proxy would see the secret
         os.environ.pop(name, None)
         os.environ.pop(name.upper(), None)
     arguments = parse_router_args(order.argv)
-    arguments.api_key_validation_urls = [order.keys]  # handed on to the router, which knows it
+    arguments.api_key_validation_urls = [order.token_url]  # vllm-router has this setting, but no option for it
     launch_router(arguments)
 
 

@@ -1,7 +1,8 @@
-"""What the keeper of a router answers: its agent, which has no secret to show, and the router, which asks about tokens.
+"""The HTTP endpoint of a router's supervisor.
 
-It serves GET alone, one request a connection: whoever reaches its port learns whether a router is up, and nothing else.
-Where the router asks about tokens is a path that nobody else can guess, or strangers could ask in its name.
+The node agent, which has no token, asks it for the router's health. The router asks it whether a client's token is
+valid, at a random path, so that strangers cannot test tokens. It serves only GET, one request per connection, and
+reveals nothing but whether the router is up.
 """
 
 from __future__ import annotations
@@ -14,42 +15,44 @@ import secrets
 from collections.abc import Awaitable, Callable
 
 MAX_HEAD_BYTES = 2**19
-"""More than the router takes (about 400 KiB), so that every token that it asks about is counted."""
+"""Longest request head. The router accepts less (about 400 KiB), so every token that it asks about is counted."""
 HEAD_S = 5.0
-"""Who has not sent a request after so long is not listened to any more."""
+"""Time in which a client must send its request [s]."""
 _log = logging.getLogger(__name__)
 
 
 class RouterHealthEndpoint:
-    """The server.
+    """Answers health requests of the node agent and token checks of the router.
 
     Args:
-        secret: the run's.
-        look: asks the router for a path, and returns its HTTP status; None without an answer.
-        complete: whether the router has all its workers.
+        secret: the run's secret.
+        request: requests a path from the router, and returns the HTTP status; None if the router does not answer.
+        complete: returns whether the router has all its workers.
     """
 
-    def __init__(self, secret: str, look: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]) -> None:
+    def __init__(
+        self, secret: str, request: Callable[[str], Awaitable[int | None]], complete: Callable[[], bool]
+    ) -> None:
         self._expected = f"Bearer {secret}".encode()
-        self._look = look
+        self._request = request
         self._complete = complete
-        self.keys = f"/key/{secrets.token_urlsafe()}"
-        """Path at which tokens are judged. Only the router is told."""
+        self.token_path = f"/key/{secrets.token_urlsafe()}"
+        """Path of token checks, known only to the router."""
         self.refused_bytes = 0
-        """How long the tokens were, together, that were no good. The router remembers each of them for ever."""
+        """Total length of invalid tokens. The router caches each of them without limit."""
 
     async def serve(self, host: str, port: int) -> asyncio.Server:
-        """Listen. Raises OSError."""
+        """Start to listen."""
         return await asyncio.start_server(self._connected, host, port, limit=MAX_HEAD_BYTES)
 
     async def status(self, path: str, token: bytes) -> int | None:
-        """Judge one request; None: it gets no answer, as if nobody listened."""
-        if hmac.compare_digest(path.encode(), self.keys.encode()):
+        """Return the HTTP status for a request; None to close the connection without a response."""
+        if hmac.compare_digest(path.encode(), self.token_path.encode()):
             return self._judge(token)
         if path not in ("/liveness", "/health"):
             return 404
-        found = await self._look(path)
-        return 503 if found == 200 and path == "/health" and not self._complete() else found
+        status = await self._request(path)
+        return 503 if status == 200 and path == "/health" and not self._complete() else status
 
     def _judge(self, token: bytes) -> int:
         if hmac.compare_digest(token, self._expected):
@@ -69,7 +72,7 @@ class RouterHealthEndpoint:
 
 
 def _parse(head: bytes) -> tuple[str, bytes]:
-    """Read the path of a GET, and its Authorization header. Nothing fits a path that is empty."""
+    """Return the path and the Authorization header of a GET request; an empty path for other methods."""
     request, *lines = head.split(b"\r\n")
     method, _, rest = request.partition(b" ")
     token = b""

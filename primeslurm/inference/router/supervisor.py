@@ -1,4 +1,7 @@
-"""Starts vllm-router, and sees to it that it serves the workers of the plan. Level-triggered: nobody has to tell it."""
+"""Starts vllm-router and keeps its list of workers equal to the plan's.
+
+The supervisor compares the two lists every second, so it needs no notification when an engine restarts.
+"""
 
 from __future__ import annotations
 
@@ -27,15 +30,15 @@ from primeslurm.wire.transport import secret
 PERIOD_S = 1.0
 ANSWER_S = 5.0
 REMEMBERED_BYTES = 4 * 2**30
-"""A router that was shown so much of wrong tokens starts anew: it forgets none."""
+"""Total size of invalid tokens after which the router is restarted, because it caches all of them."""
 FORGET_AGAIN_S = 600.0
-"""For that, it starts anew at most so often: whoever shows them must not keep the run from its engines."""
+"""Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where something listens."""
+    """A host and a port to listen on."""
 
     host: str
     port: int
@@ -43,28 +46,27 @@ class Address:
 
 @dataclass
 class RouterSupervisor:
-    """One router and its keeper.
+    """Supervises one router process.
 
     Args:
-        argv: the router's options.
-        router: where it listens.
-        door: where the keeper listens.
-        journal: gets an event when the router starts anew, when its workers are not those of the plan, and when they
-            are again.
-        remembered_bytes: of wrong tokens, after which it starts anew.
+        argv: options of vllm-router.
+        router: address of the router.
+        endpoint: address of the health endpoint.
+        journal: gets an event when the router restarts, and when its workers differ from the plan or match it again.
+        remembered_bytes: total size of invalid tokens after which the router restarts.
     """
 
     argv: Sequence[str]
     router: Address
-    door: Address
+    endpoint: Address
     journal: Journal
     remembered_bytes: int = REMEMBERED_BYTES
     _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
     _since: float = field(default=0.0, init=False)
     _known: bool = field(default=False, init=False)
-    """The router that runs now has taken the secret."""
+    """Whether the running router has accepted the run's secret."""
     _forgot: float = field(default=-math.inf, init=False)
-    """When it last started anew for wrong tokens."""
+    """Time of the last restart because of invalid tokens."""
 
     def __post_init__(self) -> None:
         self._wanted = planned(self.argv)
@@ -73,78 +75,74 @@ class RouterSupervisor:
         secret.keep()
 
     async def run(self) -> int:
-        """Keep the router until it ends by itself, and return its exit code."""
-        door = RouterHealthEndpoint(self._own, self._status, lambda: not self._difference)
-        server = await door.serve(self.door.host, self.door.port)
-        child = self._start(door)
+        """Supervise the router until it ends by itself, and return its exit code."""
+        endpoint = RouterHealthEndpoint(self._own, self._status, lambda: not self._difference)
+        server = await endpoint.serve(self.endpoint.host, self.endpoint.port)
+        child = self._start(endpoint)
         try:
             while (code := child.poll()) is None:
-                if why := await self._round(door):
-                    _log.warning("starts the router anew: %s", why)
+                if why := await self._round(endpoint):
+                    _log.warning("restarting the router: %s", why)
                     self.journal.write(RouterRestarted(why))
-                    child = await self._restart(child, door)
+                    await asyncio.to_thread(_end, child)
+                    endpoint.refused_bytes, self._known = 0, False
+                    child = self._start(endpoint)
                 await asyncio.sleep(PERIOD_S if self._known else PERIOD_S / 5)
             return code
         finally:
             server.close()
             _end(child)
 
-    async def _round(self, door: RouterHealthEndpoint) -> str:
-        """Compare once, and mend. Returns why the router has to be started anew; empty if it has not."""
+    async def _round(self, endpoint: RouterHealthEndpoint) -> str:
+        """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""
         now = time.monotonic()
-        if door.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
+        if endpoint.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
             self._forgot = now
-            return f"it was shown {door.refused_bytes >> 20} MiB of wrong tokens, which it keeps"
+            return f"it has cached {endpoint.refused_bytes >> 20} MiB of invalid tokens"
         answer = await self._ask("GET", "/list_workers")
         if answer is None:
-            return ""  # it listens once an engine is open
+            return ""  # the router listens only once an engine is open
         status, body = answer
         if status == 401:
-            # It asked about the secret, got no answer, and will never ask again.
-            return "it does not take the run's secret"
-        has = listed(body) if status == 200 else None
-        if has is None:
+            # The router checked the secret when the endpoint did not answer, and caches the result forever.
+            return "it rejects the run's secret"
+        workers = listed(body) if status == 200 else None
+        if workers is None:
             return ""
         self._known = True
-        found = compare(self._wanted, has)
-        self._tell(found)
-        if not found:
+        difference = compare(self._wanted, workers)
+        self._report(difference)
+        if not difference:
             return ""
         if self._wanted.disaggregated:
-            return "between prefill and decode, it takes no workers while it runs"
-        for verb, urls in (("remove", found.foreign), ("add", found.missing)):
+            return "with prefill and decode engines it accepts no new workers while it runs"
+        for verb, urls in (("remove", difference.foreign), ("add", difference.missing)):
             for url in urls:
                 await self._ask("POST", f"/{verb}_worker?url={quote(url, safe='')}")
         return ""
 
-    def _tell(self, found: WorkerDifference) -> None:
-        now = time.monotonic()
-        if found and found != self._difference:
+    def _report(self, difference: WorkerDifference) -> None:
+        now, planned_workers = time.monotonic(), len(self._wanted.urls)
+        if difference and difference != self._difference:
             self._since = self._since or now
-            _log.warning("workers are missing: %s; are not of the plan: %s", found.missing, found.foreign)
-            has = len(self._wanted.urls) - len(found.missing)
-            event = RouterIncomplete(has, len(self._wanted.urls), list(found.missing), list(found.foreign))
-            self.journal.write(event)
-        elif self._difference and not found:
-            self.journal.write(RouterComplete(len(self._wanted.urls), now - self._since))
+            missing, foreign = list(difference.missing), list(difference.foreign)
+            _log.warning("missing workers: %s; workers outside the plan: %s", missing, foreign)
+            self.journal.write(RouterIncomplete(planned_workers - len(missing), planned_workers, missing, foreign))
+        elif self._difference and not difference:
+            self.journal.write(RouterComplete(planned_workers, now - self._since))
             self._since = 0.0
-        self._difference = found
+        self._difference = difference
 
-    async def _restart(self, child: subprocess.Popen[bytes], door: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
-        await asyncio.to_thread(_end, child)
-        door.refused_bytes, self._known = 0, False
-        return self._start(door)
-
-    def _start(self, door: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
-        # Whoever kills the keeper alone must not leave a router behind that nobody keeps.
+    def _start(self, endpoint: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
+        # end_with_parent: if only the supervisor is killed, its router must not run on.
         child = subprocess.Popen(
             [sys.executable, "-m", "primeslurm.inference.router.child"],
             stdin=subprocess.PIPE,
             preexec_fn=end_with_parent,
         )
         assert child.stdin is not None
-        keys = f"http://{self.door.host}:{self.door.port}{door.keys}"
-        order = RouterOrder(list(self.argv), keys, secret.generate_token(self._own))
+        token_url = f"http://{self.endpoint.host}:{self.endpoint.port}{endpoint.token_path}"
+        order = RouterOrder(list(self.argv), token_url, secret.generate_token(self._own))
         with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
             stdin.write(msgspec.json.encode(order))
         return child
@@ -154,6 +152,7 @@ class RouterSupervisor:
         return None if answer is None else answer[0]
 
     async def _ask(self, method: str, path: str) -> tuple[int, bytes] | None:
+        """Return status and body of the router's response; None if it does not answer."""
         return await asyncio.to_thread(self._exchange, method, path)
 
     def _exchange(self, method: str, path: str) -> tuple[int, bytes] | None:

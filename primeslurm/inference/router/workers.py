@@ -1,4 +1,4 @@
-"""Which workers a router should have, which it has, and what to do about the difference. Pure."""
+"""The workers that a router should have, and how they differ from those that it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from primeslurm.wire.decoding import DamagedError, decode_json
 
 LARGEST_LIST = 16 << 20
-"""Bytes of a router's list: a thousand workers are a hundredth of it."""
+"""Longest response to /list_workers that is read [bytes]. A thousand workers need a hundredth of it."""
 
 
 class _Listed(msgspec.Struct):
@@ -24,12 +24,12 @@ class Workers:
 
     urls: frozenset[str]
     disaggregated: bool = False
-    """Prefill and decode are apart. Such a router can be told to forget workers, and not to take any."""
+    """Whether prefill and decode engines are separate. Such a router can drop workers, but cannot add any."""
 
 
 @dataclass(frozen=True)
 class WorkerDifference:
-    """What a router has otherwise than it should."""
+    """Workers that a router lacks, and workers that it should not have, as URLs."""
 
     missing: tuple[str, ...] = ()
     foreign: tuple[str, ...] = ()
@@ -39,29 +39,25 @@ class WorkerDifference:
 
 
 def planned(argv: Sequence[str]) -> Workers:
-    """Read from a router's command line which workers it should have."""
+    """Return the workers that a router's command line names."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--worker-urls", nargs="*", default=[])
     parser.add_argument("--prefill", nargs="+", action="append", default=[])
     parser.add_argument("--decode", nargs="+", action="append", default=[])
-    known, _ = parser.parse_known_args(argv)
-    apart = [words[0] for words in (*known.prefill, *known.decode)]  # a bootstrap port may follow
-    return Workers(frozenset((*known.worker_urls, *apart)), disaggregated=bool(apart))
+    options, _ = parser.parse_known_args(argv)
+    separate = [words[0] for words in (*options.prefill, *options.decode)]  # a bootstrap port may follow the URL
+    return Workers(frozenset((*options.worker_urls, *separate)), disaggregated=bool(separate))
 
 
-def compare(wanted: Workers, has: Iterable[str]) -> WorkerDifference:
-    """Compare what a router should have with what it lists.
-
-    Args:
-        wanted: what it should have.
-        has: URLs; with data parallel ranks of one server told apart, `http://host:port@rank`.
-    """
-    found = {url.partition("@")[0].rstrip("/") for url in has}
-    return WorkerDifference(tuple(sorted(wanted.urls - found)), tuple(sorted(found - wanted.urls)))
+def compare(wanted: Workers, listed_urls: Iterable[str]) -> WorkerDifference:
+    """Compare the wanted workers with the URLs that a router lists."""
+    # A router may list the data-parallel ranks of a server as `http://host:port@rank`.
+    urls = {url.partition("@")[0].rstrip("/") for url in listed_urls}
+    return WorkerDifference(tuple(sorted(wanted.urls - urls)), tuple(sorted(urls - wanted.urls)))
 
 
 def listed(body: bytes) -> list[str] | None:
-    """Read a router's answer to /list_workers: URLs; None if it is none."""
+    """Return the URLs in a response to /list_workers; None if the response is invalid."""
     try:
         return decode_json(body, _Listed).urls
     except DamagedError:

@@ -1,1 +1,1 @@
-"""The engines' part of weight transfer (words: `wire.weight_transfer`): how a worker takes a new policy."""
+"""Weight updates in engine workers: vLLM weight-transfer backends for files and for NCCL."""

@@ -1,4 +1,4 @@
-"""Weight transfer in sessions: an engine's workers are the receivers of what trainer ranks send."""
+"""Weight updates over NCCL: trainer ranks send tensors to the engine workers, one session per update."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from primeslurm.wire.weight_transfer.messages import SessionPlace, TransferSessi
 
 @dataclass
 class CollectiveInit(WeightTransferInitInfo):
-    """Everything comes with the update: each is a session of its own."""
+    """Empty, because every update sets up its own session."""
 
 
 class CollectiveTransferEngine(LayerwiseTransferEngine):
-    """Loads tensors as they arrive; of the experts, only the worker's own are sent to it."""
+    """Loads tensors as they arrive. A worker receives only its own experts."""
 
     init_info_cls = CollectiveInit
     update_info_cls = SessionPlace
 
     def init_transfer_engine(self, init_info: CollectiveInit) -> None:
-        """Set nothing up: everything comes with an update."""
+        """Do nothing."""
 
     def receive_weights(self, update_info: SessionPlace) -> None:
-        """Take part in the session.
+        """Receive and load a policy.
 
         Raises:
-            PolicyError: the session failed; a part of the policy may have been loaded.
+            PolicyError: the session failed. Some tensors may have been loaded.
         """
         session = TransferSession(update_info.session, update_info.senders, update_info.size)
         rank = update_info.first_rank + self.parallel_config.rank
         try:
             store = Store(update_info.store, update_info.timeout_s)
-            with unpinned_nccl_env():  # the trainer has none of the settings that vLLM makes for its own groups
+            with unpinned_nccl_env():  # vLLM's NCCL settings for its own groups would not match the trainer's
                 held = held_experts(self.model, self.parallel_config.enable_eplb)
                 channel = Channel(session, rank, store, self.device, update_info.timeout_s, held.wanted)
         except TransferError as error:

@@ -1,9 +1,9 @@
-"""The experts that an engine's worker holds, and how it loads a stack of them at once.
+"""The experts that an engine worker holds, and a fast way to load all of them at once.
 
-vLLM's loader of expert weights takes one matrix of one expert a call: half a millisecond of Python, while copying the
-matrix takes microseconds. Given a matrix for each of a worker's experts, [experts, rows, columns], under the name of
-one of them, the same loader fills the whole parameter, with all that it does for tensor parallelism and quantisation,
-and vLLM's layerwise reload counts as many elements. `tests/engine/test_experts.py` fails if vLLM changes there.
+vLLM's loader takes one matrix of one expert per call: half a millisecond of Python for a copy that takes microseconds.
+Given a stack [experts, rows, columns] under the name of one expert, the same loader fills the whole parameter. Tensor
+parallelism, quantisation and the element count of vLLM's layerwise reload stay correct. `tests/engine/test_experts.py`
+fails if vLLM changes this.
 """
 
 from __future__ import annotations
@@ -20,30 +20,22 @@ from primeslurm.wire.weight_transfer.catalogue import Experts, Named
 
 @dataclass(frozen=True)
 class HeldExperts:
-    """The experts of a worker.
-
-    Args:
-        wanted: what to ask for; None for all, also if they move between workers.
-        order: whose each row of vLLM's parameters is, if these can be loaded whole.
-    """
+    """The experts of a worker."""
 
     wanted: Experts
+    """Experts to request from the trainer; None for all, also if experts move between workers."""
     order: tuple[int, ...] | None
+    """Expert of each row of vLLM's parameters; None if stacks cannot be loaded."""
 
     def loadable(self, item: Named) -> Iterator[tuple[str, torch.Tensor]]:
-        """Make of what a trainer sent what the model's `load_weights` takes: whole stacks, and all else one by one."""
+        """Yield received tensors as the model's `load_weights` takes them: whole stacks, or one matrix at a time."""
         if item.tensor.ndim == 3 and item.experts and item.experts == self.order:
             return iter([(item.name.format(item.experts[0]), item.tensor)])
         return item.each()
 
 
 def held_experts(model: torch.nn.Module, enable_eplb: bool) -> HeldExperts:
-    """Find out which experts a worker holds of a model.
-
-    Args:
-        model: the worker's part of it.
-        enable_eplb: experts move between workers.
-    """
+    """Return the experts that a worker's model holds. With `enable_eplb` experts move between workers."""
     layers = _layers(model)
     if enable_eplb or not layers:
         return HeldExperts(None, None)
@@ -57,11 +49,8 @@ def held_experts(model: torch.nn.Module, enable_eplb: bool) -> HeldExperts:
 
 
 def incomplete_experts(model: torch.nn.Module) -> list[str]:
-    """Layers whose experts were not given entirely since the layerwise reload began.
-
-    vLLM counts what it has copied, and takes a layer for loaded when all was. That tells nothing of a layer whose
-    parameters are padded: padding is never loaded.
-    """
+    """Return the names of layers that lack some of their experts since the layerwise reload began."""
+    # vLLM counts the copied elements of each layer. Padded layers are never complete, because padding is not loaded.
     counted = (layer for layer in _layers(model) if not (_is_padded(layer) or _shared_beside(layer)))
     return [layer.layer_name for layer in counted if get_layerwise_info(layer).can_load()]
 
@@ -71,7 +60,7 @@ def _layers(model: torch.nn.Module) -> list[RoutedExperts]:
 
 
 def _by_slot(layer: RoutedExperts) -> tuple[int, ...]:
-    """Global numbers of a layer's experts, in the order of the worker's slots."""
+    """Return the global expert numbers of a layer, in the order of the worker's rows."""
     slots = layer.expert_map_manager.expert_map
     if slots is None:
         return tuple(range(layer.global_num_experts))
@@ -80,12 +69,12 @@ def _by_slot(layer: RoutedExperts) -> tuple[int, ...]:
 
 
 def _shared_beside(layer: RoutedExperts) -> bool:
-    """Whether parameters have rows for shared experts, too."""
+    """Return whether the parameters also have rows for shared experts."""
     return layer.expert_map_manager.num_fused_shared_experts > 0
 
 
 def _is_padded(layer: RoutedExperts) -> bool:
-    """Whether parameters are larger than what is loaded into them."""
+    """Return whether the parameters are larger than the tensors that are loaded into them."""
     config = layer.moe_config
     return (
         config.tp_shard_with_padding

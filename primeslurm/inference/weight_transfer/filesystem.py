@@ -1,4 +1,4 @@
-"""Weight transfer by files: each worker of an engine reads a published policy."""
+"""Weight updates from files: each engine worker reads a published policy from the shared file system."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
 
 SEEN_S = 20.0
-"""How long an announced policy is waited for. The trainer's node has written it, and directories are opened anew."""
+"""Longest wait until this node sees a policy that the trainer's node has written [s]."""
 
 
 class UnseenError(PolicyError):
-    """Something of a policy is not there, or this node does not see it yet."""
+    """A file of a policy is missing, or not yet visible on this node."""
 
 
 @dataclass
 class FilesystemInit(WeightTransferInitInfo):
-    """The file system needs no set-up."""
+    """Empty, because the file system needs no set-up."""
 
 
 class FilesystemTransferEngine(LayerwiseTransferEngine):
-    """Reads a published policy from a shared file system; each worker takes the shards it needs."""
+    """Reads a published policy; each worker loads the shards that it needs."""
 
     init_info_cls = FilesystemInit
     update_info_cls = PolicyDirectory
 
     def init_transfer_engine(self, init_info: FilesystemInit) -> None:
-        """Set nothing up: a file system is there."""
+        """Do nothing."""
 
     def receive_weights(self, update_info: PolicyDirectory) -> None:
-        """Check the policy as a whole, then load it.
+        """Check that the policy is complete, then load it.
 
         Raises:
-            PolicyError: no manifest, another version, files missing or cut short, or tensors missing. Nothing has
-                been loaded then.
+            PolicyError: the manifest, files or tensors are missing, or the version is wrong. Nothing has been loaded.
         """
         paths = policy_files(Path(update_info.path), update_info.version)
         config = self.model_config.hf_text_config
@@ -58,18 +57,16 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         self.load(_tensors(paths))
 
     def _model_files(self) -> list[Path]:
-        # Empty for a model that is not a directory; `finish_weight_update` still compares parameter by parameter.
+        # Empty for a hub id. `finish_weight_update` still checks every parameter.
         return files.listing(Path(self.model_config.model), "*.safetensors")
 
 
 def policy_files(directory: Path, version: int) -> list[Path]:
-    """List the safetensors files of a complete published policy.
-
-    The trainer's node has announced it, and this node may see it a moment later: what is missing is waited for.
+    """Return the safetensors files of a published policy. Wait up to `SEEN_S` until this node sees all of them.
 
     Raises:
-        PolicyError: there is no manifest, it is of another version, or files are missing or cut short.
-        OSError: it cannot be read.
+        PolicyError: there is no manifest, it has another version, or files are missing or truncated.
+        OSError: the directory cannot be read.
     """
     failure: UnseenError | None = None
 
@@ -81,33 +78,33 @@ def policy_files(directory: Path, version: int) -> list[Path]:
             failure = error
             return None
 
-    found = files.until_seen(look, directory.parent, directory, within_s=SEEN_S)
-    if found is None:
+    paths = files.until_seen(look, directory.parent, directory, within_s=SEEN_S)
+    if paths is None:
         assert failure is not None
         raise failure
-    return found
+    return paths
 
 
 def _policy_files(directory: Path, version: int) -> list[Path]:
     manifest = read_manifest(directory)
     if manifest is None:
-        raise UnseenError(f"{directory}: no readable {MANIFEST}: not a complete policy")
+        raise UnseenError(f"{directory}: no readable {MANIFEST}, so the policy is incomplete")
     if manifest.version != version:
-        raise PolicyError(f"{directory}: holds version {manifest.version}, asked for {version}")
+        raise PolicyError(f"{directory}: has version {manifest.version}, expected {version}")
     entries = [entry for entry in manifest.files if entry.name.endswith(".safetensors")]
     if not entries:
         raise PolicyError(f"{directory}: its {MANIFEST} names no safetensors file")
     for entry in entries:
         path = directory / entry.name
-        found = files.status(path)
-        size = found.st_size if found else None
+        status = files.status(path)
+        size = status.st_size if status else None
         if size != entry.bytes:
-            raise UnseenError(f"{path}: {entry.bytes} bytes in the manifest, found {size}")
+            raise UnseenError(f"{path}: has {size} bytes, expected {entry.bytes} as in the manifest")
     return [directory / entry.name for entry in entries]
 
 
 def tensor_names(paths: list[Path]) -> set[str]:
-    """Read the names of all tensors in safetensors files (the headers only)."""
+    """Return the names of all tensors in safetensors files. This reads only the headers."""
     names: set[str] = set()
     for path in paths:
         names.update(files.retrying(path, partial(_keys, path)))
@@ -122,5 +119,5 @@ def _keys(path: Path) -> list[str]:
 def _tensors(paths: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for path in paths:
         with files.retrying(path, partial(safe_open, path, framework="pt")) as handle:
-            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is not a mapping)
                 yield name, files.retrying(path, partial(handle.get_tensor, name))

@@ -1,13 +1,13 @@
-"""How an engine takes a new policy: the base of our vLLM weight-transfer engines.
+"""Base class of the vLLM weight-transfer backends: loads a new policy into a running model.
 
-vLLM calls, with generation paused: `start_weight_update`, `update_weights` (once or more), `finish_weight_update`.
-Whatever the transport, tensors arrive under Hugging Face names and go through the model's own `load_weights` within
-vLLM's layerwise reload, so any device and any tensor- or expert-parallel layout takes the same policy.
+While generation is paused, vLLM calls `start_weight_update`, `update_weights` (once or more) and
+`finish_weight_update`. With every transport, tensors have Hugging Face names and go through the model's own
+`load_weights`, inside vLLM's layerwise reload. So one policy fits any device and any tensor- or expert-parallel layout.
 
-What the reload does not do of some model families is done beside it (`_begin_reload` and below). It puts a model's
-parameters on the meta device and replays there what their loaders are given. So it needs a loader with a name for each
-of them, and loses what a model's `load_weights` copies without one. Re-examine this at every change of the pinned
-version: `tests/engine/test_reloads.py` updates a model of each family.
+vLLM's reload puts the parameters on the meta device, and replays the calls of their loaders later. It needs a named
+loader per parameter, and it loses what a model's `load_weights` copies without a loader. `_begin_reload` and the
+functions below it work around this for some model families. Review them whenever the pinned vLLM version changes:
+`tests/engine/test_reloads.py` updates a model of each family.
 """
 
 from __future__ import annotations
@@ -31,83 +31,80 @@ from vllm.platforms import current_platform
 from primeslurm.inference.guards import expect
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
 from primeslurm.nn.block_sizes import FP8_BLOCK
-from primeslurm.testbed.cpu_engine import patches
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _ELEMENTS_AT_ONCE = 2**25
-"""How much of a stack of FP8 weights is in float32 at a time."""
+"""Elements of FP8 weights that are converted to float32 at a time, to save memory."""
 
 
 class PolicyError(RuntimeError):
-    """A published policy is incomplete or does not fit the model. The engine must not resume on it."""
+    """A policy is incomplete or does not fit the model. The engine must not resume with it."""
 
 
 class LayerwiseTransferEngine(WeightTransferEngine):
-    """Base of all transports: layerwise reload, and the proof that every parameter was given.
+    """Base of all transports: reloads the model, and checks that every parameter was loaded.
 
-    A subclass implements `init_transfer_engine` and `receive_weights`, which hands its tensors to `load`.
+    Subclasses implement `init_transfer_engine` and `receive_weights`, which passes its tensors to `load`.
     """
 
     def start_weight_update(self) -> None:
-        """Make the model ready to be loaded anew."""
+        """Prepare the model for loading."""
         self._roll_back_partial_layers()
         first_names = {name for name, _ in self.model.named_parameters()}
         every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        _begin_reload(self.model)  # of a parameter with two names it makes two
+        _begin_reload(self.model)  # turns a parameter with two names into two parameters
         aliases = every_name - first_names
         given_once = {name for name, _ in self.model.named_parameters()} - aliases
         self._expected = given_once - self._tied_parameters() - set(_attention_scales(self.model))
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive one part of the policy (all of it, for transports that do not split it)."""
+        """Receive and load tensors of the policy."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in place.
+        """Activate the new weights.
 
         Raises:
-            PolicyError: a parameter, or an expert of one, was not given.
+            PolicyError: the policy lacked parameters or experts.
         """
         missing = self._expected - self._loaded
         if missing:
-            raise PolicyError(f"{len(missing)} parameters were not given: {some(missing)}")
+            raise PolicyError(f"the policy lacks {len(missing)} parameters: {some(missing)}")
         if partial := set(incomplete_experts(self.model)):
-            raise PolicyError(f"experts of {len(partial)} layers were not all given: {some(partial)}")
+            raise PolicyError(f"the policy lacks experts of {len(partial)} layers: {some(partial)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
-            patches.refresh_tied_lm_heads(self.model)
+            self._repack_tied_heads()
 
     def shutdown(self) -> None:
-        """Do nothing: nothing outlives an update."""
+        """Do nothing, because no resource outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard.
+        """Load pairs of Hugging Face name and tensor, in any order.
 
-        A matrix for each of the worker's experts may come as one stack, as `HeldExperts.loadable` makes it.
+        The matrices of all the worker's experts may come as one stack (see `HeldExperts.loadable`).
         """
         if not self._loads_fp8():
             tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
 
     def has_tied_embeddings(self) -> bool:
-        """Tell whether the head is the embedding.
-
-        Of a model with parts, the whole's config says so, if it says anything.
-        """
+        """Return whether the output head shares its weights with the embedding."""
+        # For a multimodal model the top-level config takes precedence over the text model's.
         whole, text = self.model_config.hf_config, self.model_config.hf_text_config
         return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
 
     def _loads_fp8(self) -> bool:
-        """Whether the model was built for an FP8 checkpoint; if not, vLLM quantises what is loaded, or does not."""
+        """Return whether the model was built from an FP8 checkpoint, so that it loads FP8 weights unconverted."""
         return isinstance(self.vllm_config.quant_config, Fp8Config)
 
     def _roll_back_partial_layers(self) -> None:
-        # A failed update leaves half-filled layers that vLLM would go on filling: the retry's tensors would be counted
-        # on top of the old ones, and a layer be taken for complete before it is. Finalizing a layer that nothing was
-        # loaded into puts its former tensors back.
+        # After a failed update some layers are partly filled. vLLM would count the retry's tensors on top of the old
+        # ones, and consider a layer complete too early. Finalizing a layer with no loaded elements restores its
+        # previous tensors.
         infos = [get_layerwise_info(layer) for layer in self.model.modules()]
         partial = [info for info in infos if info.can_load()]
         for info in partial:
@@ -115,6 +112,12 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             info.loaded_weights.clear()
         if partial:
             finalize_layerwise_reload(self.model, self.model_config)
+
+    def _repack_tied_heads(self) -> None:
+        # On CPU a head that is tied to the embedding computes with its own packed copy, which the reload skips.
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
+                module.quant_method.process_weights_after_loading(module)
 
     def _tied_parameters(self) -> set[str]:
         if not self.has_tied_embeddings():
@@ -124,28 +127,25 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
 
 def _attention_scales(model: torch.nn.Module) -> Iterator[str]:
-    """Names of the scales that quantised attention has: where a policy brings none, they stay as they are.
-
-    A model that is built for an FP8 checkpoint has them, for a cache that may be in FP8, too.
-    """
+    """Yield the names of the KV-cache scales of quantised attention. A policy without them leaves them unchanged."""
     for name, module in model.named_modules():
         if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
             yield from (f"{name}.{scale}" for scale, _ in module.named_parameters(recurse=False))
 
 
 def some(names: set[str]) -> str:
-    """Name the first few of many names, for an error."""
+    """Return the first few names, for an error message."""
     shown = sorted(names)[:3]
     return ", ".join(shown) + (" ..." if len(names) > len(shown) else "")
 
 
 def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Weights in block-scaled FP8 as weights of `dtype`; all else as it is.
+    """Convert block-scaled FP8 weights to `dtype`, and pass on all other tensors.
 
     Raises:
         PolicyError: a weight came without its scales, or scales without their weight.
     """
-    alone: dict[str, torch.Tensor] = {}  # weights and scales whose other half has not come yet
+    alone: dict[str, torch.Tensor] = {}  # weights and scales whose counterpart has not arrived yet
     for name, tensor in tensors:
         weight = name.removesuffix(FP8_SCALE)
         if weight == name and tensor.dtype != torch.float8_e4m3fn:
@@ -160,7 +160,7 @@ def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype)
 
 
 def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Of a matrix, or of a stack of them; some at a time, as engines have little memory to spare."""
+    """Multiply a matrix [rows, columns], or a stack of matrices, by its block scales."""
     rows, columns = weight.shape[-2:]
     result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     at_once = max(1, _ELEMENTS_AT_ONCE // (rows * columns))
@@ -175,7 +175,6 @@ SELECTION_BIAS = "e_score_correction_bias"
 
 
 def _begin_reload(model: torch.nn.Module) -> None:
-    """Begin a layerwise reload of a model."""
     for parameter in model.parameters():
         _name_loader(parameter)
     gpt_oss = [module for module in model.modules() if isinstance(module, GptOssModel)]
@@ -187,15 +186,15 @@ def _begin_reload(model: torch.nn.Module) -> None:
     for layer in experts:
         _load_copies(layer)
     for layer, sinks in kept:
-        # `load_weights` writes into them, and nothing is computed of them: they are not loaded anew, but in place.
+        # `load_weights` copies into the sinks directly, and vLLM derives nothing from them, so load them in place.
         layer.register_parameter("sinks", sinks)
         get_layerwise_info(layer).reset()
 
 
 def load_selection_bias() -> None:
-    """Make experts take the bias of their selection where that is theirs by name, as Laguna's is.
+    """Patch vLLM to load the selection bias of experts that have it under their own name, as in Laguna.
 
-    vLLM drops it, at an engine's start, too, and selects without it.
+    Without the patch vLLM drops the bias, even when an engine starts, and selects experts without it.
     """
     original = expect(RoutedExperts, "load_weights", ("self", "weights"))
 
@@ -218,25 +217,25 @@ def load_selection_bias() -> None:
 
 
 def _name_loader(parameter: torch.nn.Parameter) -> None:
-    """The reload asks every loader for its name, which that of MiniMax's norms over queries and keys has not."""
+    # The reload reads every loader's `__name__`, which the `partial` of MiniMax's query and key norms lacks.
     loader = getattr(parameter, "weight_loader", None)
     if isinstance(loader, functools.partial) and not hasattr(loader, "__name__"):
         loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
 def _copy_whole(layer: RoutedExperts) -> None:
-    """Replay what is given to experts' parameters as a copy: GPT-OSS cuts it to the worker's part beforehand."""
+    """Make the reload copy expert tensors whole, because GPT-OSS slices them for the worker beforehand."""
     parameters, _ = get_layerwise_info(layer).restore_metadata
     for parameter in parameters.values():
         parameter.weight_loader = default_weight_loader
 
 
 def _load_copies(layer: RoutedExperts) -> None:
-    """Give the loader what GPT-OSS copies into experts' parameters, which is lost on the meta device."""
+    """Route GPT-OSS's direct copies into expert parameters through the loader; the meta device drops them."""
     for parameter in layer.parameters(recurse=False):
         parameter.copy_ = functools.partial(_load_once, parameter)
 
 
 def _load_once(parameter: Any, tensor: torch.Tensor) -> None:
-    del parameter.copy_  # the real parameter inherits its attributes, and is copied into like any
+    del parameter.copy_  # the real parameter inherits these attributes, and needs torch's own `copy_`
     parameter.weight_loader(parameter, tensor)

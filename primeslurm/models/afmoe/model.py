@@ -9,9 +9,9 @@ import torch
 from torchtitan.models.common import Embedding
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters.table import DECODER, MOE, TableAdapter, renamed
+from primeslurm.nn.adapters import DECODER, MOE, TableAdapter, renamed
 from primeslurm.nn.layers import gqa
-from primeslurm.nn.layers.common import MATRIX, linear, norm, refuse, silu_only
+from primeslurm.nn.layers.common import MATRIX, linear, norm, refuse_other_activations
 from primeslurm.nn.layers.moe import dense_or_moe
 from primeslurm.nn.layers.rotary import rotary
 
@@ -38,8 +38,6 @@ class ScaledEmbedding(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
-        """Embedding's, and the constant."""
-
         scale: float
 
     def __init__(self, config: Config) -> None:
@@ -47,13 +45,11 @@ class ScaledEmbedding(Embedding):
         self.scale = config.scale
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Token ids to scaled vectors."""
         return super().forward(input) * self.scale
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of an AFMoE config. Raises ValueError for features that are not implemented."""
-    refuse(hf, **silu_only(hf))
+    refuse_other_activations(hf)
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     embedding = ScaledEmbedding.Config(
         num_embeddings=hf.vocab_size,
@@ -61,32 +57,29 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         param_init=MATRIX,
         scale=hf.hidden_size**0.5 if hf.mup_enabled else 1.0,
     )
-    return gqa.model_spec(hf, layers, AfmoeAdapter, tok_embeddings=embedding)
+    return gqa.decoder_spec(hf, layers, AfmoeAdapter, tok_embeddings=embedding)
 
 
 def _layer(hf: Any, index: int, attention: str) -> gqa.GqaBlock.Config:
-    dense = index < hf.num_dense_layers
     local = hf.layer_types[index] == "sliding_attention"
-    bias = hf.attention_bias
-    return gqa.GqaBlock.Config(
-        attention_norm=norm(hf, hf.hidden_size),
-        attention=gqa.attention(
+    return gqa.block(
+        hf,
+        gqa.attention(
             hf,
             attention,
             window=hf.sliding_window if local else None,
-            bias=bias,
-            output_bias=bias,
+            bias=hf.attention_bias,
+            output_bias=hf.attention_bias,
             rope=rotary(hf) if local else None,
             q_norm=norm(hf, hf.head_dim),
             k_norm=norm(hf, hf.head_dim),
             gate=linear(hf.hidden_size, hf.num_attention_heads * hf.head_dim),
         ),
         post_attention_norm=norm(hf, hf.hidden_size),
-        ffn_norm=norm(hf, hf.hidden_size),
         post_ffn_norm=norm(hf, hf.hidden_size),
         **dense_or_moe(
             hf,
-            dense,
+            dense=index < hf.num_dense_layers,
             experts=hf.num_experts,
             shared_width=hf.moe_intermediate_size * hf.num_shared_experts,
             scale=hf.route_scale,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi-K2: latent attention, and experts in groups behind a sigmoid router with a selection bias."""
+"""DeepSeek-V3 and Kimi-K2: latent attention, and expert groups with a sigmoid router and a selection bias."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers,
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.layers.common import EXPERTS, MATRIX, NORM, ends, norm, refuse
+from primeslurm.nn.layers.common import EXPERTS, MATRIX, NORM, ends, norm, refuse, refuse_other_activations
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms of compressed queries and keys, whatever `rms_norm_eps` of the config says."""
+"""Epsilon of the norms of compressed queries and keys. `rms_norm_eps` of the config does not apply to them."""
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of a DeepSeek-V3 config. Raises ValueError for features that are not implemented."""
     return ModelSpec(
         name="deepseek_v3",
         flavor=hf.model_type,
         model=DeepSeekV3Model.Config(**ends(hf), layers=layers(hf, seq_len, attention)),
         parallelize_fn=parallelize_deepseekv3,
         pipelining_fn=pipeline_llm,
-        # torchtitan's would move the router's selection bias at every step; RL keeps the checkpoint's.
+        # torchtitan would update the router's selection bias at every step. RL keeps the checkpoint's bias.
         post_optimizer_build_fn=None,
         state_dict_adapter=DeepSeekV3StateDictAdapter,
     )
 
 
 def layers(hf: Any, seq_len: int, attention: str) -> list[Any]:
-    """The decoder layers of a config with latent attention. Raises ValueError for features that are not implemented."""
+    """Return the decoder layers of a config with latent attention."""
+    refuse_other_activations(hf)
     refuse(
         hf,
         attention_bias=hf.attention_bias,
         tie_word_embeddings=hf.tie_word_embeddings,
-        activation="" if hf.hidden_act == "silu" else hf.hidden_act,
         rope_interleave="" if getattr(hf, "rope_interleave", True) else "false",
         n_shared_experts="" if hf.n_shared_experts else "0",
     )
     rope, mscale = _rotary(hf, seq_len)
     groups = hf.n_group if hf.n_group and hf.n_group > 1 else None
-    built = build_mla_moe_layers(
+    result = build_mla_moe_layers(
         n_layers=hf.num_hidden_layers,
         n_dense_layers=_dense_layers(hf),
         dim=hf.hidden_size,
@@ -72,15 +71,15 @@ def layers(hf: Any, seq_len: int, attention: str) -> list[Any]:
         depth_experts_init=lambda _: EXPERTS,
         rope=rope,
     )
-    for layer in built:
+    for layer in result:
         layer.attention_norm = norm(hf, hf.hidden_size)
         layer.ffn_norm = norm(hf, hf.hidden_size)
         layer.attention.q_norm.eps = layer.attention.kv_norm.eps = LATENT_EPS
-    return list(built)
+    return list(result)
 
 
 def _dense_layers(hf: Any) -> int:
-    """How many layers, all before the first with experts, have a dense feed-forward network."""
+    """Return the number of dense layers, which must come before all layers with experts."""
     kinds = getattr(hf, "mlp_layer_types", None)
     if kinds is None:
         return int(hf.first_k_dense_replace)
@@ -90,22 +89,20 @@ def _dense_layers(hf: Any) -> int:
 
 
 def _rotary(hf: Any, seq_len: int) -> tuple[ComplexRoPE.Config, float]:
-    """Rotary embeddings, and the `mscale` by which YaRN sharpens the softmax.
-
-    YaRN has two such factors: one on the rotary part alone, one (`mscale_all_dim`) on the whole score. The released
-    models set both alike, which makes the first 1; only that is implemented.
-    """
+    """Return the rotary embedding, and the `mscale` by which YaRN scales the softmax."""
     rope = hf.rope_parameters
-    kind = rope.get("rope_type", "default")
+    scaling = rope.get("rope_type", "default")
     plain: dict[str, Any] = {"dim": hf.qk_rope_head_dim, "max_seq_len": seq_len, "theta": float(rope["rope_theta"])}
-    if kind == "default":
+    if scaling == "default":
         return ComplexRoPE.Config(**plain), 0.0
+    # YaRN has a factor for the rotary part of a score, and one for the whole score (`mscale_all_dim`). All released
+    # models set both alike, which makes the first 1. Nothing else is implemented.
     mscale = rope.get("mscale_all_dim")
     alike = mscale and rope.get("mscale") == mscale and rope.get("attention_factor") in (None, 1.0)
     refuse(
         hf,
         **{
-            "RoPE scaling": "" if kind == "yarn" else kind,
+            "RoPE scaling": "" if scaling == "yarn" else scaling,
             "mscale_all_dim": "" if alike else f"{mscale} beside mscale {rope.get('mscale')}",
         },
     )

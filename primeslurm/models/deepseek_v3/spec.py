@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from primeslurm.models.family import EXPERTS, LATENT, MOE, SWIGLU, Family, Parsers, RendererTraits
 
-V31_RENDERER = "primeslurm.models.deepseek_v3.deepseek_v31_renderer:DeepSeekV31Renderer"
+V31_RENDERER = "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer"
 
 FAMILY = Family(
     name="deepseek_v3",

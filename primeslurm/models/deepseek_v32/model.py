@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: DeepSeek-V3's layers with sparse attention, each with an indexer of its own."""
+"""DeepSeek-V3.2: DeepSeek-V3 with sparse attention. Every layer has its own indexer."""
 
 from __future__ import annotations
 
@@ -10,5 +10,4 @@ from primeslurm.models.glm_moe_dsa.model import sparse_spec
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of a DeepSeek-V3.2 config. Raises ValueError for features that are not implemented."""
     return sparse_spec("deepseek_v32", hf, seq_len, attention, ["full"] * hf.num_hidden_layers, interleaved=False)

@@ -17,7 +17,7 @@ FAMILY = Family(
     renderer="glm-4.5",
     renderers={
         r"glm-?4\.7": "glm-5",
-        r"intellect-?3": "primeslurm.models.glm4_moe.intellect3_renderer:Intellect3Renderer",
+        r"intellect-?3": "primeslurm.models.glm4_moe.renderer:Intellect3Renderer",
     },
     renderer_traits={"glm-4.5": RendererTraits(newline_between_calls=("</tool_call>", "<tool_call>"))},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,

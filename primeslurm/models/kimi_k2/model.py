@@ -1,4 +1,4 @@
-"""Kimi-K2: DeepSeek-V3 by another name, which transformers does not know."""
+"""Kimi-K2: DeepSeek-V3 under a model type that transformers does not know."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["spec"]
 
 
 class KimiK2Config(DeepseekV3Config):
-    """DeepSeek-V3's."""
+    """The config of DeepSeek-V3 with another model type."""
 
     model_type = "kimi_k2"
 

@@ -24,7 +24,7 @@ NO_TOKEN = -1
 """Id of the tokens around images, which this model does not have."""
 
 
-class KimiK2ThinkingConfig(BaseRendererConfig):  # type: ignore[misc]
+class KimiK2ThinkingConfig(BaseRendererConfig):
     """Supports `thinking_retention` only: the template has no options."""
 
     name: Literal["custom"] = "custom"
@@ -34,7 +34,7 @@ class KimiK2ThinkingConfig(BaseRendererConfig):  # type: ignore[misc]
     _internal_fields = frozenset({"thinking", "image_cache_max"})
 
 
-class KimiK2ThinkingRenderer(ExtendingMixin, KimiK25Renderer):  # type: ignore[misc]
+class KimiK2ThinkingRenderer(ExtendingMixin, KimiK25Renderer):
     """See the module."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = KimiK2ThinkingConfig

@@ -6,9 +6,9 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters.table import DECODER, MOE, TableAdapter, renamed
+from primeslurm.nn.adapters import DECODER, MOE, TableAdapter, renamed
 from primeslurm.nn.layers import gqa
-from primeslurm.nn.layers.common import linear, norm, refuse, silu_only
+from primeslurm.nn.layers.common import linear, norm, refuse, refuse_other_activations
 from primeslurm.nn.layers.moe import dense_or_moe
 from primeslurm.nn.layers.rotary import rotary
 
@@ -26,35 +26,32 @@ class LagunaAdapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of a Laguna config. Raises ValueError for features that are not implemented."""
-    refuse(hf, moe_router_logit_softcapping=hf.moe_router_logit_softcapping, **silu_only(hf))
+    refuse(hf, moe_router_logit_softcapping=hf.moe_router_logit_softcapping)
+    refuse_other_activations(hf)
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
-    return gqa.model_spec(hf, layers, LagunaAdapter)
+    return gqa.decoder_spec(hf, layers, LagunaAdapter)
 
 
 def _layer(hf: Any, index: int, attention: str) -> gqa.GqaBlock.Config:
-    dense = hf.mlp_layer_types[index] == "dense"
     kind, heads = hf.layer_types[index], hf.num_attention_heads_per_layer[index]
-    bias = hf.attention_bias
-    return gqa.GqaBlock.Config(
-        attention_norm=norm(hf, hf.hidden_size),
-        attention=gqa.attention(
+    return gqa.block(
+        hf,
+        gqa.attention(
             hf,
             attention,
             heads=heads,
             window=hf.sliding_window if kind == "sliding_attention" else None,
-            bias=bias,
-            output_bias=bias,
+            bias=hf.attention_bias,
+            output_bias=hf.attention_bias,
             rope=rotary(hf, kind),
             q_norm=norm(hf, hf.head_dim),
             k_norm=norm(hf, hf.head_dim),
             gate=linear(hf.hidden_size, heads * hf.head_dim if hf.gating == "per-element" else heads),
             gate_activation="softplus",
         ),
-        ffn_norm=norm(hf, hf.hidden_size),
         **dense_or_moe(
             hf,
-            dense,
+            dense=hf.mlp_layer_types[index] == "dense",
             experts=hf.num_experts,
             shared_width=hf.shared_expert_intermediate_size,
             scale=hf.moe_routed_scaling_factor,

@@ -6,9 +6,9 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters.table import DECODER, MOE, TableAdapter, renamed
+from primeslurm.nn.adapters import DECODER, MOE, TableAdapter, renamed
 from primeslurm.nn.layers import gqa
-from primeslurm.nn.layers.common import norm, refuse, silu_only
+from primeslurm.nn.layers.common import norm, refuse, refuse_other_activations
 from primeslurm.nn.layers.moe import sigmoid_moe
 from primeslurm.nn.layers.rotary import rotary
 
@@ -29,22 +29,17 @@ class MiniMaxM2Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of a MiniMax-M2 config. Raises ValueError for features that are not implemented."""
-    refuse(hf, router_jitter_noise=hf.router_jitter_noise, **silu_only(hf))
+    refuse(hf, router_jitter_noise=hf.router_jitter_noise)
+    refuse_other_activations(hf)
     layers = [_layer(hf, attention) for _ in range(hf.num_hidden_layers)]
-    return gqa.model_spec(hf, layers, MiniMaxM2Adapter)
+    return gqa.decoder_spec(hf, layers, MiniMaxM2Adapter)
 
 
 def _layer(hf: Any, attention: str) -> gqa.GqaBlock.Config:
-    return gqa.GqaBlock.Config(
-        attention_norm=norm(hf, hf.hidden_size),
-        attention=gqa.attention(
-            hf,
-            attention,
-            rope=rotary(hf),
-            q_norm=norm(hf, hf.num_attention_heads * hf.head_dim),
-            k_norm=norm(hf, hf.num_key_value_heads * hf.head_dim),
-        ),
-        ffn_norm=norm(hf, hf.hidden_size),
+    # Unlike in other families, queries and keys are normalized over all heads.
+    q_norm, k_norm = (norm(hf, heads * hf.head_dim) for heads in (hf.num_attention_heads, hf.num_key_value_heads))
+    return gqa.block(
+        hf,
+        gqa.attention(hf, attention, rope=rotary(hf), q_norm=q_norm, k_norm=k_norm),
         moe=sigmoid_moe(hf, experts=hf.num_local_experts, width=hf.intermediate_size),
     )

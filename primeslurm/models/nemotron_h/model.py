@@ -1,4 +1,4 @@
-"""Nemotron-H: layers that are each one of Mamba-2, attention, dense feed-forward or (latent) mixture of experts."""
+"""Nemotron-H: each layer is one of Mamba-2, attention, feed-forward network or (latent) mixture of experts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.nn.adapters.table import TableAdapter
+from primeslurm.models.nemotron_h.weights import NemotronHAdapter
 from primeslurm.nn.layers import relu2
 from primeslurm.nn.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
 from primeslurm.nn.layers.mamba import Mamba2
-from primeslurm.nn.layers.moe import routed, spread
+from primeslurm.nn.layers.moe import routed, shard_experts
 from primeslurm.nn.layers.parallelize import parallelize
 
 
 class NoPositions(Module):
-    """Stands for rotary embeddings in attention that has none."""
+    """Replaces rotary embeddings in attention without them."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Nothing."""
+        pass
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -41,17 +41,14 @@ class NoPositions(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys as they are."""
         return query, key
 
 
 class NemotronHBlock(Module):
-    """A norm and one of four kinds of layer, added to the residual."""
+    """A norm, and exactly one of the other four parts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """The norm, and one of the others."""
-
         norm: RMSNorm.Config
         mamba: Mamba2.Config | None = None
         attention: GQAttention.Config | None = None
@@ -66,7 +63,6 @@ class NemotronHBlock(Module):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Map hidden states [rows, length, dim] to the same shape."""
         normed = self.norm(x)
         if self.mamba is not None:
             return x + self.mamba(normed, positions)
@@ -76,60 +72,18 @@ class NemotronHBlock(Module):
 
 
 class NemotronHDecoder(Decoder):
-    """A decoder of such blocks."""
+    """A decoder of these blocks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
-        """As Decoder's, but its experts have other parameters."""
-
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Fill in how modules are sharded."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 if layer.moe is not None:
-                    spread(layer.moe, *relu2.PARAMETERS)
-
-
-class NemotronHAdapter(TableAdapter):
-    """Names of Nemotron-H checkpoints."""
-
-    names = {
-        "backbone.embeddings.weight": "tok_embeddings.weight",
-        "backbone.layers.{}.norm.weight": "layers.{}.norm.weight",
-        **{
-            f"backbone.layers.{{}}.mixer.{hf}": f"layers.{{}}.{ours}"
-            for hf, ours in {
-                "in_proj.weight": "mamba.in_proj.weight",
-                "out_proj.weight": "mamba.out_proj.weight",
-                "conv1d.weight": "mamba.conv_weight",
-                "conv1d.bias": "mamba.conv_bias",
-                "dt_bias": "mamba.dt_bias",
-                "A_log": "mamba.A_log",
-                "D": "mamba.D",
-                "norm.weight": "mamba.norm_weight",
-                "q_proj.weight": "attention.qkv_linear.wq.weight",
-                "k_proj.weight": "attention.qkv_linear.wk.weight",
-                "v_proj.weight": "attention.qkv_linear.wv.weight",
-                "o_proj.weight": "attention.wo.weight",
-                "up_proj.weight": "feed_forward.w1.weight",
-                "down_proj.weight": "feed_forward.w2.weight",
-                "gate.weight": "moe.router.gate.weight",
-                "gate.e_score_correction_bias": "moe.expert_bias_E",
-                "shared_experts.up_proj.weight": "moe.shared_experts.w1.weight",
-                "shared_experts.down_proj.weight": "moe.shared_experts.w2.weight",
-                "fc1_latent_proj.weight": "moe.routed_experts.down.weight",
-                "fc2_latent_proj.weight": "moe.routed_experts.up.weight",
-                "experts.{}.up_proj.weight": "moe.routed_experts.inner_experts.w1_EFD",
-                "experts.{}.down_proj.weight": "moe.routed_experts.inner_experts.w2_EDF",
-            }.items()
-        },
-        "backbone.norm_f.weight": "norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
+                    shard_experts(layer.moe, *relu2.EXPERT_PARAMETERS)
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of a Nemotron-H config. Raises ValueError for features that are not implemented."""
     refuse(
         hf,
         use_bias=hf.use_bias,
@@ -175,7 +129,7 @@ def _mamba(hf: Any) -> Mamba2.Config:
         conv_width=hf.conv_kernel,
         conv_bias=hf.use_conv_bias,
         chunk=hf.chunk_size,
-        shortest_step=hf.time_step_min,  # what transformers does; time_step_limit of the config is not read
+        min_step=hf.time_step_min,  # transformers ignores time_step_limit, too
         eps=hf.layer_norm_epsilon,
         param_init={
             **dict.fromkeys(("conv_weight", "conv_bias", "dt_bias", "A_log"), nn.init.zeros_),
@@ -207,7 +161,7 @@ def _moe(hf: Any) -> MoE.Config:
         dim=latent or hf.hidden_size,
         hidden_dim=hf.moe_intermediate_size,
         num_experts=hf.n_routed_experts,
-        param_init=dict.fromkeys(relu2.PARAMETERS, MATRIX["weight"]),
+        param_init=dict.fromkeys(relu2.EXPERT_PARAMETERS, MATRIX["weight"]),
     )
     if latent:
         through = {"down": linear(hf.hidden_size, latent), "up": linear(latent, hf.hidden_size)}
@@ -217,7 +171,7 @@ def _moe(hf: Any) -> MoE.Config:
     grouped = hf.n_group > 1
     return make_moe_config(
         num_experts=hf.n_routed_experts,
-        load_balance_coeff=1.0,  # keeps the router's bias; nothing moves it
+        load_balance_coeff=1.0,  # creates the router's bias, as in layers.moe; nothing updates it
         router=make_router_config(
             dim=hf.hidden_size,
             num_experts=hf.n_routed_experts,

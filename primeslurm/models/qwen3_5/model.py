@@ -1,7 +1,4 @@
-"""Qwen3.5 and Qwen3.5-MoE: gated delta nets, and gated attention in every fourth layer.
-
-Released checkpoints have a vision encoder as well.
-"""
+"""Qwen3.5: gated delta nets, gated attention in every fourth layer, and a vision encoder in released checkpoints."""
 
 from __future__ import annotations
 
@@ -12,22 +9,25 @@ import torch
 from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
-from torchtitan.models.common.config_utils import (
-    get_attention_config,
-    make_moe_config,
-    make_router_config,
-)
+from torchtitan.models.common.config_utils import get_attention_config
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.nn.adapters.stacked import StackedAdapter
-from primeslurm.nn.adapters.table import TableAdapter, renamed
+from primeslurm.models.qwen3_5.weights import Qwen35Adapter, Qwen35VisionAdapter
 from primeslurm.nn.layers import vision
-from primeslurm.nn.layers.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse
+from primeslurm.nn.layers.common import (
+    EXPERTS,
+    build_parts,
+    ends,
+    ffn,
+    linear,
+    refuse,
+    refuse_other_activations,
+)
 from primeslurm.nn.layers.delta_net import DeltaNet
-from primeslurm.nn.layers.moe import routed, spread
+from primeslurm.nn.layers.moe import routed, shard_experts, softmax_moe
 from primeslurm.nn.layers.rotary import Rotary, rotary
 
 
@@ -36,8 +36,6 @@ class OffsetNorm(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Width, and what keeps the root from 0."""
-
         dim: int
         eps: float
 
@@ -47,22 +45,19 @@ class OffsetNorm(Module):
         self.weight = nn.Parameter(torch.empty(config.dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map [..., dim] to the same shape."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * (1 + self.weight.float())).to(x.dtype)
 
 
 class GatedAttention(BaseAttention):
-    """Grouped-query attention with rotary embeddings for a part of each head, and a gate on what it returns."""
+    """Grouped-query attention with rotary embeddings on a part of each head, and a gate on its output."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
-        """Projections, norms and embeddings."""
-
         head_dim: int
         wq: Linear.Config
-        """Queries, each head's followed by its gate."""
+        """Each head's query, followed by its gate."""
         wk: Linear.Config
         wv: Linear.Config
         wo: Linear.Config
@@ -78,7 +73,6 @@ class GatedAttention(BaseAttention):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Map hidden states [rows, length, dim] to the same shape."""
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
         q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
@@ -89,12 +83,10 @@ class GatedAttention(BaseAttention):
 
 
 class Qwen35Block(Module):
-    """A delta net or attention, then a feed-forward network or experts."""
+    """A delta net or attention, then a feed-forward network or experts. Unused parts are None."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Two norms; attention or a delta net; a feed-forward network or experts."""
-
         attention_norm: OffsetNorm.Config
         ffn_norm: OffsetNorm.Config
         attention: GatedAttention.Config | None = None
@@ -110,99 +102,31 @@ class Qwen35Block(Module):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Map hidden states [rows, length, dim] to the same shape."""
         normed = self.attention_norm(x)
         if self.attention is not None:
             x = x + self.attention(normed, attention_masks, positions)
         else:
             x = x + self.delta_net(normed, vision.document_positions(positions))
-        after = self.feed_forward if self.moe is None else self.moe
-        return x + after(self.ffn_norm(x))
+        second_half = self.feed_forward if self.moe is None else self.moe
+        return x + second_half(self.ffn_norm(x))
 
 
 class Qwen35Decoder(vision.Decoder):
-    """A decoder of such blocks, and maybe a vision encoder beside it."""
+    """A decoder of these blocks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
-        """As vision.Decoder's, but its experts have other parameters."""
-
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Fill in how modules are sharded."""
             vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 if layer.moe is not None:
-                    spread(layer.moe, *EXPERTS)
-
-
-class Qwen35Adapter(TableAdapter):
-    """Names of checkpoints of the language model alone."""
-
-    names = {
-        "model.embed_tokens.weight": "tok_embeddings.weight",
-        **{
-            f"model.layers.{{}}.{hf}": f"layers.{{}}.{ours}"
-            for hf, ours in {
-                "input_layernorm.weight": "attention_norm.weight",
-                "post_attention_layernorm.weight": "ffn_norm.weight",
-                "self_attn.q_proj.weight": "attention.wq.weight",
-                "self_attn.k_proj.weight": "attention.wk.weight",
-                "self_attn.v_proj.weight": "attention.wv.weight",
-                "self_attn.o_proj.weight": "attention.wo.weight",
-                "self_attn.q_norm.weight": "attention.q_norm.weight",
-                "self_attn.k_norm.weight": "attention.k_norm.weight",
-                "linear_attn.in_proj_qkv.weight": "delta_net.in_proj_qkv.weight",
-                "linear_attn.in_proj_z.weight": "delta_net.in_proj_z.weight",
-                "linear_attn.in_proj_a.weight": "delta_net.in_proj_a.weight",
-                "linear_attn.in_proj_b.weight": "delta_net.in_proj_b.weight",
-                "linear_attn.out_proj.weight": "delta_net.out_proj.weight",
-                "linear_attn.conv1d.weight": "delta_net.conv_weight",
-                "linear_attn.dt_bias": "delta_net.dt_bias",
-                "linear_attn.A_log": "delta_net.A_log",
-                "linear_attn.norm.weight": "delta_net.norm_weight",
-                "mlp.gate_proj.weight": "feed_forward.w1.weight",
-                "mlp.up_proj.weight": "feed_forward.w3.weight",
-                "mlp.down_proj.weight": "feed_forward.w2.weight",
-                "mlp.gate.weight": "moe.router.gate.weight",
-                "mlp.shared_expert.gate_proj.weight": "moe.shared_experts.w1.weight",
-                "mlp.shared_expert.up_proj.weight": "moe.shared_experts.w3.weight",
-                "mlp.shared_expert.down_proj.weight": "moe.shared_experts.w2.weight",
-                "mlp.shared_expert_gate.weight": "moe.shared_experts.gate.weight",
-                "mlp.experts.{}.gate_proj.weight": "moe.routed_experts.inner_experts.w1_EFD",
-                "mlp.experts.{}.up_proj.weight": "moe.routed_experts.inner_experts.w3_EFD",
-                "mlp.experts.{}.down_proj.weight": "moe.routed_experts.inner_experts.w2_EDF",
-            }.items()
-        },
-        "model.norm.weight": "norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
-
-
-_WHOLE = renamed(Qwen35Adapter.names, {"model.": "model.language_model."})
-
-
-class WholeStackedAdapter(StackedAdapter):
-    """Names of mixtures of experts with a vision encoder as they are released in bfloat16."""
-
-    names = {hf: ours for hf, ours in _WHOLE.items() if ".experts." not in hf}
-    experts = "model.language_model.layers.{}.mlp.experts"
-
-
-class WholeAdapter(vision.VisionAdapter):
-    """Names of checkpoints with a vision encoder, experts one by one."""
-
-    names = _WHOLE
-    stacked = WholeStackedAdapter
+                    shard_experts(layer.moe, *EXPERTS)
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """Make the torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
     whole, hf = hf, hf.get_text_config()
-    refuse(
-        hf,
-        attention_bias=hf.attention_bias,
-        activation="" if hf.hidden_act == "silu" else hf.hidden_act,
-    )
+    refuse(hf, attention_bias=hf.attention_bias)
+    refuse_other_activations(hf)
     layers = [_layer(hf, kind == "full_attention", attention) for kind in hf.layer_types]
     around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
     encoder = None if whole is hf else vision.VisionEncoder.Config(hf=whole.vision_config)
@@ -213,7 +137,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         parallelize_fn=vision.parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=WholeAdapter if encoder else Qwen35Adapter,
+        state_dict_adapter=Qwen35VisionAdapter if encoder else Qwen35Adapter,
     )
 
 
@@ -276,22 +200,11 @@ def _moe(hf: Any) -> MoE.Config:
     experts = GroupedExperts.Config(
         dim=hf.hidden_size, hidden_dim=hf.moe_intermediate_size, num_experts=hf.num_experts, param_init=EXPERTS
     )
-    return make_moe_config(
-        num_experts=hf.num_experts,
-        load_balance_coeff=None,
-        router=make_router_config(
-            dim=hf.hidden_size,
-            num_experts=hf.num_experts,
-            gate_param_init=MATRIX,
-            top_k=hf.num_experts_per_tok,
-            score_func="softmax",
-            route_norm=True,
-        ),
-        routed_experts=routed(experts, hf.num_experts_per_tok),
-        shared_experts=SigmoidGatedFeedForward.Config(
-            w1=linear(hf.hidden_size, width),
-            w2=linear(width, hf.hidden_size),
-            w3=linear(hf.hidden_size, width),
-            gate=linear(hf.hidden_size, 1),
-        ),
+    shared = SigmoidGatedFeedForward.Config(
+        w1=linear(hf.hidden_size, width),
+        w2=linear(width, hf.hidden_size),
+        w3=linear(hf.hidden_size, width),
+        gate=linear(hf.hidden_size, 1),
     )
+    routed_experts = routed(experts, hf.num_experts_per_tok)
+    return softmax_moe(hf, normalize=True, routed_experts=routed_experts, shared_experts=shared)

@@ -1,4 +1,4 @@
-"""The gated delta net: linear attention whose state decays and is corrected, not only added to."""
+"""The gated delta net: linear attention whose state decays, and whose values are corrected rather than added."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.nn.block_sizes import DELTA_CHUNK
 from primeslurm.nn.kernels import linear_attention
-from primeslurm.nn.layers.gated_norm import gated, normed_before
+from primeslurm.nn.layers.common import build_parts
 from primeslurm.nn.layers.recurrence import gated_delta_rule
-from primeslurm.nn.layers.scan import NO_BIASES, HeadScan, Tensors
+from primeslurm.nn.layers.scan import NO_BIASES, HeadScan, Tensors, gated, normed_before
 
 
 class DeltaScan(HeadScan):
@@ -23,13 +23,12 @@ class DeltaScan(HeadScan):
     def recur(
         self, mixed: Tensors, rest: Tensors, parameters: Tensors, positions: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the parent's; the rest is what decay and beta are made of."""
         (q, k, v), (a, b), (dt_bias, a_log) = mixed, rest, parameters
         log_decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
         beta = torch.sigmoid(b)
         if linear_attention.fits(mixed):
             return linear_attention.gated_delta_rule(q, k, v, log_decay, beta, positions, state)
-        q, k = (part.repeat_interleave(v.shape[2] // part.shape[2], dim=2) for part in (q, k))
+        q, k = (values.repeat_interleave(v.shape[2] // values.shape[2], dim=2) for values in (q, k))
         return gated_delta_rule(q, k, v, log_decay, beta, positions, state, self.chunk)
 
 
@@ -38,8 +37,6 @@ class DeltaNet(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Projections and sizes."""
-
         in_proj_qkv: Linear.Config
         in_proj_z: Linear.Config
         in_proj_a: Linear.Config
@@ -48,9 +45,9 @@ class DeltaNet(Module):
         key_heads: int
         value_heads: int
         key_dim: int
-        """Of one head."""
+        """Per head."""
         value_dim: int
-        """Of one head."""
+        """Per head."""
         conv_width: int
         eps: float
 
@@ -61,10 +58,7 @@ class DeltaNet(Module):
         self.widths = (keys, keys, values)
         self.head_dims = (config.key_dim, config.key_dim, config.value_dim)
         self.scan = DeltaScan(config.value_heads, DELTA_CHUNK)
-        self.in_proj_qkv = config.in_proj_qkv.build()
-        self.in_proj_z = config.in_proj_z.build()
-        self.in_proj_a = config.in_proj_a.build()
-        self.in_proj_b = config.in_proj_b.build()
+        build_parts(self, config, "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b")
         self.conv_weight = nn.Parameter(torch.empty(sum(self.widths), 1, config.conv_width))
         self.dt_bias = nn.Parameter(torch.empty(config.value_heads))
         self.A_log = nn.Parameter(torch.empty(config.value_heads))
@@ -72,7 +66,7 @@ class DeltaNet(Module):
         self.out_proj = config.out_proj.build()
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Map [rows, length, dim] to the same shape; state and convolution begin anew where `positions` are 0."""
+        """Map [rows, length, dim] to the same shape. State and convolution start anew where `positions` are 0."""
         mixed = self._by_head(self.in_proj_qkv(x), dim=-1)
         by_head = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *NO_BIASES, self.dt_bias, self.A_log)
         out = self.scan((*mixed, self.in_proj_a(x), self.in_proj_b(x)), by_head, positions)
@@ -80,6 +74,6 @@ class DeltaNet(Module):
         return self.out_proj(gated(normed_before, out, gate, self.norm_weight, self.config.eps).flatten(2))
 
     def _by_head(self, channels: torch.Tensor, dim: int) -> list[torch.Tensor]:
-        """Channels of queries, keys and values, each as heads times their size."""
-        parts = channels.split(self.widths, dim=dim)
-        return [part.unflatten(dim, (-1, size)) for part, size in zip(parts, self.head_dims, strict=True)]
+        """Split channels into queries, keys and values, each by head."""
+        split = channels.split(self.widths, dim=dim)
+        return [values.unflatten(dim, (-1, size)) for values, size in zip(split, self.head_dims, strict=True)]

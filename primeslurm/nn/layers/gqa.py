@@ -1,7 +1,7 @@
-"""A decoder with grouped-query attention, in the variants that families have of it.
+"""A decoder with grouped-query attention, with the variations that families need.
 
-Beyond the usual: attention may be gated, see only a window, normalise queries and keys by head or over all heads, or
-go without rotary embeddings; a block may normalise what its two halves put out as well as what they take in.
+Attention may be gated, use a sliding window, normalize queries and keys per head or over all heads, or go without
+rotary embeddings. A block may normalize the outputs of its two halves as well as their inputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.nn.adapters.table import TableAdapter
+from primeslurm.nn.adapters import TableAdapter
 from primeslurm.nn.layers import vision
-from primeslurm.nn.layers.common import ends, linear
+from primeslurm.nn.layers.common import build_parts, ends, linear, norm
 from primeslurm.nn.layers.rotary import Rotary
 
 _GATES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
@@ -44,38 +44,30 @@ class Attention(BaseAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
-        """What the attention is made of; what is None, it does not have."""
-
         n_kv_heads: int
         head_dim: int
         qkv_linear: QKVLinear.Config
         wo: Linear.Config
         q_norm: RMSNorm.Config | None = None
-        """Over one head, or over all of them if it is as wide."""
+        """Over one head, or over all heads if it is as wide as they are."""
         k_norm: RMSNorm.Config | None = None
         rope: Rotary.Config | None = None
         window: int | None = None
-        """How many tokens a token sees, itself included; None for all before it."""
+        """Sliding window [tokens], including the token itself. None: no window."""
         gate: Linear.Config | None = None
-        """Scales the output, by head or by value."""
+        """Its output scales attention's output, per head or per value."""
         gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
-        self.qkv_linear = config.qkv_linear.build()
-        self.wo = config.wo.build()
-        self.inner_attention = config.inner_attention.build()
-        self.q_norm = config.q_norm.build() if config.q_norm else None
-        self.k_norm = config.k_norm.build() if config.k_norm else None
-        self.rope = config.rope.build() if config.rope else None
-        self.gate = config.gate.build() if config.gate else None
+        build_parts(self, config, "qkv_linear", "wo", "inner_attention", "q_norm", "k_norm", "rope", "gate")
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [batch, length, dim] to the same shape. `masks` come from get_attention_masks."""
+        """Map hidden states [batch, length, dim] to the same shape. `masks` come from `get_attention_masks`."""
         config = self.config
         query, key, value = self.qkv_linear(x)
-        query, key = _normalised(self.q_norm, query), _normalised(self.k_norm, key)
+        query, key = _normalized(self.q_norm, query), _normalized(self.k_norm, key)
         if self.rope is not None:
             query, key = self.rope(query, key, positions)
         out = self.inner_attention(
@@ -92,39 +84,33 @@ class Attention(BaseAttention):
         return self.wo(out.flatten(2))
 
 
-def _normalised(norm: Any, heads: torch.Tensor) -> torch.Tensor:
-    if norm is None:
+def _normalized(rms_norm: Any, heads: torch.Tensor) -> torch.Tensor:
+    if rms_norm is None:
         return heads
-    if norm.normalized_shape[0] == heads.shape[-1]:
-        return norm(heads)
-    return norm(heads.flatten(2)).unflatten(2, heads.shape[2:])
+    if rms_norm.normalized_shape[0] == heads.shape[-1]:
+        return rms_norm(heads)
+    return rms_norm(heads.flatten(2)).unflatten(2, heads.shape[2:])
 
 
 class GqaBlock(TransformerBlock):
-    """Attention and a feed-forward network or mixture of experts, each added to the hidden states."""
+    """Attention, then a feed-forward network or experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
-        """TransformerBlock's, and norms of what attention and feed-forward network put out, if there are any."""
-
         post_attention_norm: RMSNorm.Config | None = None
+        """Norm of attention's output."""
         post_ffn_norm: RMSNorm.Config | None = None
+        """Norm of the second half's output."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.moe_enabled = config.moe is not None
-        self.attention_norm = config.attention_norm.build()
-        self.attention = config.attention.build()
-        self.ffn_norm = config.ffn_norm.build()
-        if config.moe is not None:
-            self.moe = config.moe.build()
-        elif config.feed_forward is not None:
-            self.feed_forward = config.feed_forward.build()
-        self.post_attention_norm = config.post_attention_norm.build() if config.post_attention_norm else None
-        self.post_ffn_norm = config.post_ffn_norm.build() if config.post_ffn_norm else None
+        build_parts(self, config, "attention_norm", "attention", "ffn_norm")
+        build_parts(self, config, "moe" if self.moe_enabled else "feed_forward")
+        build_parts(self, config, "post_attention_norm", "post_ffn_norm")
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Map hidden states [batch, length, dim] to hidden states."""
+        """Map hidden states [batch, length, dim] to the same shape."""
         h = self.attention(self.attention_norm(x), masks, positions)
         x = x + (h if self.post_attention_norm is None else self.post_attention_norm(h))
         h = (self.moe if self.moe_enabled else self.feed_forward)(self.ffn_norm(x))
@@ -132,14 +118,11 @@ class GqaBlock(TransformerBlock):
 
 
 class GqaDecoder(vision.Decoder):
-    """Embedding, blocks, norm and head. Not made for tensor parallelism."""
+    """Embedding, blocks, norm and head. It does not support tensor parallelism."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
-        """As vision.Decoder's."""
-
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Prepare the experts for the parallelism of `config`."""
             vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 if layer.moe is not None:
@@ -151,7 +134,7 @@ class GqaDecoder(vision.Decoder):
                     )
 
     def get_attention_masks(self, positions: torch.Tensor) -> Any:
-        """What attention needs to know of packed rows, [rows, length]; for flex attention, a mask for each window."""
+        """Return varlen metadata for packed rows [rows, length]; for flex attention, a mask by window."""
         attention = self.config.first_attention
         if isinstance(attention.inner_attention, VarlenAttention.Config):
             return create_varlen_metadata_for_document(positions)
@@ -172,28 +155,22 @@ def attention(
     window: int | None = None,
     bias: bool = False,
     output_bias: bool = False,
-    **rest: Any,
+    **fields: Any,
 ) -> Attention.Config:
-    """Make the config of an attention layer.
+    """Return the config of an attention layer with backend "flex" or "varlen".
 
-    Args:
-        hf: the model's config in transformers.
-        backend: "flex" or "varlen".
-        heads: of queries, where layers differ.
-        window: how many tokens a token sees, itself included; None for all before it.
-        bias: whether projections of queries, keys and values have one.
-        output_bias: whether the projection of outputs has one.
-        rest: further fields of `Attention.Config`.
+    `heads` is the number of query heads if it differs from the config's. `bias` applies to the projections of queries,
+    keys and values. `fields` are further fields of `Attention.Config`.
     """
     heads, size = heads or hf.num_attention_heads, hf.head_dim
     inner = get_attention_config(backend)
     if window and backend == "varlen":
-        inner.window_size = (window - 1, 0)  # tokens before this one, and after
+        inner.window_size = (window - 1, 0)  # tokens before and after this one
     return Attention.Config(
         n_heads=heads,
         n_kv_heads=hf.num_key_value_heads,
         head_dim=size,
-        # Unfused: a fused projection makes state_dict() a collective that keeps replicated copies of q, k and v.
+        # Not fused: with a fused projection, state_dict() is a collective that keeps replicated copies of q, k and v.
         qkv_linear=QKVLinear.Config(
             head_dim=size,
             wq=linear(hf.hidden_size, heads * size, bias),
@@ -202,19 +179,24 @@ def attention(
         wo=linear(heads * size, hf.hidden_size, output_bias),
         inner_attention=inner,
         window=window,
-        **rest,
+        **fields,
     )
 
 
-def model_spec(hf: Any, layers: Sequence[GqaBlock.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
-    """Make the spec of a model of these layers; `changes` replace what `ends` says of what is around them."""
+def block(hf: Any, attention: Attention.Config, **fields: Any) -> GqaBlock.Config:
+    """Return the config of a block with norms before both halves; `fields` are the second half, and further norms."""
+    before = {name: norm(hf, hf.hidden_size) for name in ("attention_norm", "ffn_norm")}
+    return GqaBlock.Config(**before, attention=attention, **fields)
+
+
+def decoder_spec(hf: Any, layers: Sequence[GqaBlock.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
+    """Return the spec of a decoder of these layers. `changes` replace fields of `common.ends`."""
     return ModelSpec(
         name="gqa",
         flavor=hf.model_type,
         model=GqaDecoder.Config(**ends(hf) | changes, layers=list(layers)),
         parallelize_fn=vision.parallelize,
         pipelining_fn=pipeline_llm,
-        # Nothing moves the biases of routers: engines choose experts by the checkpoint's.
-        post_optimizer_build_fn=None,
+        post_optimizer_build_fn=None,  # router biases are not updated: engines use the checkpoint's
         state_dict_adapter=adapter,
     )

@@ -1,7 +1,4 @@
-"""Mixtures of experts: configs of those whose router scores by sigmoid and chooses by score plus bias.
-
-Experts that are not torchtitan's SwiGLU of three matrices are put into a mixture by `routed` and `spread`.
-"""
+"""Configs of mixtures of experts, and helpers for experts that are not torchtitan's SwiGLU of three matrices."""
 
 from __future__ import annotations
 
@@ -21,8 +18,9 @@ from torchtitan.protocols.sharding import ShardingConfig
 
 from primeslurm.nn.layers.common import EXPERTS, MATRIX, ffn
 
-_KEEP_BIAS = 1e-3
-"""torchtitan has a bias only where it may move it, by so much a step. Nothing does: see gqa.model_spec."""
+# torchtitan creates the router's selection bias only if it may update it, by this much per step. But nothing calls the
+# update: engines select experts by the checkpoint's bias, so the trainer has to as well.
+_BIAS_UPDATE_RATE = 1e-3
 
 
 def sigmoid_moe(
@@ -31,63 +29,86 @@ def sigmoid_moe(
     experts: int,
     width: int,
     shared_width: int = 0,
-    normalise: bool = True,
+    normalize: bool = True,
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> MoE.Config:
-    """Make the config of the experts of a layer.
+    """Return experts whose router scores by sigmoid and selects by score plus bias.
 
     Args:
-        hf: the model's config in transformers.
-        experts: how many there are.
-        width: intermediate size of one.
-        shared_width: intermediate size of the shared ones together; 0 for none.
-        normalise: scores of the chosen experts add up to 1, before `scale`.
-        scale: factor of the chosen experts' scores.
-        groups: how many groups there are, and from how many of them a token's experts come.
+        hf: Config of transformers.
+        experts: Number of experts in a layer.
+        width: Intermediate size of one routed expert.
+        shared_width: Total intermediate size of the shared experts; 0 if there are none.
+        normalize: Whether the scores of a token's experts are scaled to add up to 1 (before `scale`).
+        scale: Factor that the selected experts' scores are multiplied by.
+        groups: Number of expert groups, and number of groups from which a token's experts come.
     """
     top_k, limited = hf.num_experts_per_tok, groups[0] > 1
     return make_moe_config(
         num_experts=experts,
-        load_balance_coeff=_KEEP_BIAS,
+        load_balance_coeff=_BIAS_UPDATE_RATE,
         router=make_router_config(
             dim=hf.hidden_size,
             num_experts=experts,
             gate_param_init=MATRIX,
             top_k=top_k,
             score_func="sigmoid",
-            route_norm=normalise,
+            route_norm=normalize,
             route_scale=scale,
             num_expert_groups=groups[0] if limited else None,
             num_limited_groups=groups[1] if limited else None,
         ),
-        routed_experts=make_routed_experts_config(
-            dim=hf.hidden_size,
-            hidden_dim=width,
-            num_experts=experts,
-            top_k=top_k,
-            param_init=EXPERTS,
-            comm_backend="standard",
-        ),
+        routed_experts=swiglu_experts(hf, experts, width),
         shared_experts=ffn(hf, shared_width) if shared_width else None,
     )
 
 
+def softmax_moe(hf: Any, *, normalize: bool, routed_experts: Any, shared_experts: Any = None) -> MoE.Config:
+    """Return experts whose router scores by softmax. `normalize` as in `sigmoid_moe`."""
+    return make_moe_config(
+        num_experts=hf.num_experts,
+        load_balance_coeff=None,  # engines know no load-balancing bias
+        router=make_router_config(
+            dim=hf.hidden_size,
+            num_experts=hf.num_experts,
+            gate_param_init=MATRIX,
+            top_k=hf.num_experts_per_tok,
+            score_func="softmax",
+            route_norm=normalize,
+        ),
+        routed_experts=routed_experts,
+        shared_experts=shared_experts,
+    )
+
+
+def swiglu_experts(hf: Any, experts: int, width: int) -> Any:
+    """Return routed SwiGLU experts."""
+    return make_routed_experts_config(
+        dim=hf.hidden_size,
+        hidden_dim=width,
+        num_experts=experts,
+        top_k=hf.num_experts_per_tok,
+        param_init=EXPERTS,
+        comm_backend="standard",
+    )
+
+
 def dense_or_moe(hf: Any, dense: bool, **experts: Any) -> dict[str, Any]:
-    """Make the second half of a `gqa.Block.Config`: a dense network, or experts, as `sigmoid_moe` takes them."""
+    """Return the second half of a `GqaBlock.Config`: a feed-forward network, or experts as in `sigmoid_moe`."""
     if dense:
         return {"feed_forward": ffn(hf, hf.intermediate_size)}
     return {"moe": sigmoid_moe(hf, width=hf.moe_intermediate_size, **experts)}
 
 
-def routed(experts: Any, top_k: int, kind: type[RoutedExperts] = RoutedExperts, **more: Any) -> Any:
-    """Make a config of `kind` that sends each token to `top_k` of `experts`, over ranks by all-to-all."""
+def routed(experts: Any, top_k: int, kind: type[RoutedExperts] = RoutedExperts, **fields: Any) -> Any:
+    """Return a config of `kind` that sends each token to `top_k` of `experts`, over ranks by all-to-all."""
     dispatcher = make_token_dispatcher_config(num_experts=experts.num_experts, top_k=top_k, comm_backend="standard")
-    return kind.Config(inner_experts=experts, token_dispatcher=dispatcher, **more)
+    return kind.Config(inner_experts=experts, token_dispatcher=dispatcher, **fields)
 
 
-def spread(moe: Any, *parameters: str) -> None:
-    """Let expert parallelism split the experts' `parameters`, by their first dimension, in a MoE config."""
+def shard_experts(moe: Any, *parameters: str) -> None:
+    """Let expert parallelism split these parameters of the experts, [experts, ...], by their first dimension."""
     layout = dict.fromkeys(parameters, expert_param_placement_sparse())
     moe.routed_experts.inner_experts.sharding_config = ShardingConfig(state_shardings=layout)
 

@@ -1,4 +1,4 @@
-"""How a decoder is spread over ranks whose layers are not all compiled as a whole."""
+"""Parallelization of decoders whose layers are not all compiled as a whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
 from torchtitan.models.common.decoder import Decoder
 
-from primeslurm.nn import compiled
+from primeslurm.nn.layers import compiled
 
 
 def parallelize(
@@ -21,10 +21,8 @@ def parallelize(
     ac_config: ActivationCheckpointing.Config | None,
     dump_folder: str,
 ) -> Decoder:
-    """Spread experts, checkpoint activations, compile and shard, as torchtitan does for DeepSeek-V3.
-
-    Context parallelism needs nothing here: layers exchange through the context that they are given.
-    """
+    """Apply EP, activation checkpointing, torch.compile and FSDP, as torchtitan does for DeepSeek-V3."""
+    # Context parallelism needs nothing here: layers communicate through the context that is passed to them.
     if parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     if ac_config is not None:

@@ -1,8 +1,8 @@
-"""Layers with a running state, over packed rows: a document never sees the state that the one before it left.
+"""Recurrences over packed rows: no document sees the state that an earlier one left.
 
-Everything is computed in chunks: within a chunk all pairs of positions at once, between chunks one state per head.
-That a document begins shows in `positions`, which restart at 0; no loop over documents, no copy to the host. Every
-function takes what an earlier part of the rows left, and returns what a later part needs.
+Within a chunk all pairs of positions are computed at once; between chunks there is one state per head. Documents are
+recognized by `positions`, which restart at 0, so there is no loop over documents and no copy to the host. Every
+function takes the state before the rows, and returns the state after them.
 
 Shapes: B rows, L positions, H heads, C chunks, l and s positions in a chunk.
 """
@@ -19,19 +19,19 @@ from primeslurm.nn.kernels import elementwise
 
 @dataclass(frozen=True)
 class Chunks:
-    """What a position of a chunk has in common with other positions, as masks."""
+    """Masks of the positions in chunks."""
 
     pairs: torch.Tensor
     """[B, C, l, s]: s is not after l, and in the same document."""
     entered: torch.Tensor
-    """[B, C, l]: in the document that the chunk before ended with, whose state it therefore sees. In the first chunk:
-    in no document that begins in these rows."""
+    """[B, C, l]: l is in the document with which the previous chunk ended, so it sees that chunk's state. In the first
+    chunk: l is in a document that began before these rows."""
     left: torch.Tensor
-    """[B, C, l]: in the document that the chunk ends with, into whose state it therefore goes."""
+    """[B, C, l]: l is in the document with which the chunk ends, so it contributes to the state."""
 
 
 def chunks(positions: torch.Tensor, size: int) -> Chunks:
-    """Make masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
+    """Return masks for rows of `positions` [B, L] in chunks of `size`. The last chunk is padded."""
     documents = in_chunks((positions == 0).cumsum(dim=1), size)
     previous = F.pad(documents[:, :-1, -1:], (0, 0, 1, 0))
     causal = torch.ones(size, size, dtype=torch.bool, device=positions.device).tril()
@@ -43,21 +43,19 @@ def chunks(positions: torch.Tensor, size: int) -> Chunks:
 
 
 def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """Cut [B, L, ...] into [B, C, size, ...], filled up with zeros."""
+    """Split [B, L, ...] into [B, C, size, ...], padded with zeros."""
     missing = -values.shape[1] % size
-    filled = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
-    return filled.unflatten(1, (-1, size))
+    padded = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
+    return padded.unflatten(1, (-1, size))
 
 
 def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """How much of what position s added is left at position l, [..., l, s]; 0 where l does not see s.
+    """Return the share of position s's contribution that is left at position l, [..., l, s]; 0 outside `pairs`.
 
-    Args:
-        total: sums of log decays from a chunk's beginning, [..., l].
-        pairs: who sees whom, [..., l, s].
+    `total` [..., l] are sums of log decays from the start of the chunk.
     """
-    # A position's own share does not depend on decays: left in, its large gradient would cancel but for rounding,
-    # which is more than the gradients of strong decays are.
+    # The diagonal does not depend on decays. Left in, its large gradients would cancel except for rounding errors, and
+    # those exceed the gradients of strong decays.
     passed = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril(-1)
     return passed.masked_fill(~pairs, -torch.inf).exp()
 
@@ -65,33 +63,26 @@ def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A depthwise convolution over each document's past, and SiLU.
+    """Apply a depthwise convolution over each document's past, and SiLU. Return outputs and the last width - 1 inputs.
 
-    Args:
-        x: [B, L, H, channels].
-        weight: [H, channels, width]; the last column is for the position itself.
-        bias: [H, channels].
-        positions: [B, L].
-        before: the width - 1 inputs before x.
-
-    Returns:
-        Outputs, and the last width - 1 inputs.
+    Shapes: x [B, L, H, channels], weight [H, channels, width] with the position itself last, bias [H, channels].
+    `before` are the width - 1 inputs before x.
     """
     inputs = torch.cat([before, x], dim=1)
-    chain = elementwise.fused(convolved) if elementwise.fits(x) else convolved
-    return chain(inputs, weight, bias, positions), inputs[:, x.shape[1] :].clone()
+    convolve = elementwise.fused(convolved) if elementwise.fits(x) else convolved
+    return convolve(inputs, weight, bias, positions), inputs[:, x.shape[1] :].clone()
 
 
 def convolved(
     inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
 ) -> torch.Tensor:
-    """What `causal_conv` returns first, of inputs with those before them, [B, width - 1 + L, H, channels]."""
+    """Return the outputs of `causal_conv` for inputs with those before them, [B, width - 1 + L, H, channels]."""
     length, width = positions.shape[1], weight.shape[-1]
     out = inputs[:, width - 1 :] * weight[..., -1]
     for back in range(1, width):
         earlier = inputs[:, width - 1 - back :][:, :length]
-        reachable = (positions >= back)[..., None, None]
-        out = out + torch.where(reachable, earlier, 0) * weight[..., -1 - back]
+        same_document = (positions >= back)[..., None, None]
+        out = out + torch.where(same_document, earlier, 0) * weight[..., -1 - back]
     return F.silu(out if bias is None else out + bias)
 
 
@@ -105,25 +96,15 @@ def state_space(
     state: torch.Tensor,
     size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The selective state space of Mamba-2: state = exp(dt * decay) * state + dt * x b^T, and out = state c.
+    """Compute Mamba-2's selective state space: state = exp(dt * decay) * state + dt * x b^T, out = state c.
 
-    Args:
-        x: [B, L, H, head_dim].
-        dt: time steps, [B, L, H].
-        decay: of each head, negative, [H].
-        b: into the state, [B, L, groups, state]; consecutive heads share a group.
-        c: out of the state, of the shape of b.
-        positions: [B, L].
-        state: that the rows before left, [B, H, state, head_dim].
-        size: positions in a chunk.
-
-    Returns:
-        Outputs as float32, of the shape of x, and the state that these rows leave. If `size` does not divide L, no
-        state that anything could follow on.
+    Return outputs in float32 of x's shape, and the state after the rows, which is valid only if the chunk's `size`
+    divides L. Shapes: x [B, L, H, head_dim], dt [B, L, H], decay (negative) [H], b and c [B, L, groups, state], where
+    consecutive heads share a group, and state before the rows [B, H, state, head_dim].
     """
     length, groups = x.shape[1], b.shape[2]
-    where = chunks(positions, size)
-    pairs, entered, left = (mask[:, :, None, None] for mask in (where.pairs, where.entered, where.left))
+    masks = chunks(positions, size)
+    pairs, entered, left = (mask[:, :, None, None] for mask in (masks.pairs, masks.entered, masks.left))
     dt = dt.float()
     # [B, C, groups, heads of a group, l, ...]
     steps = in_chunks(dt * decay.float(), size).movedim(-1, 2).unflatten(2, (groups, -1))
@@ -156,25 +137,15 @@ def gated_delta_rule(
     state: torch.Tensor,
     size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gated delta rule: state decays, forgets what it holds for k by beta, and learns v for k; out = q state.
+    """Compute the gated delta rule (arXiv 2412.06464): the state decays, and its value for k moves towards v by beta.
 
-    Args:
-        q: [B, L, H, key_dim]; it is normalised here.
-        k: of the shape of q; it is normalised here.
-        v: [B, L, H, value_dim].
-        log_decay: not positive, [B, L, H].
-        beta: in (0, 1), [B, L, H].
-        positions: [B, L].
-        state: that the rows before left, [B, H, key_dim, value_dim].
-        size: positions in a chunk.
-
-    Returns:
-        Outputs as float32, of the shape of v, and the state that these rows leave. If `size` does not divide L, no
-        state that anything could follow on.
+    Return outputs in float32 of v's shape, and the state after the rows, which is valid only if the chunk's `size`
+    divides L. Shapes: q and k (both are normalized here) [B, L, H, key_dim], v [B, L, H, value_dim], log_decay (not
+    positive) and beta (between 0 and 1) [B, L, H], state before the rows [B, H, key_dim, value_dim].
     """
     length = v.shape[1]
-    where = chunks(positions, size)
-    pairs, entered, left = (mask.unsqueeze(2) for mask in (where.pairs, where.entered, where.left))
+    masks = chunks(positions, size)
+    pairs, entered, left = (mask.unsqueeze(2) for mask in (masks.pairs, masks.entered, masks.left))
     q, k = (values.float() * torch.rsqrt(values.float().square().sum(-1, keepdim=True) + 1e-6) for values in (q, k))
     beta = beta.float().unsqueeze(-1)
     q = q * q.shape[-1] ** -0.5
@@ -185,10 +156,11 @@ def gated_delta_rule(
     between = decays(total, pairs)
     from_start = total.masked_fill(~entered, -torch.inf).exp().unsqueeze(-1)
     to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp().unsqueeze(-1)
-    # What each position really learns: for an empty state, and for each dimension of the state that enters the chunk.
+    # A position's update depends on those of earlier positions in the chunk: solve for all of them. `from_zero` is the
+    # update for an empty state; the update for state S is from_zero - per_state @ S.
     system = k_beta @ k.transpose(-1, -2) * between
-    both = torch.cat([v_beta, k_beta * from_start], dim=-1)
-    learned, known = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
+    right = torch.cat([v_beta, k_beta * from_start], dim=-1)
+    from_zero, per_state = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True).split(
         [v.shape[-1], k.shape[-1]], dim=-1
     )
     attention = q @ k.transpose(-1, -2) * between
@@ -196,7 +168,7 @@ def gated_delta_rule(
 
     outs = []
     for index in range(q.shape[1]):
-        new = learned[:, index] - known[:, index] @ state
-        outs.append(read[:, index] @ state + attention[:, index] @ new)
-        state = state * from_start[:, index, :, -1:] + write[:, index] @ new
+        update = from_zero[:, index] - per_state[:, index] @ state
+        outs.append(read[:, index] @ state + attention[:, index] @ update)
+        state = state * from_start[:, index, :, -1:] + write[:, index] @ update
     return torch.stack(outs, dim=1).movedim(2, -2).flatten(1, 2)[:, :length], state

@@ -1,4 +1,4 @@
-"""Rotary position embeddings of any kind whose frequencies do not depend on the sequence."""
+"""Rotary position embeddings with every scaling whose frequencies do not depend on the length of the sequence."""
 
 from __future__ import annotations
 
@@ -12,30 +12,25 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from primeslurm.nn.layers.common import refuse
 
-KINDS = ("default", "linear", "llama3", "yarn")
-"""Kinds of scaling whose frequencies are the same for every length."""
+SCALINGS = ("default", "linear", "llama3", "yarn")
 
 
 class Rotary(Module):
-    """Rotates the first `2 * len(inverse_frequencies)` values of every head: of its two halves, or neighbours.
+    """Rotates the first `2 * len(inverse_frequencies)` values of every head.
 
-    What it returns is in the rotate-half order, whichever pairs were rotated: attention's scores are the same.
-
-    Angles are computed from the positions: a table for every position would cost each layer 134 MB at 131072
-    positions and heads of 128.
+    The result is in the rotate-half order even if neighbors were rotated: attention scores are the same in any order.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """Frequencies, one for each pair of dimensions, and what is done with them."""
-
         inverse_frequencies: tuple[float, ...]
+        """One per pair of values."""
         scale: float = 1.0
         """Factor of sine and cosine (YaRN's attention factor)."""
         axes: tuple[int, ...] = ()
-        """Which position of an image's tokens turns each of these frequencies: 0 time, 1 height, 2 width."""
+        """For each frequency, the coordinate of image tokens that it rotates by: 0 time, 1 height, 2 width."""
         interleaved: bool = False
-        """A pair is two neighbours, not one value of each half."""
+        """Pairs are neighbors. False: a pair is one value of each half."""
 
     inverse_frequencies: torch.Tensor
 
@@ -47,12 +42,13 @@ class Rotary(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate queries and keys, [batch, length, heads, head_dim], by positions.
+        """Rotate queries and keys [batch, length, heads, head_dim].
 
-        These are [batch, length], or with images [batch, length, 4], as `vision.Decoder` has them.
+        `positions` are [batch, length], or with images [batch, length, 4] as in `vision.Decoder`.
         """
-        own = positions.unsqueeze(-1) if positions.ndim == 2 else positions[..., 1:][..., self.config.axes]
-        angles = own.unsqueeze(-2).float() * self.inverse_frequencies
+        # No table of angles: at 131072 positions and heads of 128 it would cost every layer 134 MB.
+        by_axis = positions.unsqueeze(-1) if positions.ndim == 2 else positions[..., 1:][..., self.config.axes]
+        angles = by_axis.unsqueeze(-2).float() * self.inverse_frequencies
         angles = torch.cat([angles, angles], dim=-1)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.scale
         size = angles.shape[-1]
@@ -68,36 +64,31 @@ class Rotary(Module):
 
 
 def _by_halves(heads: torch.Tensor) -> torch.Tensor:
-    """Values at even places, then those at odd ones."""
+    """Return the values at even indices, then those at odd ones."""
     return heads.unflatten(-1, (-1, 2)).mT.flatten(-2)
 
 
 def rotary(hf: Any, layer_type: str | None = None, *, interleaved: bool = False) -> Rotary.Config:
-    """Make the rotary embedding of a config, or of one of its layer types where they differ.
-
-    Args:
-        hf: the model's config in transformers.
-        layer_type: which of its layers.
-        interleaved: whether neighbours are pairs.
+    """Return the rotary embedding of a config of transformers, or of one of its layer types.
 
     Raises:
-        ValueError: the kind of scaling is not supported.
+        ValueError: The kind of scaling is not supported.
     """
     parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
-    kind = parameters["rope_type"]
-    refuse(hf, **{"RoPE scaling": "" if kind in KINDS else kind})
-    rest: dict[str, Any] = {"axes": _axes(hf, parameters), "interleaved": interleaved}
-    if kind != "default":
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
-        return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale, **rest)
+    scaling = parameters["rope_type"]
+    refuse(hf, **{"RoPE scaling": "" if scaling in SCALINGS else scaling})
+    fields: dict[str, Any] = {"axes": _axes(hf, parameters), "interleaved": interleaved}
+    if scaling != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[scaling](hf, torch.device("cpu"), layer_type=layer_type)
+        return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale, **fields)
     size = int(hf.head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float) / size
     frequencies = 1.0 / parameters["rope_theta"] ** exponents
-    return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), **rest)
+    return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), **fields)
 
 
 def _axes(hf: Any, parameters: Any) -> tuple[int, ...]:
-    """Frequencies take turns: time, height, width, time ... until those of height and width have theirs."""
+    """Return the axes of interleaved MRoPE: time, height, width, time, ... until height and width have theirs."""
     sections = parameters.get("mrope_section")
     if sections is None:
         return ()

@@ -1,7 +1,7 @@
-"""What a recurrent layer does between its projections: each head for itself, along whole rows, one part after another.
+"""Recurrent layers between their projections, computed per head in segments of rows.
 
-Only what a part begins with is kept for the backward pass, which computes a part's inside anew when it gets there. So
-memory inside does not grow with rows, and what is kept of a token is little more than the layer's projections.
+Only the state at the start of each segment is kept for the backward pass, which recomputes the segment. Memory inside a
+segment therefore does not grow with the rows, and a token costs little more than the layer's projections.
 """
 
 from __future__ import annotations
@@ -10,70 +10,63 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from primeslurm.nn.block_sizes import KERNEL_CHUNK_TOKENS, RECURRENCE_CHUNK_TOKENS
-from primeslurm.nn.kernels import linear_attention
+from primeslurm.nn.block_sizes import KERNEL_SEGMENT_TOKENS, SEGMENT_TOKENS
+from primeslurm.nn.kernels import elementwise, linear_attention
 from primeslurm.nn.layers.recurrence import causal_conv
 
 NO_BIASES = (None, None, None)
-"""Of convolutions that have none."""
+"""Biases of the three convolutions if there are none."""
 
 Tensors = Sequence[torch.Tensor]
 Parameters = Sequence[torch.Tensor | None]
 Step = Callable[[Tensors, Tensors], tuple[torch.Tensor, Tensors]]
+Gating = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 class HeadScan(nn.Module):
     """Short convolutions of queries, keys and values, then a recurrence whose states map keys to values.
 
-    It has no parameters: it is told those of its heads. Heads are counted along dimension 2 of what comes by token and
-    dimension 0 of what comes by head. Values have all heads, the others may have fewer: consecutive heads share one.
+    It has no parameters: the layer passes those of the heads that this rank computes. Queries and keys may have fewer
+    heads than values: consecutive heads of values then share one.
     """
 
     def __init__(self, heads: int, chunk: int) -> None:
         super().__init__()
         self.heads = heads
-        """Of the whole layer."""
+        """Number of heads of the whole layer."""
         self.chunk = chunk
-        """Positions that are computed at once."""
+        """Positions that the recurrence computes at once."""
 
     def forward(self, by_token: Tensors, by_head: Parameters, positions: torch.Tensor) -> torch.Tensor:
-        """Run along rows.
+        """Return outputs in float32, [rows, length, heads, value size].
 
-        Args:
-            by_token: queries, keys, values, and what `recur` takes, [rows, length, heads, ...].
-            by_head: weights and biases (if there are any) of the three convolutions, and parameters of `recur`,
-                [heads, ...].
-            positions: [rows, length]; state and convolution begin anew where they are 0.
-
-        Returns:
-            Outputs as float32, [rows, length, heads, value size].
+        `by_token` are queries, keys, values and further inputs of `recur`, [rows, length, heads, ...]. `by_head` are
+        the weights of the three convolutions, their biases (or None) and the parameters of `recur`, [heads, ...]. State
+        and convolution start at zero wherever `positions` [rows, length] are 0.
         """
-        width = _existing(by_head[0]).shape[-1]
+        width = _present(by_head[0]).shape[-1]
         k, v = by_token[1:3]
         state = v.new_zeros(len(v), v.shape[2], k.shape[-1], v.shape[-1], dtype=torch.float32)
-        before = [part.new_zeros(len(part), width - 1, *part.shape[2:]) for part in by_token[:3]]
+        before = [tensor.new_zeros(len(tensor), width - 1, *tensor.shape[2:]) for tensor in by_token[:3]]
 
         def step(carried: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
             return self._step(carried, inputs[:-1], by_head, inputs[-1])
 
-        tokens = KERNEL_CHUNK_TOKENS if linear_attention.fits(by_token[:3]) else RECURRENCE_CHUNK_TOKENS
-        return in_parts(step, (*before, state), (*by_token, positions), self.chunk, tokens)
+        tokens = KERNEL_SEGMENT_TOKENS if linear_attention.fits(by_token[:3]) else SEGMENT_TOKENS
+        return in_segments(step, (*before, state), (*by_token, positions), self.chunk, tokens)
 
     @abstractmethod
     def recur(
         self, mixed: Tensors, rest: Tensors, parameters: Tensors, positions: torch.Tensor, state: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of a part of the rows, and the state it leaves.
+        """Return the outputs of a segment and the state after it, [rows, heads, key size, value size].
 
-        Args:
-            mixed: queries, keys and values.
-            rest: what else came by token.
-            parameters: what else came by head.
-            positions: [rows, length].
-            state: [rows, heads, key size, value size].
+        `mixed` are queries, keys and values after the convolutions; `rest` and `parameters` are the further inputs by
+        token and by head.
         """
 
     def _step(
@@ -81,40 +74,66 @@ class HeadScan(nn.Module):
     ) -> tuple[torch.Tensor, Tensors]:
         *before, state = carried
         convolved = [
-            causal_conv(part, _existing(weight), bias, positions, past)
-            for part, weight, bias, past in zip(by_token[:3], by_head[:3], by_head[3:6], before, strict=True)
+            causal_conv(values, _present(weight), bias, positions, past)
+            for values, weight, bias, past in zip(by_token[:3], by_head[:3], by_head[3:6], before, strict=True)
         ]
         mixed, after = zip(*convolved, strict=True)
-        out, state = self.recur(mixed, by_token[3:], [_existing(p) for p in by_head[6:]], positions, state)
+        out, state = self.recur(mixed, by_token[3:], [_present(p) for p in by_head[6:]], positions, state)
         return out, (*after, state)
 
 
-def _existing(parameter: torch.Tensor | None) -> torch.Tensor:
+def _present(parameter: torch.Tensor | None) -> torch.Tensor:
     assert parameter is not None
     return parameter
 
 
-def in_parts(
-    step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1, tokens: int = RECURRENCE_CHUNK_TOKENS
+def in_segments(
+    step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1, tokens: int = SEGMENT_TOKENS
 ) -> torch.Tensor:
-    """Run `step(carried, inputs)` over parts of rows, and again in the backward pass.
+    """Run `step(carried, inputs)` over segments of inputs [rows, length, ...], and again in the backward pass.
 
-    Args:
-        step: returns outputs, and what it carries to the next part.
-        carried: for the first part.
-        inputs: [rows, length, ...] each.
-        chunk: a part has a multiple of so many positions.
-        tokens: of a part, in all rows together.
+    A step returns outputs, and the tensors to carry to the next segment. A segment has about `tokens` tokens over all
+    rows, and its length is a multiple of `chunk`.
     """
     size = max(tokens // len(inputs[0]) // chunk, 1) * chunk
-    count = len(inputs)  # checkpoints keep `run`: it must not know whole rows, which may be computed anew themselves
+    # Checkpoints keep `run` alive, so it must not hold whole rows: those may be recomputed themselves.
+    count = len(inputs)
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         out, after = step(tensors[:-count], tensors[-count:])
         return (out, *after)
 
     outs = []
-    for part in zip(*(tensor.split(size, dim=1) for tensor in inputs), strict=True):
-        out, *carried = checkpoint(run, *carried, *part, use_reentrant=False, preserve_rng_state=False)
+    for segment in zip(*(tensor.split(size, dim=1) for tensor in inputs), strict=True):
+        out, *carried = checkpoint(run, *carried, *segment, use_reentrant=False, preserve_rng_state=False)
         outs.append(out)
     return torch.cat(outs, dim=1)
+
+
+def gated(gating: Gating, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Apply norm and gate (`normed_before` or `normed_after`) between a recurrence and the projection after it.
+
+    x (float32) and gate are [rows, length, groups, size], and the norm's weight is [size] or [groups, size]. Each group
+    is normalized by itself. The result has the gate's dtype.
+    """
+    if elementwise.fits(gate):  # one kernel, which keeps only its inputs
+        return elementwise.fused(gating)(x, gate, weight, eps)
+
+    def segment(_: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
+        return gating(inputs[0], inputs[1], weight, eps), ()
+
+    return in_segments(segment, (), (x, gate))
+
+
+def normed_before(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Normalize, then gate (gated delta nets)."""
+    return (weight.float() * _normed(x, eps) * F.silu(gate.float())).to(gate.dtype)
+
+
+def normed_after(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Gate, then normalize (Mamba-2)."""
+    return (weight.float() * _normed(x * F.silu(gate.float()), eps)).to(gate.dtype)
+
+
+def _normed(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

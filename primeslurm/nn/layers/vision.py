@@ -1,13 +1,12 @@
-"""Decoders that see: an encoder of images beside the language model, as Qwen3-VL and Qwen3.5 have it.
+"""Decoders with a vision encoder, as in Qwen3-VL and Qwen3.5.
 
-The encoder is transformers' own. What it makes of an image takes the place of the embeddings of the image's
-placeholder tokens; Qwen3-VL also adds what earlier layers of the encoder made to the hidden states after the first
-layers of the decoder (DeepStack, arXiv 2406.04334). A token of an image has three positions: time, height and width.
+The encoder is transformers' own. Its features replace the embeddings of an image's placeholder tokens. Qwen3-VL also
+adds features of earlier encoder layers to the hidden states after the first decoder layers (DeepStack, arXiv
+2406.04334). A token of an image has three coordinates: time, height and width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,37 +20,34 @@ from transformers import AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from primeslurm.nn import compat
-from primeslurm.nn.adapters.table import TableAdapter
 
 
 @dataclass(frozen=True)
 class VisionInput:
-    """The images of some packed rows, and where they are in them."""
+    """The images of some packed rows, and their place in the rows."""
 
     pixels: torch.Tensor
-    """[patches, values], the patches of all images one after the other."""
+    """[patches, values], all images one after the other."""
     grids: torch.Tensor
-    """[images, 3]: how many patches each image has in time, height and width."""
+    """[images, 3]: patches of each image in time, height and width."""
     features: torch.Tensor
-    """[rows, length]: which of the encoder's outputs a token stands for; -1 for text."""
+    """[rows, length]: index of the encoder's output that a token stands for; -1 for text."""
     coordinates: torch.Tensor
-    """[rows, length, 3]: positions of a token in time, height and width; equal in text."""
+    """[rows, length, 3]: time, height and width of a token; all equal for text."""
 
     def spread(self, outputs: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """Spread the encoder's outputs [tokens of images, dim] over rows; other tokens keep `text` [rows, len, dim]."""
-        own = outputs.to(text.dtype)[self.features.clamp(min=0)]
-        return torch.where((self.features >= 0).unsqueeze(-1), own, text)
+        """Put the encoder's outputs [image tokens, dim] into rows. Other tokens keep `text` [rows, length, dim]."""
+        by_token = outputs.to(text.dtype)[self.features.clamp(min=0)]
+        return torch.where((self.features >= 0).unsqueeze(-1), by_token, text)
 
 
 class VisionEncoder(Module):
-    """The encoder of images as transformers has it."""
+    """The vision encoder of transformers."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        """What is built, and whether it is trained."""
-
         hf: Any
-        """A transformers config."""
+        """Config of transformers."""
         frozen: bool = True
 
     def __init__(self, config: Config) -> None:
@@ -60,20 +56,21 @@ class VisionEncoder(Module):
         self.encoder = AutoModel.from_config(hf).requires_grad_(not config.frozen)
         self.frozen = config.frozen
         self.merge = int(hf.spatial_merge_size)
-        """A token stands for so many patches in height, and as many in width."""
+        """Patches per token, in height and in width."""
         self.patch_values = int(hf.in_channels * hf.temporal_patch_size * hf.patch_size**2)
 
     def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Compute features of all images, [tokens, dim], and those to be added after first layers of the decoder."""
+        """Return the features of all images [tokens, dim], and those to add after the first decoder layers."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             out = self.encoder(pixels, grid_thw=grids, return_dict=True)
         return out.pooler_output, *(getattr(out, "deepstack_features", None) or ())
 
     def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
         for parameter in self.encoder.parameters():
-            parameter._is_hf_initialized = True  # by this, transformers leaves it alone
+            parameter._is_hf_initialized = True  # makes transformers skip it
         self.encoder.init_weights()
-        for module in self.encoder.modules():  # parameters may be in host memory
+        # Buffers only: the parameters may be in host memory.
+        for module in self.encoder.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(buffer_device))
 
@@ -83,8 +80,6 @@ class Decoder(titan.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Decoder.Config):
-        """Decoder's of torchtitan, and the encoder, if there is one."""
-
         vision: VisionEncoder.Config | None = None
 
     def __init__(self, config: Config) -> None:
@@ -92,16 +87,12 @@ class Decoder(titan.Decoder):
         self.vision: Any = config.vision.build() if config.vision else None
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        attention_masks: Any,
-        images: VisionInput | None = None,
+        self, tokens: torch.Tensor, positions: torch.Tensor, attention_masks: Any, images: VisionInput | None = None
     ) -> Any:
-        """Map tokens [rows, length] to what the head makes of them.
+        """Return the head's output for tokens [rows, length].
 
-        Layers get `positions` as they are given, [rows, length]; with images, those and the three coordinates of each
-        token, [rows, length, 4].
+        Layers get `positions` [rows, length]. With images they get [rows, length, 4]: the position, then the three
+        coordinates of each token.
         """
         hidden = self.tok_embeddings(tokens)
         deep: list[torch.Tensor] = []
@@ -117,12 +108,12 @@ class Decoder(titan.Decoder):
 
 
 def document_positions(positions: torch.Tensor) -> torch.Tensor:
-    """Return positions [rows, length] in documents, out of the positions that layers get."""
+    """Return the positions within documents [rows, length] from the `positions` that layers get."""
     return positions if positions.ndim == 2 else positions[..., 0]
 
 
 def parallelize(model: Any, *, parallel_dims: Any, training: Any, parallelism: Any, ac_config: Any, **rest: Any) -> Any:
-    """Shard the encoder block by block, and the rest as torchtitan does."""
+    """Shard the vision encoder block by block, and the decoder as torchtitan shards Qwen3."""
     if model.vision is not None:
         _shard(model.vision, parallel_dims, training, parallelism.fsdp_reshard_after_forward != "never")
         if ac_config is not None and not model.vision.frozen:
@@ -144,33 +135,7 @@ def _shard(vision: VisionEncoder, dims: Any, training: Any, reshard: bool) -> No
     }
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=not compat.ON_CPU)
-    for block in _blocks(vision):
-        fully_shard(block, **options)
+    for module in vision.encoder.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, **options)
     fully_shard(vision, **options)
-
-
-def _blocks(vision: VisionEncoder) -> Iterator[Any]:
-    return (module for module in vision.encoder.modules() if isinstance(module, GradientCheckpointingLayer))
-
-
-class VisionAdapter(TableAdapter):
-    """Names of checkpoints that hold an encoder beside the language model."""
-
-    def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
-        vision, rest = _divided(state_dict, _OURS)
-        return super().to_hf(rest) | {_THEIRS + name: tensor for name, tensor in vision.items()}
-
-    def from_hf(self, hf_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
-        vision, rest = _divided(hf_state_dict, _THEIRS)
-        return super().from_hf(rest) | {_OURS + name: tensor for name, tensor in vision.items()}
-
-
-_OURS, _THEIRS = "vision.encoder.", "model.visual."
-
-
-def _divided(tensors: dict[str, torch.Tensor], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Those whose names begin with `prefix`, without it, and the others."""
-    inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return inside, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}

@@ -1,1 +1,1 @@
-"""From groups to the rows that trainer ranks ask for."""
+"""Turns groups into batches: filters, credit, packing into rows, and the shards of the trainer's ranks."""

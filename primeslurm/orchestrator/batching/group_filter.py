@@ -1,61 +1,72 @@
-"""What becomes of complete groups: which are trained, and what all of them say about their environments."""
+"""Decides which rollouts of a complete group are trained, and counts filtered rollouts per environment."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from primeslurm.base.files import read_json
+from primeslurm.base.model_files import model_directory
 from primeslurm.orchestrator.algorithms import Algorithm
-from primeslurm.orchestrator.batching.filters import has_advantage, rollout_filters, sift
+from primeslurm.orchestrator.batching.length_penalties import apply_length_penalty
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.filters import Filters, Gibberish, Length, Repetition, Truncated, ZeroAdvantage
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.training import NothingKept
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
+from primeslurm.wire.batches.rollouts import Bool, Rollout
 
+log = logging.getLogger(__name__)
+
+# The token sequences of one rollout
+Sequences = tuple[Rollout, ...]
 ZERO_ADVANTAGE = "zero_advantage"
+# Reason of a group that the filters of rollouts leave empty
 FILTERED = "filtered"
-"""Why a group is rejected of which filters leave nothing."""
+# Write an event whenever this many batches' worth of consecutive rollouts were rejected
 REJECTED_BATCHES = 4
-"""So many batches' worth of rollouts in a row, of which nothing is kept, are told of."""
+# Advantages below this fraction of the largest reward are zero: the mean of equal rewards is off in its last bit.
+ROUNDING = 1e-6
+
+
+@dataclass(frozen=True)
+class RolloutFilter:
+    """A filter of single rollouts."""
+
+    name: str
+    action: str
+    applies: Callable[[Sequences], bool]
+
+
+class FilterVerdict(NamedTuple):
+    """The decision about a complete group."""
+
+    trained: RolloutGroup | None  # The part that is trained. None: the group is rejected.
+    rejected: str  # Reason of the rejection, as the suffix of its counter
+    filtered: Counter[str]  # Rollouts by filter that applied to them; for zero_advantage, groups
 
 
 @dataclass
 class _Tally:
-    """Of one environment since the last row."""
+    """Counts of one environment since the last row of metrics."""
 
     rewards: list[float] = field(default_factory=list)
     groups: int = 0
     rejected: int = 0
     filtered: Counter[str] = field(default_factory=Counter)
-    """Rollouts by filter; for zero_advantage, groups."""
-
-
-class FilterVerdict(NamedTuple):
-    """What is to become of a complete group."""
-
-    kept: RolloutGroup | None
-    """What of it is trained; None if it is rejected."""
-    reason: str
-    """Why it is rejected, as a word for its counter."""
-    filtered: Counter[str]
-    """Rollouts by filter that applied to them; for zero_advantage, groups."""
 
 
 class GroupFilter:
-    """Decides about each complete group, once, and counts.
-
-    Args:
-        recipe: of the run.
-        algorithm: which may reject groups, too.
-        curricula: which learn from every group, whether it is trained or not.
-        journal: is told when nothing is kept any more.
-    """
+    """Decides about each complete group once. Curricula learn from every group, trained or not."""
 
     def __init__(self, recipe: Recipe, algorithm: Algorithm, curricula: Curricula, journal: Journal) -> None:
         self._algorithm = algorithm
@@ -68,44 +79,46 @@ class GroupFilter:
         }
         self._zero_advantage = {each.label: _zero_advantage(recipe, each) for each in recipe.environments}
         self._tallies = {each.label: _Tally() for each in recipe.environments}
-        self._patience = REJECTED_BATCHES * recipe.orchestrator.batch_size
-        self._in_vain = 0
+        self._report_every = REJECTED_BATCHES * recipe.orchestrator.batch_size
+        # Rollouts since the last group that is trained
+        self._rejected_rollouts = 0
         self._reasons: Counter[str] = Counter()
+        # Filtered rollouts (for zero_advantage, groups) of this process, for the state file
         self.counts: Counter[str] = Counter()
-        """Rollouts by filter that applied to them (for zero_advantage, groups), of this process."""
 
     def judge(self, group: RolloutGroup) -> FilterVerdict:
-        """Find what of a complete group is trained. It looks at every token, and changes nothing: threads may call it.
+        """Apply length penalties and filters. Reads every token and changes nothing, so a thread may call it.
 
         Raises:
-            UsageError: an algorithm of the user's own made an error.
+            UsageError: The user's algorithm raised an error.
         """
-        kept, counts = sift(group, self._filters[group.environment])
-        reason = FILTERED if kept is None else self._rejection(kept, counts)
-        return FilterVerdict(kept if reason is None else None, reason or "", counts)
+        group = apply_length_penalty(group, self._environments[group.environment])
+        trained, counts = sift(group, self._filters[group.environment])
+        rejected = FILTERED if trained is None else self._rejection(trained, counts)
+        return FilterVerdict(trained if rejected is None else None, rejected or "", counts)
 
-    def note(self, group: RolloutGroup, verdict: FilterVerdict) -> RolloutGroup | str:
-        """Count a complete group, and what was found of it.
-
-        Returns:
-            The group, without what filters leave out; or why it is rejected, as a word for its counter.
-        """
+    def note(self, group: RolloutGroup, verdict: FilterVerdict) -> RolloutGroup | None:
+        """Count a group and its verdict. Returns the part that is trained."""
         tally = self._tallies[group.environment]
         tally.groups += 1
         tally.rewards += group.given_rewards
         self._curricula.learn(group)
         tally.filtered += verdict.filtered
         self.counts += Counter({f"filtered_{name}": count for name, count in verdict.filtered.items()})
-        if verdict.kept is not None:
-            self._in_vain = 0
+        if verdict.trained is not None:
+            self._rejected_rollouts = 0
             self._reasons.clear()
-            return verdict.kept
+            return verdict.trained
         tally.rejected += 1
-        self._note_rejected(len(group.rollouts), verdict.reason)
-        return verdict.reason
+        reports = self._rejected_rollouts // self._report_every
+        self._rejected_rollouts += len(group.rollouts)
+        self._reasons[verdict.rejected] += 1
+        if self._rejected_rollouts // self._report_every > reports:
+            self._journal.write(NothingKept(self._rejected_rollouts, dict(self._reasons)))
+        return None
 
     def take_metrics(self) -> Row:
-        """Compute what was seen since the last row, by environment. An environment without a group has no means."""
+        """Return the metrics of each environment since the last row; means only if it had a group."""
         row: Row = {}
         for label, tally in self._tallies.items():
             solved = self._environments[label].solved_reward
@@ -129,15 +142,88 @@ class GroupFilter:
                 return ZERO_ADVANTAGE
         return self._algorithm.rejects(group)
 
-    def _note_rejected(self, rollouts: int, reason: str) -> None:
-        before = self._in_vain // self._patience
-        self._in_vain += rollouts
-        self._reasons[reason] += 1
-        if self._in_vain // self._patience > before:
-            self._journal.write(NothingKept(self._in_vain, dict(self._reasons)))
+
+def rollout_filters(filters: Filters, model: str) -> list[RolloutFilter]:
+    """Return the filters of single rollouts. `model`: path of the policy, whose vocabulary size they may need."""
+    return [
+        RolloutFilter(each.type, each.action, _predicate(each, model))
+        for each in filters
+        if not isinstance(each, ZeroAdvantage)
+    ]
+
+
+def sift(group: RolloutGroup, filters: Sequence[RolloutFilter]) -> tuple[RolloutGroup | None, Counter[str]]:
+    """Drop and mask rollouts of a group.
+
+    Returns:
+        The rest of the group, or None if no token of it is trained; and the number of rollouts by filter that applied.
+    """
+    counts: Counter[str] = Counter()
+    rest: list[Sequences] = []
+    for rollout in group.rollouts:
+        applied = [each for each in filters if each.applies(rollout)]
+        counts.update(each.name for each in applied)
+        actions = {each.action for each in applied}
+        if "drop" not in actions:
+            rest.append(tuple(_masked(sequence) for sequence in rollout) if "mask" in actions else rollout)
+    if not any(sequence.mask.any() for rollout in rest for sequence in rollout):
+        return None, counts
+    return replace(group, rollouts=tuple(rest)), counts
+
+
+def has_advantage(group: RolloutGroup, algorithm: Algorithm, seq_len: int) -> bool:
+    """Tell whether an algorithm would train any token of a group that is alone in a batch."""
+    (credits,) = algorithm.assign([group.cut(seq_len)])
+    zero = ROUNDING * max(abs(reward) for reward in group.rewards)
+    return any(
+        bool((np.abs(credit.advantages[credit.mask]) > zero).any())
+        or (credit.cross_entropy is not None and bool((credit.cross_entropy > 0).any()))
+        for credit in credits
+    )
+
+
+def _predicate(each: Truncated | Length | Repetition | Gibberish, model: str) -> Callable[[Sequences], bool]:
+    match each:
+        case Truncated():
+            return lambda rollout: any(sequence.info.finish_reason == "length" for sequence in rollout)
+        case Length(min_tokens=min_tokens, max_tokens=max_tokens):
+            upper = math.inf if max_tokens is None else max_tokens
+            return lambda rollout: not min_tokens <= sum(int(sequence.mask.sum()) for sequence in rollout) <= upper
+        case Repetition(run=run, probability=probability):
+            return lambda rollout: any(_longest_run(one, math.log(probability)) >= run for one in rollout)
+        case Gibberish(token_id=token_id, offset=offset):
+            least = -math.log(each.vocabulary or _vocabulary_size(model) or max(token_id, 1)) - offset
+            return lambda rollout: any(_has_gibberish(one, token_id, least) for one in rollout)
+
+
+def _longest_run(sequence: Rollout, logprob: float) -> int:
+    """Return the longest run of sampled tokens above a log-probability; other tokens do not interrupt it."""
+    unsure = np.flatnonzero(sequence.logprobs[sequence.mask] <= logprob)
+    edges = np.concatenate([[-1], unsure, [int(sequence.mask.sum())]])
+    return int(np.diff(edges).max()) - 1
+
+
+def _has_gibberish(sequence: Rollout, token_id: int, logprob: float) -> bool:
+    rare: Bool = sequence.mask & (sequence.token_ids > token_id) & (sequence.logprobs < logprob)
+    return bool(rare.any())
+
+
+def _masked(sequence: Rollout) -> Rollout:
+    observed = None if sequence.observed is None else np.zeros_like(sequence.observed)
+    return replace(sequence, mask=np.zeros_like(sequence.mask), observed=observed)
+
+
+def _vocabulary_size(model: str) -> int | None:
+    directory = model_directory(model)
+    config: dict[str, Any] = (read_json(directory / "config.json") if directory else None) or {}
+    size = (config.get("text_config") or config).get("vocab_size")
+    if not isinstance(size, int):
+        log.warning("the vocabulary size of %s is unknown; the gibberish filter works without it", model)
+        return None
+    return size
 
 
 def _zero_advantage(recipe: Recipe, environment: Environment) -> str | None:
-    """What to do with an environment's groups without any advantage. Those of weight 0 are there to be measured."""
-    found = [each.action for each in recipe.filters(environment) if each.type == ZERO_ADVANTAGE]
-    return found[0] if found and environment.weight else None
+    """Return the action for groups without advantage. None for an environment of weight 0, which is only measured."""
+    actions = [each.action for each in recipe.filters(environment) if each.type == ZERO_ADVANTAGE]
+    return actions[0] if actions and environment.weight else None

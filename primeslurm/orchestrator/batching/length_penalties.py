@@ -1,4 +1,4 @@
-"""Length penalties: what traces lose of their reward, once their group is complete. See `recipe.sections`."""
+"""Length penalties: what each trace of a complete group loses of its reward. See `recipe.sections.length_penalties`."""
 
 from __future__ import annotations
 
@@ -17,39 +17,34 @@ from primeslurm.wire.batches.rollouts import Rollout
 Trace = Sequence[Rollout]
 
 
-def penalised(group: RolloutGroup, environment: Environment) -> RolloutGroup:
-    """Return a complete group whose traces know what they lose; rewards stay as the environment gave them.
-
-    Args:
-        group: whole, not cut to what can be trained.
-        environment: its own.
-    """
+def apply_length_penalty(group: RolloutGroup, environment: Environment) -> RolloutGroup:
+    """Return a complete group with the penalty of each trace. Its rewards stay as the environment gave them."""
     penalty = environment.length_penalty
     if penalty is None:
         return group
     by_agent: dict[str, list[Trace]] = defaultdict(list)
     for trace in group.traces:
         by_agent[trace[0].info.agent].append(trace)
-    lost = {
+    losses = {
         id(trace[0]): amount
         for traces in by_agent.values()
         for trace, amount in zip(traces, amounts(traces, penalty, environment.solved_reward), strict=True)
     }
     rollouts = tuple(
-        tuple(_losing(sequence, lost[id(trace[0])]) for trace in traces_of(rollout) for sequence in trace)
+        tuple(_with_penalty(sequence, losses[id(trace[0])]) for trace in traces_of(rollout) for sequence in trace)
         for rollout in group.rollouts
     )
     return replace(group, rollouts=rollouts)
 
 
 def amounts(traces: Sequence[Trace], penalty: LengthPenalty, solved_reward: float) -> list[float]:
-    """What each trace loses, among all of an agent in a group. Negative: it gains."""
+    """Return the penalty of each trace, compared with all traces of its agent in the group; negative for a bonus."""
     lengths = np.array([sum(int(sequence.mask.sum()) for sequence in trace) for trace in traces], np.float64)
     rewards = np.array([trace[0].info.reward for trace in traces], np.float64)
     match penalty:
         case Overlong():
-            over = lengths - (penalty.max_tokens - penalty.buffer)
-            lost = penalty.factor * np.clip(over / penalty.buffer, 0, 1)
+            excess = lengths - (penalty.max_tokens - penalty.buffer)
+            lost = penalty.factor * np.clip(excess / penalty.buffer, 0, 1)
         case Relative():
             spread = lengths.max() - lengths.min()
             share = 0.5 - (lengths - lengths.min()) / spread if spread else np.zeros(len(lengths))
@@ -61,5 +56,5 @@ def amounts(traces: Sequence[Trace], penalty: LengthPenalty, solved_reward: floa
     return [float(value) for value in lost]
 
 
-def _losing(sequence: Rollout, amount: float) -> Rollout:
+def _with_penalty(sequence: Rollout, amount: float) -> Rollout:
     return replace(sequence, info=msgspec.structs.replace(sequence.info, length_penalty=amount))

@@ -1,11 +1,11 @@
-"""Documents into rows, and rows into what each rank gets of them, as frames. Pure; the same for the same input.
+"""Packs documents into rows, and encodes the rows of each rank as frames. Pure, and deterministic.
 
-First fit decreasing says how many rows of seq_len there have to be. Every rank needs as many as every other, as all
-compute in step; where rows may differ in length, documents are then spread over all of them, so that no rank computes a
-full row beside others' empty ones.
+First-fit decreasing finds the number of rows of seq_len tokens. Every rank gets the same number, because all ranks
+compute in step. Where rows may differ in length, documents are then spread over all rows, so that no rank computes a
+full row beside empty ones.
 
-Routed experts are nearly all of a large batch, and are not copied: their frames are views of the rollouts' own arrays,
-or say where in a file they are.
+Routed experts are most of a large batch, and are not copied: their frames are views of the rollouts' arrays, or ranges
+of a file.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from primeslurm.wire.batches.rollouts import BatchInfo, Bool, Float32, ImageSpan
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
 
+# In a document of this many tokens, attention costs as much as everything else. With n active parameters, l layers and
+# h heads of size d, that is n / (l * h * d): 17,000 for Qwen3-30B-A3B, 28,000 for Qwen3-235B-A22B, 51,000 for Kimi-K2.
+# Sparse attention costs almost nothing; the cost of long rows is overestimated then.
 ATTENTION_TOKENS = 32_768
-"""In a document of so many tokens attention costs as much as all the rest. With n active parameters, l layers and h
-heads of size d that is n / (l * h * d): 17,000 for Qwen3-30B-A3B, 28,000 for Qwen3-235B-A22B, 51,000 for Kimi-K2.
-Sparse attention costs next to nothing; rows of long documents are then taken for dearer than they are."""
+# Rows are 1/8, 2/8, ... of seq_len long. Few shapes keep kernel caches and the CUDA allocator small.
 LENGTHS = 8
-"""Rows are 1, 2, ... or so many parts of seq_len long: shapes are few, for caches of kernels and of the allocator."""
+# Bytes of the routed experts of tokens for which the engines reported none
 UNKNOWN = memoryview(b"\xff" * (1 << 20))
-"""Routed experts of tokens that the engines said nothing of, as bytes."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence to train on. All arrays have shape [n_tokens], routed experts [n_tokens, layers, top_k]."""
+    """One sequence to train on. All arrays have shape [tokens], routed experts [tokens, layers, top_k]."""
 
     token_ids: Int32
     mask: Bool
     logprobs: Float32
     advantages: Float32
     on_policy: bool
+    # Weight of each token's cross-entropy loss. None: 0 everywhere.
     cross_entropy: Float32 | None = field(default=None, kw_only=True)
-    """Above 0: the token is trained by cross-entropy times this. None: 0 everywhere."""
     routed_experts: RoutedExperts | StoredArray | None = field(default=None, kw_only=True)
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
     images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
-    temperature: float | None = field(default=None, kw_only=True)
-    """Its tokens were sampled at. None: that of the batch."""
+    temperature: float | None = field(default=None, kw_only=True)  # Sampling temperature. None: that of the batch.
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -58,24 +57,24 @@ class Document:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Which documents a row has, one after the other, and its length; what they leave is padding."""
+    """The documents of a row, one after another. The rest of `length` is padding."""
 
     documents: tuple[Document, ...]
     length: int
 
     @property
     def lengths(self) -> list[int]:
-        """Return the lengths of its documents, and of the padding."""
+        """Return the lengths of the documents, and of the padding if there is any."""
         lengths = [len(document) for document in self.documents]
         padding = self.length - sum(lengths)
         return [*lengths, padding] if padding else lengths
 
 
 def quantum(recipe: Recipe) -> int | None:
-    """Return what the lengths of rows are multiples of. None: all rows have seq_len tokens.
+    """Return the number that all row lengths are multiples of. None: all rows have seq_len tokens.
 
-    Whatever length a row has, all ranks that share it cut it into equal pieces. Compiled layers are compiled for one
-    length. Rows of which several fit into a micro batch are stacked.
+    Compiled layers are compiled for one length, and rows that share a micro batch are stacked. Ranks that share a row
+    cut it into equal pieces.
     """
     seq_len = recipe.seq_len
     if recipe.trainer.compile or recipe.trainer.rows_at_once(seq_len) > 1:
@@ -86,7 +85,7 @@ def quantum(recipe: Recipe) -> int | None:
 
 
 def cost(lengths: Sequence[int]) -> float:
-    """What a row of such documents costs to train, in tokens without attention, which is causal and within each."""
+    """Return the cost of a row with these documents, in tokens without attention. Attention is within a document."""
     return sum(length * (1 + length / ATTENTION_TOKENS) for length in lengths)
 
 
@@ -94,14 +93,10 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, quantum: int | None
     """Pack documents into the rows of each rank.
 
     Args:
-        docs: none longer than seq_len.
-        seq_len: longest row [tokens].
-        ranks: how many data-parallel ranks there are.
-        quantum: of the lengths of rows. None: all have seq_len.
+        docs: Documents of at most seq_len tokens.
 
     Returns:
-        For each rank its rows, as many as every other has, from the dearest to the cheapest; where documents do not
-        suffice, empty ones.
+        For each rank, equally many rows, the most expensive first. Rows without documents are empty.
     """
     lengths = [len(doc) for doc in docs]
     bins = _fit(lengths, seq_len)
@@ -115,27 +110,26 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, quantum: int | None
         length = seq_len if quantum is None else max(1, -(-used // quantum)) * quantum
         return PackedRow(tuple(docs[i] for i in members), length)
 
-    return [[row(bins[b]) for b in mine] + [row([])] * (per_rank - len(mine)) for mine in _deal(costs, ranks, per_rank)]
+    dealt = _deal(costs, ranks, per_rank)
+    return [[row(bins[b]) for b in of_rank] + [row([])] * (per_rank - len(of_rank)) for of_rank in dealt]
 
 
 def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """First fit decreasing."""
     bins: list[list[int]] = []
     room: list[int] = []
     for index in _decreasing(lengths):
-        length = lengths[index]
-        target = next((b for b, free in enumerate(room) if free >= length), None)
+        target = next((b for b, free in enumerate(room) if free >= lengths[index]), None)
         if target is None:
+            target = len(bins)
             bins.append([])
             room.append(capacity)
-            target = len(bins) - 1
         bins[target].append(index)
-        room[target] -= length
+        room[target] -= lengths[index]
     return bins
 
 
 def _spread(lengths: Sequence[int], capacity: int, rows: int) -> list[list[int]] | None:
-    """Spread documents over so many rows, the next longest to the cheapest that has room. None: one fits nowhere."""
+    """Put each document, the longest first, into the cheapest row with room. None: one does not fit anywhere."""
     bins: list[list[int]] = [[] for _ in range(rows)]
     room, costs = [capacity] * rows, [0.0] * rows
     for index in _decreasing(lengths):
@@ -150,16 +144,14 @@ def _spread(lengths: Sequence[int], capacity: int, rows: int) -> list[list[int]]
 
 
 def _deal(costs: Sequence[float], ranks: int, per_rank: int) -> list[list[int]]:
-    """Deal rows round by round, the dearest of a round to the rank that has the least yet.
-
-    All ranks wait for the slowest in each micro batch, so those of a round cost about the same, too.
-    """
+    """Deal rows to ranks round by round. In a round, the most expensive row goes to the rank with the least cost."""
+    # All ranks wait for the slowest in each micro batch, so the rows of a round cost about the same.
     dealt: list[list[int]] = [[] for _ in range(ranks)]
     totals = [0.0] * ranks
     order = _decreasing(costs)
     for start in range(0, len(order), ranks):
-        poorest = sorted(range(ranks), key=totals.__getitem__)
-        for index, rank in zip(order[start : start + ranks], poorest, strict=False):
+        cheapest = sorted(range(ranks), key=totals.__getitem__)
+        for index, rank in zip(order[start : start + ranks], cheapest, strict=False):
             dealt[rank].append(index)
             totals[rank] += costs[index]
     return dealt
@@ -171,18 +163,16 @@ def _decreasing(values: Sequence[float]) -> list[int]:
 
 @dataclass(frozen=True)
 class Common:
-    """What holds for all rows of a batch."""
+    """Properties of all rows of a batch."""
 
-    temperature: float
-    """At which documents were sampled that name none."""
-    echoed: bool
-    referred: bool
+    temperature: float  # Sampling temperature of documents without their own
+    has_cross_entropy: bool
+    has_ref_logprobs: bool
+    # Any array of routed experts, for dtype and shape. None: there are none.
     routed: RoutedExperts | StoredArray | None
-    """Any array of the model's routed experts; None if there are none."""
 
     @classmethod
     def of(cls, docs: Sequence[Document], temperature: float) -> Common:
-        """Look at the documents of a batch."""
         return cls(
             temperature,
             any(doc.cross_entropy is not None for doc in docs),
@@ -192,29 +182,27 @@ class Common:
 
 
 def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[Part]:
-    """Encode what one rank gets.
+    """Encode the shard of one rank.
 
     Args:
-        rows: of its data-parallel share.
-        info: says which piece of each is its own.
-        common: to all rows of the batch.
+        info: Names the context-parallel rank, which gets an equal piece of each row.
 
     Returns:
-        The header, and the bytes of the arrays, cut into parts as it suits.
+        The header, and the bytes of the arrays in any number of frames.
 
     Raises:
-        DamagedError: routed experts are of another length or of another model than others.
-        ValueError: rows cannot be cut into so many equal pieces.
+        DamagedError: Routed experts have the length or shape of another sequence or model.
+        ValueError: Rows cannot be cut into equal pieces.
     """
     if odd := [row.length for row in rows if row.length % info.cp_world]:
         raise ValueError(f"{info.cp_world} ranks cannot share rows of {odd[0]} tokens")
-    parts = [part for row in rows for part in _parts(row, info)]
-    arrays = _arrays(parts, common)
+    segments = [segment for row in rows for segment in _segments(row, info)]
+    arrays = _arrays(segments, common)
     specs = [ArraySpec(name, array.dtype.str, array.shape) for name, array in arrays.items()]
     frames: list[Part] = [array.view(np.uint8).data for array in arrays.values()]
     if (like := common.routed) is not None:
-        specs.append(ArraySpec("routed_experts", like.dtype.str, (sum(map(len, parts)), *like.shape[1:])))
-        frames += [frame for part in parts for frame in _routed(part, like)]
+        specs.append(ArraySpec("routed_experts", like.dtype.str, (sum(map(len, segments)), *like.shape[1:])))
+        frames += [frame for segment in segments for frame in _routed(segment, like)]
     images = []
     for row in rows:
         firsts = np.cumsum([0, *row.lengths])
@@ -225,7 +213,7 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[P
 
 @dataclass(frozen=True)
 class _Segment:
-    """Some tokens of a document, or some padding."""
+    """Tokens of a document, or padding if `document` is None."""
 
     document: Document | None
     start: int
@@ -235,8 +223,8 @@ class _Segment:
         return self.end - self.start
 
 
-def _parts(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
-    """What a piece of a row has."""
+def _segments(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
+    """Cut out the piece of a row that a context-parallel rank gets."""
     start, end = piece(row.length, info.cp_rank, info.cp_world)
     first = 0
     for document, length in zip([*row.documents, None], [*map(len, row.documents), row.length], strict=True):
@@ -246,52 +234,52 @@ def _parts(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
         first += length
 
 
-def _arrays(parts: Sequence[_Segment], common: Common) -> dict[str, NDArray[Any]]:
-    """All arrays but routed experts."""
+def _arrays(segments: Sequence[_Segment], common: Common) -> dict[str, NDArray[Any]]:
+    """Return all arrays except routed experts."""
 
     def joined(of: Callable[[Document], NDArray[Any] | None], dtype: type[np.generic]) -> NDArray[Any]:
-        found = [(part, of(part.document) if part.document is not None else None) for part in parts]
+        pairs = [(segment, None if segment.document is None else of(segment.document)) for segment in segments]
         return np.concatenate(
-            [np.zeros(len(part), dtype) if all_ is None else all_[part.start : part.end] for part, all_ in found],
+            [np.zeros(len(one), dtype) if array is None else array[one.start : one.end] for one, array in pairs],
             dtype=dtype,
             casting="same_kind",
         )
 
     def repeated(of: Callable[[Document], Any], padding: Any, dtype: type[np.generic]) -> NDArray[Any]:
-        values = [of(part.document) if part.document is not None else padding for part in parts]
-        return np.repeat(np.array(values, dtype), [len(part) for part in parts])
+        values = [padding if segment.document is None else of(segment.document) for segment in segments]
+        return np.repeat(np.array(values, dtype), [len(segment) for segment in segments])
 
     weights = joined(lambda doc: doc.cross_entropy, np.float32)
-    usual = common.temperature
-    sampled_at = repeated(lambda doc: usual if doc.temperature is None else doc.temperature, usual, np.float32)
+    default = common.temperature
+    temperatures = repeated(lambda doc: default if doc.temperature is None else doc.temperature, default, np.float32)
     arrays = {
         "token_ids": joined(lambda doc: doc.token_ids, np.int32),
         "mask": joined(lambda doc: doc.mask, np.bool_),
         "logprobs": joined(lambda doc: doc.logprobs, np.float32),
         "advantages": joined(lambda doc: doc.advantages, np.float32),
-        # cross-entropy is that of the policy itself, whatever it is sampled at
-        "temperatures": np.where(weights > 0, np.float32(1), sampled_at),
+        # Cross-entropy is always computed at temperature 1, the policy itself.
+        "temperatures": np.where(weights > 0, np.float32(1), temperatures),
         "on_policy": repeated(lambda doc: doc.on_policy, False, np.bool_),
     }
-    if common.echoed:
+    if common.has_cross_entropy:
         arrays["echo_weights"] = weights
-    if common.referred:
+    if common.has_ref_logprobs:
         arrays["ref_logprobs"] = joined(lambda doc: doc.ref_logprobs, np.float32)
     return arrays
 
 
-def _routed(part: _Segment, like: RoutedExperts | StoredArray) -> Iterator[Part]:
-    whole = None if part.document is None else part.document.routed_experts
-    if whole is None:
-        missing = len(part) * math.prod(like.shape[1:]) * like.dtype.itemsize
+def _routed(segment: _Segment, like: RoutedExperts | StoredArray) -> Iterator[Part]:
+    array = None if segment.document is None else segment.document.routed_experts
+    if array is None:
+        missing = len(segment) * math.prod(like.shape[1:]) * like.dtype.itemsize
         for start in range(0, missing, len(UNKNOWN)):
             yield UNKNOWN[: min(len(UNKNOWN), missing - start)]
         return
-    length = len(part.document or ())
-    if whole.shape != (length, *like.shape[1:]) or whole.dtype != like.dtype:
-        raise DamagedError(f"routed experts {whole.dtype}{whole.shape} where {length} like {like.shape[1:]} belong")
-    if isinstance(whole, StoredArray):
-        yield whole.rows(part.start, part.end).content
+    length = len(segment.document or ())
+    if array.shape != (length, *like.shape[1:]) or array.dtype != like.dtype:
+        raise DamagedError(f"routed experts are {array.dtype}{array.shape}, not {(length, *like.shape[1:])}")
+    if isinstance(array, StoredArray):
+        yield array.rows(segment.start, segment.end).content
         return
-    own: NDArray[Any] = np.ascontiguousarray(whole[part.start : part.end])
-    yield own.reshape(-1).view(np.uint8).data
+    rows: NDArray[Any] = np.ascontiguousarray(array[segment.start : segment.end])
+    yield rows.reshape(-1).view(np.uint8).data

@@ -1,4 +1,4 @@
-"""What runs next: groups and their rollouts, which examples they are of, and which groups make a batch."""
+"""Decides which rollout runs next: open groups, their examples, replicas, policy versions, and the age limit."""
 
 from primeslurm.orchestrator.dispatch.dispatcher import MAX_FAILURES, Dispatcher
 from primeslurm.orchestrator.dispatch.examples import Examples

@@ -1,9 +1,12 @@
-"""Groups that are not complete, and what becomes of one that gets too old."""
+"""The groups that are being sampled (`OpenGroups`), and the complete ones that wait for a batch (`ReadyGroups`).
+
+Both answer what the dispatcher asks at the end of every rollout from running totals: a run has thousands of groups.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -12,76 +15,59 @@ from primeslurm.wire.batches.rollouts import Rollout
 
 @dataclass
 class OpenGroup:
-    """A group that is not complete."""
+    """A group whose rollouts are not all finished."""
 
     id: str
     environment: str
-    example: int
-    version: int
-    router: str
-    """Of the replica that its rollouts go to if there is room."""
-    size: int
-    """Rollouts that complete it."""
-    to_dispatch: list[int]
-    """Indices of rollouts that no job runs now."""
-    task: int | None
-    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
-    part: int = 0
-    """Above 0: rollouts of an earlier group of the same example go on in it, which was completed without them."""
-    jobs: dict[str, int] = field(default_factory=dict)
-    """Of its rollouts that run: index by job."""
-    done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)
-    tries: Counter[int] = field(default_factory=Counter)
+    example: int  # Position in the environment's stream
+    version: int  # Policy version from which its age counts
+    router: str  # Preferred replica, whose cache holds the prompt
+    size: int  # Number of finished rollouts that complete it
+    to_dispatch: list[int]  # Indices of the rollouts that have no job
+    task: int | None  # Index in the taskset if a curriculum drew it. None: the stream's task at `example`.
+    # Above 0: it continues rollouts of an earlier group of the same example, which completed without them
+    continuation: int = 0
+    jobs: dict[str, int] = field(default_factory=dict)  # Index of each running rollout, by job
+    done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)  # Finished rollouts by index
+    failures: Counter[int] = field(default_factory=Counter)  # Failures of each rollout, except those of engines
     engine_failures: Counter[int] = field(default_factory=Counter)
-    """How often no engine answered each of its rollouts."""
-    finished: list[str] = field(default_factory=list)
-    """Jobs whose rollouts are done."""
-    order: int = 0
-    """Greater than those of the groups that were opened before."""
+    finished_jobs: list[str] = field(default_factory=list)
+    order: int = 0  # Number of groups that were opened before it
 
     def complete(self) -> RolloutGroup:
-        """Return it with the rollouts that are done, in the order of their indices."""
+        """Return the group with its finished rollouts, in the order of their indices."""
         rollouts = tuple(self.done[index] for index in sorted(self.done))
         return RolloutGroup(self.id, self.environment, self.example, self.version, rollouts, task=self.task)
 
-    def successor(self, part: int, version: int, least: int) -> OpenGroup:
-        """Return a group of the same example that goes on with the rollouts that run. This one has none then.
+    def continue_as(self, continuation: int, version: int, min_size: int) -> OpenGroup:
+        """Move the running rollouts to a new group of the same example.
 
-        As many complete it as this one lacks, so that the example is trained no more often than others; if this one
-        lacks none, all of them.
-
-        Args:
-            part: what tells it apart from the groups of the example before.
-            version: at which it opens.
-            least: rollouts that complete it at least.
+        The new group completes with as many rollouts as this one lacks, so that the example is trained no more often
+        than others. If this one lacks none, it completes with all of them.
         """
         indices = sorted(self.jobs.values())
         renumbered = {old: new for new, old in enumerate(indices)}
         jobs = {job: renumbered[index] for job, index in self.jobs.items()}
-        tries = Counter({renumbered[index]: count for index, count in self.tries.items() if index in renumbered})
-        size = max(least, self.size - len(self.done) or len(jobs))
-        new = list(range(len(jobs), size))
-        name = group_id(self.environment, self.example, part)
+        failures = Counter({renumbered[index]: n for index, n in self.failures.items() if index in renumbered})
+        size = max(min_size, self.size - len(self.done) or len(jobs))
+        name = group_id(self.environment, self.example, continuation)
         self.jobs = {}
+        missing = list(range(len(jobs), size))
         return OpenGroup(
-            *(name, self.environment, self.example, version, self.router, size, new, self.task, part),
+            *(name, self.environment, self.example, version, self.router, size, missing, self.task, continuation),
             jobs=jobs,
-            tries=tries,
+            failures=failures,
         )
 
 
 class OpenGroups(Mapping[str, OpenGroup]):
-    """Groups by id, in the order in which they were opened.
-
-    What is asked whenever a rollout ends is not looked for in thousands of groups: which of them have rollouts to
-    dispatch, and how many rollouts those are that are fresh enough.
-    """
+    """Open groups by id, in the order in which they were opened."""
 
     def __init__(self) -> None:
         self._groups: dict[str, OpenGroup] = {}
         self._undispatched: dict[str, OpenGroup] = {}
-        self._by_version: Counter[int] = Counter()
-        """Rollouts that complete the groups that were opened at a version."""
+        # Sum of the sizes of the groups of each version
+        self._rollouts: Counter[int] = Counter()
         self._opened = 0
 
     def __getitem__(self, name: str) -> OpenGroup:
@@ -97,92 +83,145 @@ class OpenGroups(Mapping[str, OpenGroup]):
         return name in self._groups
 
     def values(self) -> ValuesView[OpenGroup]:
-        """Return the groups."""
         return self._groups.values()
 
     def add(self, group: OpenGroup) -> None:
-        """Open a group."""
         group.order = self._opened
         self._opened += 1
         self._groups[group.id] = group
-        self._by_version[group.version] += group.size
-        self._note(group)
+        self._rollouts[group.version] += group.size
+        self._index(group)
 
     def remove(self, group: OpenGroup) -> None:
-        """Close a group."""
         del self._groups[group.id]
         self._undispatched.pop(group.id, None)
         self._count(group, -group.size)
 
-    def reopen_at(self, group: OpenGroup, version: int) -> None:
-        """Have a group count as opened at another version."""
+    def set_version(self, group: OpenGroup, version: int) -> None:
+        """Count the age of a group from another version."""
         self._count(group, -group.size)
         group.version = version
         self._count(group, group.size)
 
-    def again(self, group: OpenGroup, index: int) -> None:
-        """Have a rollout of a group dispatched, after those of it that wait already."""
+    def redispatch(self, group: OpenGroup, index: int) -> None:
         group.to_dispatch.append(index)
-        self._note(group)
+        self._index(group)
 
     def grow(self, group: OpenGroup) -> None:
-        """Have a group take one rollout more to be complete."""
         self._count(group, 1)
         group.to_dispatch.append(group.size)
         group.size += 1
-        self._note(group)
+        self._index(group)
 
     def take(self, group: OpenGroup) -> int:
-        """Take the next of a group's rollouts that is to be dispatched."""
         index = group.to_dispatch.pop(0)
-        self._note(group)
+        self._index(group)
         return index
 
     def next(
-        self, available: Collection[str], routers: Collection[str] | None = None, patience: int = 0
+        self, available: Collection[str], routers: Collection[str] | None = None, wait_groups: int = 0
     ) -> OpenGroup | None:
-        """Find the group that was opened first of those that have rollouts to dispatch.
+        """Return the oldest group that has rollouts to dispatch.
 
         Args:
-            available: labels of the environments that it may be of.
-            routers: of the replicas that it may be at, unless more than `patience` groups were opened after it; None:
-                it may be at any.
-            patience: so many groups.
+            available: Labels of the environments it may belong to.
+            routers: Replicas with free slots. None: any replica will do.
+            wait_groups: A group whose replica is full is passed over until this many groups were opened after it.
         """
-        old = self._opened - patience
-        waiting = (
+        overdue = self._opened - wait_groups
+        candidates = (
             group
             for group in self._undispatched.values()
-            if group.environment in available and (routers is None or group.router in routers or group.order < old)
+            if group.environment in available and (routers is None or group.router in routers or group.order < overdue)
         )
-        return min(waiting, key=lambda group: group.order, default=None)
+        return min(candidates, key=lambda group: group.order, default=None)
 
     def pending(self, oldest: int) -> int:
-        """Count the rollouts that complete all groups that were opened at a version, or later."""
-        return sum(rollouts for version, rollouts in self._by_version.items() if version >= oldest)
+        """Return the number of rollouts of the groups of version `oldest` or newer."""
+        return sum(rollouts for version, rollouts in self._rollouts.items() if version >= oldest)
 
     def before(self, version: int) -> list[OpenGroup]:
-        """Find the groups that were opened before a version."""
-        if all(version <= other for other in self._by_version):
+        """Return the groups that are older than a version."""
+        if all(version <= other for other in self._rollouts):
             return []
         return [group for group in self._groups.values() if group.version < version]
 
     def at(self, version: int) -> int:
-        """Count the rollouts that complete all groups that were opened at a version."""
-        return self._by_version[version]
+        return self._rollouts[version]
 
-    def _note(self, group: OpenGroup) -> None:
+    def _index(self, group: OpenGroup) -> None:
         if group.to_dispatch:
             self._undispatched[group.id] = group
         else:
             self._undispatched.pop(group.id, None)
 
     def _count(self, group: OpenGroup, rollouts: int) -> None:
-        self._by_version[group.version] += rollouts
-        if not self._by_version[group.version]:
-            del self._by_version[group.version]
+        self._rollouts[group.version] += rollouts
+        if not self._rollouts[group.version]:
+            del self._rollouts[group.version]
 
 
-def group_id(label: str, example: int, part: int = 0) -> str:
-    """Return the id of a group: the same after a restart."""
-    return f"{label}-{example:08d}" + (f".{part}" if part else "")
+class ReadyGroups(Collection[RolloutGroup]):
+    """Complete groups that wait for a batch.
+
+    Args:
+        version_of: Returns the version from which the age of a group counts.
+    """
+
+    def __init__(self, version_of: Callable[[RolloutGroup], int]) -> None:
+        # Number of rollouts of all groups
+        self.rollouts = 0
+        self._version_of = version_of
+        self._groups: list[RolloutGroup] = []
+        self._by_version: Counter[int] = Counter()
+
+    def __contains__(self, group: object) -> bool:
+        return group in self._groups
+
+    def __iter__(self) -> Iterator[RolloutGroup]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: RolloutGroup) -> None:
+        self._groups.append(group)
+        self._count(group, 1)
+
+    def put_back(self, groups: Iterable[RolloutGroup]) -> None:
+        groups = list(groups)
+        self._groups[:0] = groups
+        for group in groups:
+            self._count(group, 1)
+
+    def remove(self, groups: Iterable[RolloutGroup]) -> None:
+        removed = {id(group) for group in groups}
+        for group in self._groups:
+            if id(group) in removed:
+                self._count(group, -1)
+        self._groups = [group for group in self._groups if id(group) not in removed]
+
+    def replace(self, group: RolloutGroup, loaded: RolloutGroup) -> None:
+        self._groups = [loaded if each is group else each for each in self._groups]
+
+    def before(self, version: int) -> list[RolloutGroup]:
+        """Return the groups that are older than a version."""
+        if all(version <= other for other in self._by_version):
+            return []
+        return [group for group in self._groups if self._version_of(group) < version]
+
+    def sort(self) -> None:
+        """Sort by the version at which groups opened; those of one version keep their order of completion."""
+        self._groups.sort(key=lambda group: group.opened_version)
+
+    def _count(self, group: RolloutGroup, sign: int) -> None:
+        version = self._version_of(group)
+        self.rollouts += sign * group.size
+        self._by_version[version] += sign
+        if not self._by_version[version]:
+            del self._by_version[version]
+
+
+def group_id(environment: str, example: int, continuation: int = 0) -> str:
+    """Return the id of a group, which is the same after a restart."""
+    return f"{environment}-{example:08d}" + (f".{continuation}" if continuation else "")

@@ -1,4 +1,4 @@
-"""Which replica each rollout runs on, and which of them has room for another. Pure."""
+"""Which replica each rollout runs on, and how many slots each replica has left. Pure."""
 
 from __future__ import annotations
 
@@ -8,66 +8,50 @@ from collections.abc import Iterable, Mapping
 
 
 class ReplicaSlots:
-    """Rollouts by replica, and how many each may have.
-
-    Args:
-        routers: of the replicas.
-    """
+    """Rollouts per replica, against the limit of each. A replica is named by its router."""
 
     def __init__(self, routers: Iterable[str]) -> None:
+        # Rollouts in flight
         self.load: dict[str, int] = dict.fromkeys(routers, 0)
-        """Rollouts that run, by router."""
+        # Rollouts that have ended
         self.ended: Counter[str] = Counter()
-        """Rollouts that are over, by router."""
-        self.shares: Mapping[str, int] = {}
-        """Rollouts that may run at once, by router; empty: replicas have no bounds of their own."""
+        # Largest load. Empty: replicas have no limit of their own.
+        self.limits: Mapping[str, int] = {}
         self._router_of: dict[str, str] = {}
 
     @property
     def routers(self) -> list[str]:
-        """Return the routers of all replicas."""
         return list(self.load)
 
     @property
     def with_free_slots(self) -> set[str]:
-        """Return the routers of the replicas that may get another rollout."""
-        return {router for router in self.load if self._room(router) > 0}
+        return {router for router in self.load if self._free(router) > 0}
 
     def least_loaded(self) -> str:
-        """Return the replica with the most room; of those without bounds, the one with the fewest rollouts."""
-        return min(self.load, key=lambda router: (-self._room(router), self.load[router]))
+        """Return the replica with the most free slots; without limits, the one with the fewest rollouts."""
+        return min(self.load, key=lambda router: (-self._free(router), self.load[router]))
 
-    def begin(self, job: str, wanted: str) -> str:
-        """Find a rollout its replica.
-
-        Args:
-            job: the rollout's.
-            wanted: the replica that has its prompt; it gets the rollout if it has room.
-        """
-        router = wanted if self._room(wanted) > 0 else self.least_loaded()
-        self.adopt(job, router)
+    def assign(self, job: str, preferred: str) -> str:
+        """Assign a job to its preferred replica if that has a free slot, else to the least loaded one."""
+        router = preferred if self._free(preferred) > 0 else self.least_loaded()
+        self.add(job, router)
         return router
 
-    def adopt(self, job: str, router: str) -> None:
-        """Note that a rollout runs on a replica, whether that has room or not."""
+    def add(self, job: str, router: str) -> None:
+        """Count a job that already runs on a replica."""
         self._router_of[job] = router
         self.load[router] += 1
 
-    def end(self, job: str) -> None:
-        """Note that a rollout is over, or does not run any more."""
+    def release(self, job: str) -> None:
         router = self._router_of.pop(job)
         if router in self.load:
             self.load[router] -= 1
             self.ended[router] += 1
 
     def drop(self, router: str) -> list[str]:
-        """Do without a replica.
-
-        Returns:
-            The rollouts that ran on it.
-        """
+        """Remove a replica, and return the jobs that ran on it."""
         del self.load[router]
-        return sorted(job for job, where in self._router_of.items() if where == router)
+        return sorted(job for job, assigned in self._router_of.items() if assigned == router)
 
-    def _room(self, router: str) -> float:
-        return self.shares.get(router, 0) - self.load[router] if self.shares else math.inf
+    def _free(self, router: str) -> float:
+        return self.limits.get(router, 0) - self.load[router] if self.limits else math.inf

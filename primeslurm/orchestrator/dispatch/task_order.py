@@ -1,4 +1,4 @@
-"""The order in which tasks come, fixed by the seed: the same after a restart, and for every worker."""
+"""The order of tasks in an environment: shuffled by the seed, and the same for every worker and after a restart."""
 
 from __future__ import annotations
 
@@ -6,22 +6,17 @@ import random
 from functools import lru_cache
 
 WINDOW = 2**17
-"""Tasks that are shuffled with one another."""
+"""Number of tasks that are shuffled together."""
 ENDLESS_WINDOW = 1024
-"""The same where there is no end of tasks: they are made before the first of them is run."""
+"""The same for an endless taskset. It is smaller, because the whole window is generated before the first task runs."""
 
 
 def first_epoch(position: int, seed: int, window: int, tasks: int | None = None) -> int:
-    """Find the task at a position of the first epoch, which is shuffled window by window.
+    """Return the index of the task at a position of the first epoch, which is shuffled window by window.
 
     Args:
-        position: in the epoch.
-        seed: of the run.
-        window: tasks that are shuffled with one another; the whole taskset, if it has no more.
-        tasks: how many there are, where the last window is known to be shorter; None: no end of them is known.
-
-    Returns:
-        Its index in the taskset.
+        window: Number of tasks that are shuffled together.
+        tasks: Size of the taskset, which may make the last window shorter. None: the taskset is endless.
     """
     number, offset = divmod(position, window)
     first = number * window
@@ -30,7 +25,7 @@ def first_epoch(position: int, seed: int, window: int, tasks: int | None = None)
 
 
 def later_epoch(epoch: int, offset: int, seed: int, tasks: int) -> int:
-    """Find the index of a task in an epoch after the first, which is shuffled as a whole."""
+    """Return the index of a task in an epoch after the first, which is shuffled as a whole."""
     return _order(f"{seed}/{epoch}", tasks)[offset]
 
 

@@ -17,7 +17,7 @@ from verifiers.v1.utils.loaders import env_config_type, load_environment, taskse
 
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.dispatch.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
-from primeslurm.orchestrator.environments import agents, mistakes
+from primeslurm.orchestrator.environments import agents, load_errors
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.wire.probe_messages import UNKNOWN
 
@@ -43,15 +43,19 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         roles = {role: agents.completed(config.get(role) or {}, agent, name) for role in agent_config_fields(kind())}
         env = load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
-        known = mistakes.outdated(error, name) or mistakes.absent_part(error) or mistakes.absent_module(error, name)
+        known = (
+            load_errors.outdated(error, name)
+            or load_errors.absent_part(error)
+            or load_errors.absent_module(error, name)
+        )
         missing = known or Violation("environments.id", name, UNKNOWN, _suggestion(name))
         raise UsageError([missing]) from error
     except ValidationError as error:
-        raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error
+        raise UsageError(load_errors.invalid(error, kind, taskset, config)) from error
     except (Exception, SystemExit) as error:  # an environment may raise anything, and scripts end their process
-        known = mistakes.outdated(error, name)
-        raise UsageError([known or Violation("environments.id", name, mistakes.raised(error, name))]) from error
-    if unbound := mistakes.unbound_toolsets(env):
+        known = load_errors.outdated(error, name)
+        raise UsageError([known or Violation("environments.id", name, load_errors.raised(error, name))]) from error
+    if unbound := load_errors.unbound_toolsets(env):
         raise UsageError([Violation("environments.id", *unbound)])
     return env
 

@@ -96,7 +96,7 @@ class HarborLocalTaskset(vf.Taskset[HarborLocalTask, HarborLocalConfig]):  # typ
 
     def load(self) -> Iterator[HarborLocalTask]:
         """Yield them. Raises ValueError with all that is wrong with any of them."""
-        containers.hide(self.config.variables)
+        containers.hide_secrets(self.config.variables)
         path, wanted = self.config.path.resolve(), self.config.tasks
         chosen = task_images.task_directories(path, wanted)
         absent = sorted(set(wanted or ()) - {each.name for each in chosen})

@@ -14,9 +14,9 @@ from verifiers.v1.harnesses.bash import BashHarnessConfig
 from verifiers.v1.utils.loaders import harness_config_type
 
 from primeslurm.base.errors import Violation
-from primeslurm.orchestrator.environments import hosted
+from primeslurm.orchestrator.environments import remote_sandboxes
 from primeslurm.orchestrator.environments.chat import ChatHarness
-from primeslurm.orchestrator.environments.sandbox import disk, limits, namespaces, scripts, view
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, disk, limits, namespaces, uv_scripts
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
@@ -99,7 +99,7 @@ def _shown_key(env: vf.Env) -> list[Violation]:
     shown = any(
         isinstance(env._harnesses[role].config, BashHarnessConfig)
         and env._harnesses[role].config.search
-        and spec.runtime.type not in hosted.PROVIDERS
+        and spec.runtime.type not in remote_sandboxes.PROVIDERS
         for role, spec in env._agent_specs.items()
     )
     why = "SERPER_API_KEY is in the command line of its program, which other users of the node can read"
@@ -122,8 +122,8 @@ def _runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
         yield Violation(
             "environments.runtime", kind, f"`{kind}` is not installed here", "install it, or another runtime"
         )
-    elif kind in hosted.PROVIDERS:
-        yield from hosted.unmet(kind, env)
+    elif kind in remote_sandboxes.PROVIDERS:
+        yield from remote_sandboxes.unmet(kind, env)
 
 
 def _disk(disk_gb: float) -> Iterator[Violation]:
@@ -136,8 +136,8 @@ def _disk(disk_gb: float) -> Iterator[Violation]:
 
 def _of_the_system() -> Iterator[Violation]:
     """Directories that containers cannot be shown, as theirs of that name hold the image's programs."""
-    for path in scripts.directories():
-        if path in view.NEVER or path.is_relative_to("/usr"):
+    for path in uv_scripts.environment_directories():
+        if path in bwrap_args.NEVER or path.is_relative_to("/usr"):
             why = f"Python is in {path}, where a container has programs of its own"
             fix = "true, or install into an environment whose Python is elsewhere, such as uv's (uv python install)"
             yield Violation("environments.runtime.install", "false", why, fix)
@@ -157,8 +157,8 @@ def _harness(harness: str) -> Iterator[Violation]:
         yield Violation("environments.harness", harness, why, "`runtime: {type: apptainer}`")
         return
     try:
-        scripts.interpreter(script(name))
-    except scripts.MissingPackagesError as error:
+        uv_scripts.find_python(script(name))
+    except uv_scripts.MissingPackagesError as error:
         if name in LOCKED:
             yield Violation("environments.harness", harness, str(error), f"primeslurm install --harness {name}")
         else:

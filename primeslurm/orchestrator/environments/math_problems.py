@@ -119,9 +119,10 @@ def _lines(path: Path) -> Iterator[tuple[int, Any]]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 try:
-                    yield number, json.loads(line)
+                    record = json.loads(line)
                 except ValueError as error:
-                    raise ValueError(f"{path}, line {number}: {error!r}") from error
+                    raise ValueError(f"{path}, line {number}: not JSON, one object per line ({error})") from error
+                yield number, record
 
 
 def _rows(path: Path) -> Iterator[tuple[int, Any]]:
@@ -146,9 +147,12 @@ def _value(record: Any, key: str, where: str) -> str:
         try:
             value = value[int(part)] if isinstance(value, list) else value[part]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise ValueError(f"{where}: {key}: {error!r}") from error
+            others = f", only {', '.join(map(str, value))}" if isinstance(value, dict) else ""
+            raise ValueError(f"{where}: there is no {key}{others}") from error
     if value is None or isinstance(value, dict | list):
         raise ValueError(f"{where}: {key} = {value!r} is neither text nor a number")
+    if not str(value).strip():
+        raise ValueError(f"{where}: {key} is empty")
     return str(value)
 
 

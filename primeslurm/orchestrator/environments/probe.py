@@ -41,7 +41,7 @@ from primeslurm.wire.probe_messages import (
 
 with uncollected():
     from primeslurm.orchestrator import environments
-    from primeslurm.orchestrator.environments import agents, host_needs, mistakes, pairing
+    from primeslurm.orchestrator.environments import agents, harness_compatibility, host_needs
 
 T = TypeVar("T", bound=msgspec.Struct)
 MOST_TASKS = 10_000
@@ -89,10 +89,10 @@ def probe(environment: Environment) -> EnvironmentAnswer:
             return EnvironmentAnswer([Violation("environments.args", "", text)])
         tasks, unreadable = _read_file(environment, source)
         return EnvironmentAnswer(
-            violations=[*pairing.contradictions(environment, env), *unreadable],
+            violations=[*harness_compatibility.contradictions(environment, env), *unreadable],
             missing=host_needs.unmet(environment, env),
-            notes=[*host_needs.notes(environment, env), *pairing.unrewarded(environment, env, task)],
-            tools=pairing.tool_users(environment, env),
+            notes=[*host_needs.notes(environment, env), *harness_compatibility.unrewarded(environment, env, task)],
+            tools=harness_compatibility.tool_users(environment, env),
             tasks=tasks,
         )
     except UsageError as error:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 PROGRESS = "progress.jsonl"
 
 
-class Begun(msgspec.Struct, frozen=True):
+class EvaluationHeader(msgspec.Struct, frozen=True):
     """How an evaluation began: the first line of its progress."""
 
     step: int
@@ -81,7 +81,7 @@ class Archive:
             durable.rename(path, path.with_name(f"{path.name}.undone-{attempt}"))
         return undone
 
-    def unfinished(self) -> tuple[Begun, list[Sample]] | None:
+    def unfinished(self) -> tuple[EvaluationHeader, list[Sample]] | None:
         """Read the newest evaluation that began and is not done, if it is the newest of all. Raises OSError."""
         steps = records.steps(self._run_dir)
         if not steps or files.exists(records.step_dir(self._run_dir, steps[-1]) / records.SUMMARY):
@@ -91,7 +91,7 @@ class Archive:
         except FileNotFoundError:
             return None
         try:
-            begun = decode_json(lines[0], Begun)
+            begun = decode_json(lines[0], EvaluationHeader)
         except (IndexError, DamagedError):
             return None  # killed before it was on disk
         samples = []
@@ -102,7 +102,7 @@ class Archive:
                 log.warning("a sample of the evaluation of step %d is lost: %s", begun.step, error)
         return begun, samples
 
-    def begin(self, begun: Begun, samples: Collection[Sample] = ()) -> None:
+    def begin(self, begun: EvaluationHeader, samples: Collection[Sample] = ()) -> None:
         """Put the beginning of an evaluation on disk, with the samples that are there already. Raises OSError."""
         path = self._progress(begun.step)
         durable.make_directory(path.parent)

@@ -143,7 +143,7 @@ class EvaluationRun:
         salt = f"{self._salt}:{version}"
         return Job(job, group, label, example, version, router, salt, task=example)
 
-    def claim(self, job: Job) -> bool:
+    def adopt_job(self, job: Job) -> bool:
         """Go on with a job that another orchestrator of this attempt has dispatched.
 
         Returns:

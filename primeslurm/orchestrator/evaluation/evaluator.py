@@ -11,7 +11,7 @@ import time
 from collections.abc import Collection, Mapping
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.archive import Archive, Begun
+from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
 from primeslurm.orchestrator.evaluation.evaluation_run import EvaluationRun
 from primeslurm.orchestrator.evaluation.schedule import Schedule
 from primeslurm.orchestrator.evaluation.statistics import Sample, summarise
@@ -66,7 +66,7 @@ class Evaluator:
         self._records = self._archive.records()
         self._schedule = Schedule(recipe, (record.step for record in self._records))
         self._run: EvaluationRun | None = None
-        self._begun: Begun | None = None
+        self._begun: EvaluationHeader | None = None
         self._finish_after = 0.0
         for record in self._records:
             self._report(record)
@@ -103,9 +103,9 @@ class Evaluator:
         """Dispatch the next rollout; None if nothing may start now. As `EvaluationRun.next_job`."""
         return self._run.next_job(available, version) if self._run and version >= 0 else None
 
-    def claim(self, job: Job) -> bool:
+    def adopt_job(self, job: Job) -> bool:
         """Go on with a job that another orchestrator has dispatched; False if it is of no evaluation that runs."""
-        return self._run is not None and self._run.claim(job)
+        return self._run is not None and self._run.adopt_job(job)
 
     def runs(self, job: str) -> bool:
         """Tell whether a job is one of evaluation, and in flight."""
@@ -207,7 +207,7 @@ class Evaluator:
             return
         *skipped, step = owing
         try:
-            begun = Begun(step, version, time.time())
+            begun = EvaluationHeader(step, version, time.time())
             self._archive.begin(begun)
         except OSError as error:
             log.warning("the evaluation of step %d is held back, it cannot be recorded: %s", step, error)
@@ -216,7 +216,7 @@ class Evaluator:
             self._skip(earlier, f"another evaluation took until step {step} was due")
         self._start(begun, [])
 
-    def _start(self, begun: Begun, samples: Collection[Sample]) -> None:
+    def _start(self, begun: EvaluationHeader, samples: Collection[Sample]) -> None:
         assert self._recipe.evaluation is not None
         self._begun = begun
         patience_s = self._recipe.orchestrator.stall_timeout_s
@@ -259,7 +259,7 @@ class Evaluator:
         self._journal.write(EvaluationDone(record.step, round(record.seconds, 3), rewards, failed))
         self._report(record)
 
-    def _record(self, samples: Collection[Sample], begun: Begun) -> EvaluationRecord:
+    def _record(self, samples: Collection[Sample], begun: EvaluationHeader) -> EvaluationRecord:
         assert self._recipe.evaluation is not None
         sampled = [sample for sample in samples if sample.oldest_version >= 0]
         results = []

@@ -1,1 +1,1 @@
-"""Pipeline."""
+"""The orchestrator's pipeline: dispatch -> collect -> finalize -> batch -> serve. `orchestrator` wires the stages."""

@@ -1,14 +1,11 @@
-"""Complete groups on their way to where they count: judged, then put on disk, one after another in a thread.
-
-A group of 16 rollouts with routed experts is 1.3 GB. The event loop, which decides all else, waits for none of it.
-"""
+"""Stage 3, finalize: filters complete groups and writes them to disk. A group counts only once it is on disk."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from primeslurm.orchestrator.batching.group_filter import GroupFilter
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -17,76 +14,60 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 T = TypeVar("T")
 
 
+class CompleteGroup(NamedTuple):
+    """A group whose rollouts are all finished."""
+
+    group: RolloutGroup
+    is_scored: bool = False  # It was finalized before, and now has the teacher's log-probabilities
+
+
+class FinalizedGroup(NamedTuple):
+    """A group that is on disk (or cannot be written in this attempt), or was rejected."""
+
+    group: RolloutGroup
+    rejected: str = ""  # Why no rollout of it is trained, in one word. Empty: it is trained.
+    is_scored: bool = False
+
+
 class GroupFinalizer:
-    """See the module docstring. What is called is called on the event loop, in the order in which groups were added.
+    """Input: complete groups. Output: finalized groups, in the same order.
 
     Args:
-        admission: judges in the thread, and notes what it found on the event loop.
-        spool: puts groups on disk.
-        on_kept: called with what of a group is trained, once it is on disk, or never will be.
-        on_rejected: called with a group that is not trained, and why, in a word.
-        on_scored: called with a group that has the teacher's part, on disk like those that are kept.
-        retry_s: between two tries to write a group that the file system did not take.
+        retry_s: Seconds between two attempts to write a group to a full file system.
     """
 
-    def __init__(
-        self,
-        admission: GroupFilter,
-        spool: Spool,
-        on_kept: Callable[[RolloutGroup], None],
-        on_rejected: Callable[[RolloutGroup, str], None],
-        on_scored: Callable[[RolloutGroup], None],
-        retry_s: float = 1.0,
-    ) -> None:
-        self._admission = admission
+    def __init__(self, group_filter: GroupFilter, spool: Spool, retry_s: float = 1.0) -> None:
+        self._filter = group_filter
         self._spool = spool
-        self._on_kept = on_kept
-        self._on_rejected = on_rejected
-        self._on_scored = on_scored
         self._retry_s = retry_s
-        self._queue: asyncio.Queue[tuple[RolloutGroup, bool]] = asyncio.Queue()
-        self._thread = ThreadPoolExecutor(1, "finishing")
+        # A group of 16 rollouts with routed experts is 1.3 GB. A thread keeps the event loop free of it; one thread
+        # keeps writes and deletions in order.
+        self._thread = ThreadPoolExecutor(1, "finalizer")
 
-    def complete(self, group: RolloutGroup) -> None:
-        """Add a group whose rollouts are done."""
-        self._queue.put_nowait((group, False))
-
-    def scored(self, group: RolloutGroup) -> None:
-        """Add a group that was kept before, with what the teacher said of it."""
-        self._queue.put_nowait((group, True))
-
-    def delete(self, ids: Iterable[str]) -> asyncio.Future[None]:
-        """Remove groups from disk, after what was begun before. The page cache of a large one takes a while."""
-        return asyncio.get_running_loop().run_in_executor(self._thread, self._spool.delete, list(ids))
-
-    async def run(self) -> None:
-        """Finish groups until cancelled.
+    async def finalize(self, complete: CompleteGroup) -> FinalizedGroup:
+        """Filter a group, and write the rest to disk.
 
         Raises:
-            UsageError: an algorithm of the user's own made an error.
+            UsageError: The user's algorithm raised an error.
         """
-        try:
-            while True:
-                await self._finish(*await self._queue.get())
-        finally:
-            self._thread.shutdown(wait=False)
-
-    async def _finish(self, group: RolloutGroup, scored: bool) -> None:
-        if scored:
-            await self._write(group)
-            self._on_scored(group)
-            return
-        verdict = await self._threaded(self._admission.judge, group)
-        kept = self._admission.note(group, verdict)
-        if isinstance(kept, str):
-            self._on_rejected(group, kept)
-            return
-        await self._write(kept)
-        self._on_kept(kept)
-
-    async def _write(self, group: RolloutGroup) -> None:
-        while not await self._threaded(self._spool.put, group) and group.id in self._spool.waiting:
+        group, is_scored = complete
+        if not is_scored:
+            verdict = await self._in_thread(lambda: self._filter.judge(group))
+            trained = self._filter.note(group, verdict)
+            if trained is None:
+                return FinalizedGroup(group, rejected=verdict.rejected)
+            group = trained
+        while not await self._in_thread(lambda: self._spool.put(group)) and group.id in self._spool.waiting:
             await asyncio.sleep(self._retry_s)
+        return FinalizedGroup(group, is_scored=is_scored)
 
-    async def _threaded(self, function: Callable[[RolloutGroup], T], group: RolloutGroup) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, group)
+    async def delete(self, ids: Iterable[str]) -> None:
+        """Delete groups from disk, after all writes that began before."""
+        names = list(ids)
+        await self._in_thread(lambda: self._spool.delete(names))
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    async def _in_thread(self, function: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)

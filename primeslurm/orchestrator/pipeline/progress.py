@@ -1,7 +1,7 @@
-"""How far the run is: what an orchestrator needs to continue exactly where a killed one stopped.
+"""The progress of a run: what an orchestrator needs to continue exactly where a killed one stopped.
 
-The same record is the orchestrator's part of a checkpoint (`orchestrator.bin`), and is kept in `rollouts/progress.bin`
-for a restart within an attempt. Steps name their groups only; the groups themselves are in the spool.
+The record is the orchestrator's part of a checkpoint (`orchestrator.bin`), and is kept in `rollouts/progress.bin` for a
+restart within the attempt. It names the groups of each step; the spool holds the groups themselves.
 """
 
 from __future__ import annotations
@@ -27,56 +27,45 @@ log = logging.getLogger(__name__)
 
 CHECKPOINT_PART = "orchestrator.bin"
 PROGRESS = "rollouts/progress.bin"
+# Returns the fields to change, from the record that is on disk
 Change = Callable[["RunProgress"], Mapping[str, Any]]
-"""Says what changes in the record, of what it is once those before are on disk."""
 
 
 class RunProgress(msgspec.Struct, frozen=True):
-    """The record. A new run is `RunProgress(attempt=n)`."""
+    """The record. A new run starts with `RunProgress(attempt=n)`."""
 
     attempt: int
-    next_step: int = 1
-    """The step whose batch is formed next."""
-    done_step: int = 0
-    """The last step that was reported as trained."""
+    next_step: int = 1  # The step whose batch is formed next
+    done_step: int = 0  # The last step that the trainer reported
     published: NewPolicy | None = None
-    cursors: dict[str, int] = {}
-    unfinished: list[tuple[str, int]] = []
-    batches: dict[int, list[str]] = {}
-    """Step to the ids of the groups it trains on; kept until the step is committed."""
-    committed: int = 0
-    """The last step whose checkpoint the trainer announced as committed."""
-    drawn: dict[str, int] = {}
-    """Tasks that curricula drew for unfinished groups, by group id."""
-    fresh: dict[str, int] = {}
-    """How many unseen examples curricula drew, by environment."""
-    tasks: dict[str, int] = {}
-    """How many there are, by environment with a curriculum, as far as that is known."""
-    outcomes: int = 0
-    """Bytes of the curricula's file that count."""
+    cursors: dict[str, int] = {}  # Next position in each environment's stream
+    unfinished: list[tuple[str, int]] = []  # Positions before the cursors whose groups are not finished
+    batches: dict[int, list[str]] = {}  # Ids of the groups of each step, until the step is committed
+    committed: int = 0  # The last step whose checkpoint is committed
+    drawn: dict[str, int] = {}  # Tasks that curricula drew for unfinished groups, by group id
+    fresh: dict[str, int] = {}  # Number of unseen examples that curricula drew, by environment
+    tasks: dict[str, int] = {}  # Sizes of the tasksets of environments with a curriculum, where known
+    outcomes: int = 0  # Bytes of the curricula's file of outcomes that count
+    # The algorithm's state before each step's batch, until the step is committed
     memory: dict[int, dict[str, float]] = {}
-    """Step to what the algorithm knew before its batch; kept until the step is committed. None: it knew nothing."""
-    returned: list[tuple[str, int]] = []
-    """Examples that were given up once, and are not again."""
+    returned: list[tuple[str, int]] = []  # Examples that were returned once. See `Examples`.
 
     @property
     def newest_version(self) -> int:
-        """Return the newest policy version there is: what is newer was undone."""
+        """Return the newest policy version; later ones were undone."""
         return self.published.version if self.published else self.done_step
 
     def save(self, path: Path) -> None:
-        """Write the record, on disk when this returns. Raises OSError."""
+        """Write the record durably. Raises OSError."""
         durable.make_directory(path.parent)
         durable.write(path, msgspec.msgpack.encode(self))
 
 
 def restore(run_dir: Path, attempt: int) -> RunProgress:
-    """Find where to continue: in this attempt's own progress, else from the newest checkpoint, else from the start.
-
-    The newest one that looks whole: the trainer sets those aside that do not, perhaps at the same time.
+    """Return the attempt's own progress, else that of the newest whole checkpoint, else that of a new run.
 
     Raises:
-        RunError: that checkpoint has no readable orchestrator part, or this node does not see it.
+        RunError: The checkpoint has no readable orchestrator part, or this node does not see it.
     """
     try:
         progress = value(files.read_bytes(run_dir / PROGRESS), RunProgress)
@@ -85,6 +74,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
     except (FileNotFoundError, DamagedError):
         pass
     try:
+        # The trainer sets damaged checkpoints aside, perhaps at the same time.
         step = checkpoints.newest_whole(run_dir)
     except checkpoints.NotVisibleError as error:
         raise RunError(str(error)) from error
@@ -102,54 +92,46 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         done_step=step,
         published=None,
         batches={s: groups for s, groups in saved.batches.items() if s <= step},
-        memory={s: known for s, known in saved.memory.items() if s <= step + 1},
+        memory={s: values for s, values in saved.memory.items() if s <= step + 1},
         committed=step,
     )
 
 
 class ProgressFile:
-    """The record of a running orchestrator: on disk before anybody is told what follows from it.
+    """The record of a running orchestrator. It is on disk before anyone acts on it.
 
-    It is written in a thread, as flushes take milliseconds and more, and so is what it relies on, before it. One is
-    written after another: the newest stays.
-
-    Args:
-        path: of the file.
-        progress: where it continues.
-        dispatch: whose positions go into every record.
-        curricula: which are put on disk first.
+    Writes run in a thread, one after another, because a flush takes milliseconds or longer.
     """
 
-    def __init__(self, path: Path, progress: RunProgress, dispatch: Dispatcher, curricula: Curricula) -> None:
+    def __init__(self, path: Path, progress: RunProgress, dispatcher: Dispatcher, curricula: Curricula) -> None:
         self.now = progress
-        self._path, self._dispatch, self._curricula = path, dispatch, curricula
+        self._path, self._dispatcher, self._curricula = path, dispatcher, curricula
         self._reserve = Reserve(path.parent.parent)
         self._turn = asyncio.Lock()
 
     async def record(self, change: Change) -> None:
-        """Put a change on disk, and only then make it. Raises OSError, and nothing has changed then."""
+        """Write a change, then apply it. If this raises OSError, nothing has changed."""
         async with self._turn:
             progress = await self._snapshot(change(self.now))
             await asyncio.to_thread(self._write, progress)
             self.now = progress
 
     async def note(self, change: Change) -> None:
-        """Make a change even if the disk is full: a restart that does not know it repeats work, and loses nothing."""
+        """Apply a change even if it cannot be written. A restart without it repeats work, and loses nothing."""
         async with self._turn:
             changes = change(self.now)
             progress = await self._snapshot(changes)
             try:
                 await asyncio.to_thread(self._write, progress)
             except OSError as error:
-                log.warning("%s is not on disk: %s", ", ".join(changes), error)
+                log.warning("%s cannot be written: %s", ", ".join(changes), error)
             self.now = progress
 
     async def save(self, path: Path, before: Callable[[], None]) -> None:
-        """Put the record somewhere else, too, as it is once those before are on disk. Raises OSError.
+        """Write a copy of the record. Raises OSError.
 
         Args:
-            path: of that file.
-            before: puts on disk what has to be there first, in a thread.
+            before: Writes, in a thread, what must be on disk first.
         """
         async with self._turn:
             progress = await self._snapshot({})
@@ -157,21 +139,18 @@ class ProgressFile:
             await asyncio.to_thread(progress.save, path)
 
     async def _snapshot(self, changes: Mapping[str, Any]) -> RunProgress:
-        """The record with changes and the dispatcher's present positions, once what curricula have learned is on disk.
-
-        What they learn while that is written does not count in it.
-        """
-        dispatch, curricula = self._dispatch, self._curricula
+        dispatcher, curricula = self._dispatcher, self._curricula
         progress = msgspec.structs.replace(
             self.now,
-            cursors=dispatch.cursors,
-            unfinished=dispatch.unfinished,
-            drawn=dispatch.drawn,
-            returned=dispatch.returned,
+            cursors=dispatcher.cursors,
+            unfinished=dispatcher.unfinished,
+            drawn=dispatcher.drawn,
+            returned=dispatcher.returned,
             fresh=curricula.fresh,
             tasks=curricula.tasks,
             **changes,
         )
+        # The outcomes are on disk before a record counts them. What curricula learn meanwhile does not count yet.
         return msgspec.structs.replace(progress, outcomes=await curricula.flush())
 
     def _write(self, progress: RunProgress) -> None:

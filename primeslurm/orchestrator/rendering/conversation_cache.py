@@ -27,11 +27,7 @@ T = TypeVar("T")
 
 
 class ConversationCache:
-    """The messages of a rollout's last request.
-
-    Args:
-        trace: The rollout's trace, which holds the sampled messages.
-    """
+    """The messages of a rollout's last request. The rollout's trace holds the sampled messages."""
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
@@ -60,11 +56,7 @@ class ConversationCache:
 
 
 class RolloutDialect(Dialect):  # type: ignore[misc]
-    """The protocol of one rollout's program, with a cache of the conversation.
-
-    Args:
-        trace: The rollout's trace.
-    """
+    """The protocol of one rollout's program, with a cache of the conversation."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
@@ -87,11 +79,7 @@ def _sampled(
 ) -> tuple[AssistantMessage, int]:
     """Return the sampled message that a received one stands for, with its node; else the message itself and `after`.
 
-    Args:
-        message: A message as the program sent it.
-        before: Messages before it.
-        after: Node of the last sampled message among `before`, or -1.
-        trace: The rollout's trace.
+    `after` is the node of the last sampled message among the messages `before`, or -1.
     """
     nodes = trace.nodes
     equal = (i for i in range(after + 1, len(nodes)) if nodes[i].sampled and _same(message, nodes[i].message))
@@ -137,9 +125,7 @@ def cache_conversations(
 ) -> None:
     """Let an environment's server cache each rollout's conversation, and hash every message once.
 
-    Args:
-        server: The interception server of an environment.
-        dialects: For each dialect of verifiers, the constructor of the one that replaces it for a rollout.
+    `dialects` has, for each dialect of verifiers, the constructor of the one that replaces it for a rollout.
     """
     handle: Callable[[Any, Dialect], Awaitable[Any]] = server.handle_request
     by_rollout: dict[tuple[str, type[Dialect]], Dialect] = {}

@@ -56,16 +56,9 @@ class Rendering:
 def select_renderer(
     model: str, renderer: str = AUTO, options: Mapping[str, Any] | None = None, images: bool = False
 ) -> Rendering:
-    """Select the renderer of a model.
+    """Select the renderer of a model (path or hub id) by `model.renderer` and `model.renderer_options` of the recipe.
 
-    Args:
-        model: Path or hub id.
-        renderer: `model.renderer` of the recipe.
-        options: `model.renderer_options` of the recipe.
-        images: Whether messages may have images.
-
-    Raises:
-        RenderingError: Messages (or messages with images) cannot be rendered, or the renderer has no such option.
+    Raise RenderingError if messages, which may have `images`, cannot be rendered, or the renderer has no such option.
     """
     return _select(model, renderer, json.dumps(dict(options or {})), images)
 
@@ -108,9 +101,8 @@ def _select_from_family(model: str, names: Sequence[str], options: dict[str, Any
 def _select_template(model: str, options: dict[str, Any], no_tools: str = "") -> Rendering:
     """Return the renderer that uses the model's chat template.
 
-    Raises:
-        RenderingError: The template shows no question, or no token ends an answer. Every rollout would fail, or run
-            until its token limit.
+    Raise RenderingError if the template shows no question, or no token ends an answer: every rollout would fail, or run
+    until its token limit.
     """
     template = ChatTemplate(load_tokenizer(model))
     questions = [{"role": "user", "content": text} for text in (ASKED, VALUE)]

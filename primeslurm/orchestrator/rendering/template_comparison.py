@@ -82,12 +82,9 @@ CLOSED = Probe([*START, {**ANSWER[0], "reasoning_content": THOUGHT}, ANSWER[1]],
 
 
 def probes(shown: bool, described: bool = False) -> Sequence[Probe]:
-    """Return the conversations to compare.
+    """Return the conversations to compare for a template that shows tools to the model, or not.
 
-    Args:
-        shown: Whether the template shows tools to the model.
-        described: Whether the renderer shows tools although the template does not. Calls are then compared without
-            any tool being offered.
+    If only the renderer describes the tools, calls are compared without any tool being offered.
     """
     if shown:
         return (*CHATS, *CALLS)
@@ -100,14 +97,7 @@ def difference(
     options: Mapping[str, Any] | None = None,
     compared: Sequence[Probe] = (*CHATS, *CALLS),
 ) -> str:
-    """Return how a renderer differs from a tokenizer's chat template; "" if they agree or there is no template.
-
-    Args:
-        tokenizer: Tokenizer of the model.
-        config: Config of the renderer.
-        options: Arguments of the chat template.
-        compared: Conversations to compare.
-    """
+    """Return how a renderer differs from a chat template, called with `options`; "" if they agree or there is none."""
     try:
         renderer = create_renderer(tokenizer, config)
     except Exception as error:  # for example an assertion that names a missing special token

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -42,7 +42,16 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, is_cut, joined
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
 from primeslurm.orchestrator.rollouts.worker_deaths import WorkerDeaths
-from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts
+from primeslurm.orchestrator.rollouts.worker_events import (
+    EnginesAnswered,
+    JobKeeper,
+    JobLost,
+    KeepNothing,
+    RolloutEnded,
+    WorkerDied,
+    WorkerEvent,
+    WorkerUnusable,
+)
 from primeslurm.wire.batches.rollouts import Frame, Rollout
 from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.transport import secret
@@ -127,50 +136,31 @@ class WorkerPool:
 
     Args:
         bind: ZMQ address for the workers.
-        on_result: called with (job, sequences) or (job, failure).
-        on_lost: called with the id of each job whose worker is gone.
-        on_unusable: called with the environment that a worker cannot serve, the worker's number, and why.
+        keeper: decides which jobs of an earlier orchestrator are adopted, and which results workers keep. None: none.
         clock: in seconds.
         max_per_node: most jobs at once on one node. Default: no bound.
-        claim: called with a job that a worker has and this pool did not send, and whether it has not ended; returns
-            whether it is gone on with: then its result comes as if it had been sent. Default: none is.
-        keeps: called with a job whose result came; returns whether that is in memory only, and would be lost with this
-            process: the worker goes on holding it. Default: none is.
         deaths: what is known of tasks that kill workers.
-        on_death: called when a worker died, with its environment, its number, and one job of each task that turned out
-            to kill workers; before `on_lost` is called for its jobs.
-        on_answers: called with what a worker reports of engines' answers, by address.
     """
 
     def __init__(
         self,
         bind: str,
-        on_result: Callable[[str, tuple[Rollout, ...] | JobFailure], None],
-        on_lost: Callable[[str], None],
-        on_unusable: Callable[[str, int, str], None],
+        keeper: JobKeeper | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         max_per_node: int | None = None,
-        claim: Callable[[Job, bool], bool] = lambda job, runs: False,
-        keeps: Callable[[str], bool] = lambda job: False,
         deaths: WorkerDeaths | None = None,
-        on_death: Callable[[str, int, list[Job]], None] = lambda environment, worker, guilty: None,
-        on_answers: Callable[[Mapping[str, AnswerCounts]], None] = lambda answers: None,
     ) -> None:
         self._deaths = WorkerDeaths() if deaths is None else deaths
-        self._on_death = on_death
-        self._on_answers = on_answers
         self._waiting: dict[str, Job] = {}
         """Jobs of suspects that wait for a worker, by id."""
         self._has_apart = False
         """Whether a worker is, or may be, apart."""
         self._silenced: dict[tuple[str, int], _Silenced] = {}
         """By environment and number, workers that were given up because they were silent."""
-        self._claim = claim
-        self._keeps = keeps
-        self._on_result = on_result
-        self._on_lost = on_lost
-        self._on_unusable = on_unusable
+        self._keeper = keeper or KeepNothing()
+        self._events: list[WorkerEvent] = []
+        """Events that `receive` and `expire` return next."""
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
         self._looked_at = clock()
@@ -218,28 +208,33 @@ class WorkerPool:
         """Return the labels of the environments that a job can be sent to now."""
         return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}
 
-    async def serve(self) -> None:
-        """Receive until cancelled.
+    async def receive(self) -> list[WorkerEvent]:
+        """Receive one message of a worker, and return its events in order.
 
-        What came in pieces is put together in a thread. The next message waits for it: of one worker a result counts
-        before the status that lacks its job.
+        Handle them before the next call: a result must count before the status that lacks its job.
         """
+        await asyncio.sleep(0)  # many messages may wait, which are received without a pause
+        # Frames are views of the received message; cut ones are copied once.
+        message = await self._socket.recv_multipart(copy=False)
+        identity, parts = message[0].bytes, list[Frame](part.buffer for part in message[1:])
+        message.clear()
         try:
-            while True:
-                came = await self._socket.recv_multipart(copy=False)  # parts are views of it; cut ones are copied once
-                identity, parts = came[0].bytes, list[Frame](part.buffer for part in came[1:])
-                came.clear()
-                try:
-                    if is_cut(parts):
-                        parts = await asyncio.to_thread(joined, parts)
-                    if not parts:
-                        raise DamagedError("it has no parts")
-                    await self._receive(identity, parts[0], parts[1:])
-                except DamagedError as error:
-                    log.warning("a damaged message from a worker is ignored: %s", error)
-                await asyncio.sleep(0)  # many may wait already, which are received without a pause
-        finally:
-            self._socket.close()
+            if is_cut(parts):
+                parts = await asyncio.to_thread(joined, parts)
+            if not parts:
+                raise DamagedError("it has no parts")
+            await self._receive(identity, parts[0], parts[1:])
+        except DamagedError as error:
+            log.warning("a damaged message from a worker is ignored: %s", error)
+        return self._take_events()
+
+    def close(self) -> None:
+        """Close the connection to the workers."""
+        self._socket.close()
+
+    def _take_events(self) -> list[WorkerEvent]:
+        events, self._events = self._events, []
+        return events
 
     async def send(self, job: Job) -> None:
         """Give a job to a worker of its environment, which must be available. A suspect may wait for a worker apart."""
@@ -327,7 +322,7 @@ class WorkerPool:
         for identity, cancelled in by_worker.items():
             await self._tell(identity, Cancel(cancelled))
 
-    def expire(self) -> None:
+    def expire(self) -> list[WorkerEvent]:
         """Give up the workers that are silent, and spare those that are quiet."""
         now = self._clock()
         held_up, self._looked_at = scheduling_delay_s(self._looked_at, now), now
@@ -341,6 +336,7 @@ class WorkerPool:
                 self._taken_back[worker.environment, worker.number, worker.incarnation] = worker.heard
                 self._silenced[worker.environment, worker.number] = _Silenced(worker, worker.jobs, now)
                 self._give_up(worker, f"has been silent for {silence:.0f} s")
+        return self._take_events()
 
     def _patience(self, worker: _Worker) -> float:
         """How long a worker may be silent: if nobody else can run its jobs, it had better keep them for a while."""
@@ -353,7 +349,7 @@ class WorkerPool:
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
-            self._on_unusable(message.environment, message.worker, shortened(message.error))
+            self._events.append(WorkerUnusable(message.environment, message.worker, shortened(message.error)))
         elif isinstance(message, Claims):
             await self._take_over(identity, message.jobs)
         elif isinstance(message, Ended):
@@ -364,7 +360,7 @@ class WorkerPool:
             self._deaths.ended(worker.sent[message.job].job)
             self._forget(message.job)
             worker.heard = self._clock()  # its status waits behind its results, which may take a while
-            self._on_result(message.job, _outcome(message, frames))
+            self._events.append(RolloutEnded(message.job, _outcome(message, frames)))
         await self._ask()
         if self._waiting or self._has_apart:
             await self._send_suspects()
@@ -382,7 +378,8 @@ class WorkerPool:
 
     def _died(self, worker: _Worker, jobs: Sequence[Job]) -> None:
         if jobs:
-            self._on_death(worker.environment, worker.number, self._deaths.died(jobs, worker.number))
+            guilty = self._deaths.died(jobs, worker.number)
+            self._events.append(WorkerDied(worker.environment, worker.number, guilty))
 
     def _learn_patience(self, status: Status, now: float) -> None:
         """Wait longer for workers of an environment whose own code keeps them from reporting.
@@ -403,7 +400,7 @@ class WorkerPool:
         now = self._clock()
         self._learn_patience(status, now)
         if status.answers:
-            self._on_answers(status.answers)
+            self._events.append(EnginesAnswered(status.answers))
         self._note_silenced(status)
         worker = self._live.get((status.environment, status.worker))
         if worker is not None and worker.incarnation > status.incarnation:
@@ -431,8 +428,9 @@ class WorkerPool:
         gone = [job for job, sent in worker.sent.items() if job not in running and _is_lost(sent, status.seen, now)]
         for job in gone:
             self._forget(job)
-            self._on_lost(job)
-        unknown = sorted(job for job in running - worker.sent.keys() if not (job in held and self._keeps(job)))
+            self._events.append(JobLost(job))
+        unsent = running - worker.sent.keys()
+        unknown = sorted(job for job in unsent if not (job in held and self._keeper.holds_result(job)))
         worker.settled = not unknown
         if unknown:
             await self._tell(identity, Describe(unknown))
@@ -454,9 +452,9 @@ class WorkerPool:
             return  # it connected anew meanwhile, and is asked again when it reports
         refused = []
         for job in jobs:
-            if job.id in self._owners or self._keeps(job.id):
+            if job.id in self._owners or self._keeper.holds_result(job.id):
                 continue
-            if job.environment != worker.environment or not self._claim(job, job.id in worker.runs):
+            if job.environment != worker.environment or not self._keeper.adopt_job(job, runs=job.id in worker.runs):
                 refused.append(job.id)
                 continue
             self._give(worker, job)
@@ -497,7 +495,7 @@ class WorkerPool:
         worker.node.workers -= 1
         for job in list(worker.sent):
             self._forget(job)
-            self._on_lost(job)
+            self._events.append(JobLost(job))
 
     def _forget(self, job: str) -> _Worker | None:
         worker = self._owners.pop(job, None)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Mapping
 import msgspec
 
 from primeslurm.base.errors import PrimeslurmError
-from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
 from primeslurm.orchestrator.telemetry.engine_metrics import LastSamples, Sample, scrape
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
@@ -184,20 +183,24 @@ class ProgressMonitor:
         self._last_row = row
         self._journal.write(StepReported(step, row.get("reward/mean")))
 
-    def step_metrics(self, dispatch: Dispatcher, version: int | None) -> Row:
-        """Compute what happened since the last row."""
+    def step_metrics(self, counts: Counter[str], queues: Mapping[str, int], version: int | None) -> Row:
+        """Return the metrics since the last row.
+
+        Args:
+            counts: Counters of the dispatcher since the start of the process.
+            queues: Present queue lengths of the dispatcher.
+            version: Policy version of all engines.
+        """
         now = self._clock()
         self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
-        counts = dispatch.counts - self._counts_before
-        self._counts_before = dispatch.counts.copy()
+        total, counts = counts.copy(), counts - self._counts_before
+        self._counts_before = total
         row = {
             "throughput/tokens_per_s": self._tokens_per_s,
             "throughput/step_seconds": now - self._row_at,
             "policy/version": float(-1 if version is None else version),
             "policy/update_seconds": self._update_s,
-            "queue/ready_groups": float(len(dispatch.ready)),
-            "queue/open_groups": float(len(dispatch.open)),
-            "queue/inflight": float(dispatch.inflight),
+            **{f"queue/{name}": float(length) for name, length in queues.items()},
             "rollouts/dropped_stale": float(counts["rollouts_dropped_stale"]),
             "rollouts/carried": float(counts["rollouts_carried"]),
             "groups/completed_early": float(counts["groups_completed_early"]),

@@ -25,7 +25,7 @@ with uncollected():
 
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents, host_needs
-from primeslurm.orchestrator.environments.sandbox import containers, scripts
+from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
 from primeslurm.orchestrator.rollouts import job_protocol
@@ -197,7 +197,7 @@ async def _serve(worker: Worker, name: str) -> None:
     try:
         await serving
     finally:
-        containers.sweep(worker.runtimes, name)  # those that were still being made
+        containers.remove_stale(worker.runtimes, name)  # those that were still being made
         if terminated.is_set():
             os._exit(128 + signal.SIGTERM)  # as a shell says it, without waiting for threads that import or read
 
@@ -225,15 +225,15 @@ def main(argv: list[str] | None = None) -> None:
     scratch = _scratch(name)
     install(environment.runtime, scratch, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
-    shown = scripts.directories() if sees_packages(environment.runtime) else ()
+    shown = uv_scripts.environment_directories() if sees_packages(environment.runtime) else ()
     asked = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()
-    containers.mark(name, shown, asked)
-    containers.hide(environment.runtime.secrets if environment.runtime else ())
+    containers.patch_runtimes(name, shown, asked)
+    containers.hide_secrets(environment.runtime.secrets if environment.runtime else ())
     tool_servers.watch()
     worker = None
     try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
-        containers.sweep(worker.runtimes, name)
+        containers.remove_stale(worker.runtimes, name)
         asyncio.run(_serve(worker, name))
     except KeyboardInterrupt:
         return

@@ -27,7 +27,7 @@ LOGPROBS_MODE = "processed_logprobs"
 before it; the trainer divides by it."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.version_gate.VersionGate"
-CORE_GATE = "primeslurm.inference.liveness_gate.CoreGate"
+CORE_GATE = "primeslurm.inference.liveness_gate.LivenessGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
 """The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from primeslurm.models.shape import DeltaNets, Mamba, ModelShape, Vision
-from primeslurm.nn.block_sizes import DELTA_CHUNK, KERNEL_CHUNK_TOKENS, RECURRENCE_CHUNK_TOKENS
+from primeslurm.nn.block_sizes import DELTA_CHUNK, KERNEL_SEGMENT_TOKENS, SEGMENT_TOKENS
 
 KERNEL_BYTES = 9.2
 """Of a token inside a part, for each element of all heads' queries, keys and values: the more of two that were measured
@@ -89,14 +89,14 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
     keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
     channels, state = 2 * keys + values, 4 * nets.value_heads * nets.key_dim * nets.value_dim
     projected = channels + values + 2 * nets.value_heads
-    begun = (state + (nets.conv - 1) * channels * dtype_bytes) // RECURRENCE_CHUNK_TOKENS
+    begun = (state + (nets.conv - 1) * channels * dtype_bytes) // SEGMENT_TOKENS
     heads = nets.value_heads * (60 * nets.key_dim + 22 * nets.value_dim + 20 * DELTA_CHUNK)
     mixed = nets.value_heads * (2 * nets.key_dim + nets.value_dim)
     return Mixer(
         kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
         selective=(hidden + channels + nets.value_heads) * dtype_bytes,
-        part=RECURRENCE_CHUNK_TOKENS * (_convolved(channels, nets.conv, dtype_bytes) + heads + state // DELTA_CHUNK),
-        kernel_part=int(KERNEL_CHUNK_TOKENS * KERNEL_BYTES * mixed),
+        part=SEGMENT_TOKENS * (_convolved(channels, nets.conv, dtype_bytes) + heads + state // DELTA_CHUNK),
+        kernel_part=int(KERNEL_SEGMENT_TOKENS * KERNEL_BYTES * mixed),
     )
 
 
@@ -109,14 +109,13 @@ def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
     values = layers.heads * layers.head_dim
     channels, state = values + 2 * layers.groups * layers.state, 4 * values * layers.state
     projected = values + channels + layers.heads
-    begun = (state + (layers.conv - 1) * channels * dtype_bytes) // RECURRENCE_CHUNK_TOKENS
+    begun = (state + (layers.conv - 1) * channels * dtype_bytes) // SEGMENT_TOKENS
     heads = 36 * values + 8 * layers.heads * (layers.state + layers.chunk) + 4 * layers.groups * layers.chunk
     return Mixer(
         kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
         selective=(hidden + projected) * dtype_bytes,
-        part=RECURRENCE_CHUNK_TOKENS
-        * (_convolved(channels, layers.conv, dtype_bytes) + heads + 2 * state // layers.chunk),
-        kernel_part=int(KERNEL_CHUNK_TOKENS * KERNEL_BYTES * (values + 2 * layers.heads * layers.state)),
+        part=SEGMENT_TOKENS * (_convolved(channels, layers.conv, dtype_bytes) + heads + 2 * state // layers.chunk),
+        kernel_part=int(KERNEL_SEGMENT_TOKENS * KERNEL_BYTES * (values + 2 * layers.heads * layers.state)),
     )
 
 

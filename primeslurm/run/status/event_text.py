@@ -243,7 +243,8 @@ def _of_node(event: Event) -> EventText | None:
     match event:
         case nodes.NodesAssigned(process="head", nodes=names, spares=spares):
             more = f", and {len(spares)} more as spares" if spares else ""
-            return _tell(event, "head", f"all {len(names)} nodes are there{more}")
+            all_nodes = f"all {len(names)} nodes are" if len(names) > 1 else "the node is"
+            return _tell(event, "head", f"{all_nodes} there{more}")
         case nodes.PreflightDone(node=node, fitness="unfit", checks=checks):
             return _tell(event, f"node {node}", "failed its preflight" + _because(_failed(checks)), "error")
         case nodes.GpuFailed(node=node, checks=checks):

@@ -1,1 +1,1 @@
-"""Fixes of vLLM on CPUs."""
+"""Patches of vLLM for engines on CPUs."""

@@ -1,7 +1,7 @@
-"""KV offload on CPU: vLLM 0.32 offloads only from accelerators, because its copies are CUDA copies.
+"""KV-cache offload for CPU engines. vLLM 0.32 offloads only from accelerators, with CUDA copies.
 
-Here the KV cache of the engine is host memory too, so a copy is a copy. Everything else (which blocks are stored,
-looked up and evicted, the shared memory, the disk tier) stays vLLM's.
+This worker copies between host tensors. vLLM still decides which blocks are stored, looked up and evicted, and manages
+the shared memory and the disk tier.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from primeslurm.inference.guards import expect
 
 
 class HostOffloadingWorker(OffloadingWorker):
-    """vLLM's `CPUOffloadingWorker` for a KV cache in host memory: every transfer is done when it is submitted."""
+    """Replaces vLLM's `CPUOffloadingWorker` for a KV cache in host memory. Transfers complete at once."""
 
     def __init__(
         self,
@@ -34,9 +34,9 @@ class HostOffloadingWorker(OffloadingWorker):
         self._layers = kv_caches.group_data_refs
         self._finished: list[TransferResult] = []
         self._cache: list[torch.Tensor] = []
-        """Per tensor [block, bytes of a block]: the KV cache itself."""
+        """The KV cache: per tensor [blocks, bytes per block]."""
         self._tier: list[torch.Tensor] = []
-        """Per tensor [chunk, block of the chunk, bytes of a block]: the tier behind it."""
+        """The offload tier: per tensor [chunks, blocks per chunk, bytes per block]."""
         for entry in kv_caches.tensors:
             page = entry.page_size_bytes
             self._cache.append(entry.tensor.view(torch.int8).view(-1, page))
@@ -47,23 +47,19 @@ class HostOffloadingWorker(OffloadingWorker):
             self._tier.append(chunks.unflatten(1, (blocks_per_chunk, page)))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy from the KV cache to the tier."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Copy from the tier to the KV cache."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return the transfers finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once: nothing is ever under way."""
+        """Return at once, because no transfer is ever pending."""
 
     def shutdown(self) -> None:
-        """Let go of the shared memory."""
         self._cache.clear()
         self._tier.clear()
         if self._region is not None:
@@ -85,15 +81,12 @@ class HostOffloadingWorker(OffloadingWorker):
         return True
 
     def _groups(self, cache_spec: Any, tier_spec: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Per KV-cache group: cache blocks, and the chunk and the place in it of each.
-
-        A transfer may begin in the middle of its first chunk; `block_indices` says where.
-        """
+        """Yield per KV-cache group three index tensors [blocks]: cache block, chunk, and position in the chunk."""
         per_chunk = self._blocks_per_chunk
         blocks, chunks = torch.from_numpy(cache_spec.block_ids), torch.from_numpy(tier_spec.block_ids)
         block = chunk = 0
         for size, index in zip(cache_spec.group_sizes, cache_spec.block_indices, strict=True):
-            positions = torch.arange(size) + index % per_chunk
+            positions = torch.arange(size) + index % per_chunk  # a transfer may begin in the middle of a chunk
             used = int(positions[-1]) // per_chunk + 1 if size else 0
             yield (
                 blocks[block : block + size].long(),
@@ -104,7 +97,7 @@ class HostOffloadingWorker(OffloadingWorker):
 
 
 def apply() -> None:
-    """Have vLLM's offloading copy with `HostOffloadingWorker`. Raises RuntimeError if vLLM has changed there."""
+    """Make vLLM use `HostOffloadingWorker`. Raise RuntimeError if vLLM's code has changed."""
     from vllm.v1.kv_offload.cpu import spec as cpu
     from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
     from vllm.v1.kv_offload.tiering import spec as tiering
@@ -119,7 +112,7 @@ def apply() -> None:
 
 
 def _get_worker(self: Any, kv_caches: Any) -> OffloadingWorker:
-    """Do as vLLM's own, without its refusal of platforms that are not accelerators."""
+    # As vLLM's method, without the check that refuses platforms other than accelerators.
     if self._worker is None:
         self._worker = self.create_worker(kv_caches)
     worker: OffloadingWorker = self._worker

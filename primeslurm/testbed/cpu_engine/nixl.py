@@ -1,7 +1,7 @@
-"""NIXL on CPU: its progress thread waits for events instead of asking for them without a pause.
+"""Makes NIXL's progress thread sleep between polls on CPU engines.
 
-NIXL's Python face gives the thread a delay of 0, with which it takes a whole core of an idle engine. A GPU's host has
-cores to spare; on a small machine two such engines leave nothing to those that compute.
+NIXL's Python API sets the delay to 0, so the thread of an idle engine uses a whole core. GPU hosts have cores to
+spare. On a small machine two such engines leave no core for computation.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from primeslurm.inference.guards import changed, expect
 
 PAUSE_US = 1000
-"""Longest wait for an event (microseconds), after which the thread looks at every connection all the same."""
+"""Delay between two polls of the progress thread [microseconds]."""
 
 
 def apply() -> None:
-    """Have the agents that vLLM makes from now on wait."""
+    """Set the delay for all agents that vLLM creates from now on."""
     from vllm.distributed import nixl_utils
 
     load = expect(nixl_utils, "_load_nixl_attr", ("name",))
@@ -33,11 +33,11 @@ def apply() -> None:
 
 
 def _pause(api: Any) -> None:
-    """Set the delay in what NIXL's Python face, the module `api`, hands to NIXL."""
+    """Wrap the agent constructor in NIXL's Python module `api`."""
     bindings = api.nixlBind
     create = bindings.nixlAgent
     if not hasattr(bindings.nixlAgentConfig, "pthrDelay"):
-        raise changed("nixlAgentConfig has no pthrDelay any more")
+        raise changed("nixlAgentConfig has no pthrDelay")
 
     def create_pausing(name: str, config: Any) -> Any:
         config.pthrDelay = PAUSE_US

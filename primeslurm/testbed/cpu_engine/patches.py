@@ -1,7 +1,7 @@
-"""Fixes of vLLM 0.32 on CPU, without which mixture-of-experts models crash or give wrong results without a word.
+"""Patches of vLLM 0.32 for CPU engines. Without them mixture-of-experts models crash or silently give wrong results.
 
-Each fix names the vLLM behaviour it replaces and refuses to be applied to a vLLM that has changed there.
-Re-examine them all at every change of the pinned version.
+Each patch checks that vLLM's code is as expected, and refuses to be applied otherwise. Review all of them whenever the
+pinned version changes.
 """
 
 from __future__ import annotations
@@ -15,33 +15,22 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.inference.guards import changed, expect
+from primeslurm.testbed.cpu_engine import kv_offload, nixl, routed_experts
 
 
 def apply() -> None:
-    """Apply every fix. Raises RuntimeError if vLLM is not as a fix expects it."""
+    """Apply every patch. Raise RuntimeError if vLLM's code is not as a patch expects it."""
     _repack_experts_after_update()
     _map_experts_under_expert_parallelism()
     _add_variable_collectives()
-    _offload_from_host_memory()
-    _return_routed_experts()
-    _pause_nixl()
     _fork_processes()
-
-
-def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
-    """Pack tied output heads anew after an update.
-
-    On CPU a head that is tied to the embedding computes with a packed copy of its own, which vLLM's reload skips.
-    """
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
-    for module in model.modules():
-        if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
-            module.quant_method.process_weights_after_loading(module)
+    kv_offload.apply()
+    routed_experts.apply()
+    nixl.apply()
 
 
 def _repack_experts_after_update() -> None:
-    """Pack CPU experts after every update: vLLM does so only when their kernel is first built."""
+    """Repack the experts after every weight update. vLLM packs them only when it builds their kernel."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     original = expect(UnquantizedFusedMoEMethod, "_setup_kernel", ("self", "layer", "w13", "w2"))
@@ -57,9 +46,9 @@ def _repack_experts_after_update() -> None:
 
 
 def _map_experts_under_expert_parallelism() -> None:
-    """Make global expert ids local; a token's remote experts get weight 0 on this rank.
+    """Map global expert ids to local ones, with weight 0 for remote experts.
 
-    vLLM's CPU experts ignore `expert_map` and read beyond the local experts.
+    vLLM's CPU experts ignore `expert_map` and read past the local experts.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -82,7 +71,7 @@ def _map_experts_under_expert_parallelism() -> None:
 
 
 def _add_variable_collectives() -> None:
-    """Add the two collectives that data- and expert-parallel experts need, and vLLM's CPU communicator lacks."""
+    """Add two collectives that expert parallelism needs and vLLM's CPU communicator lacks."""
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -90,37 +79,15 @@ def _add_variable_collectives() -> None:
     expect(DeviceCommunicatorBase, "reduce_scatterv", ("input_", "dim", "sizes"))
     for name in ("all_gatherv", "reduce_scatterv"):
         if name in vars(CpuCommunicator):
-            raise changed(f"CpuCommunicator has a {name} of its own now")
+            raise changed(f"CpuCommunicator now has {name}")
     CpuCommunicator.all_gatherv = _all_gatherv
     CpuCommunicator.reduce_scatterv = _reduce_scatterv
 
 
-def _offload_from_host_memory() -> None:
-    """Offload KV from host memory, too: vLLM does only from accelerators."""
-    from primeslurm.testbed.cpu_engine import kv_offload
-
-    kv_offload.apply()
-
-
-def _return_routed_experts() -> None:
-    """Capture routed experts on CPU, too: vLLM does only in a runner that needs Triton."""
-    from primeslurm.testbed.cpu_engine import routed_experts
-
-    routed_experts.apply()
-
-
-def _pause_nixl() -> None:
-    """Let NIXL's progress thread sleep, as an idle engine should."""
-    from primeslurm.testbed.cpu_engine import nixl
-
-    nixl.apply()
-
-
 def _fork_processes() -> None:
-    """Fork an engine's core and workers, as vLLM does on GPUs: what is spawned imports vLLM anew, for 8 s of a core.
+    """Fork the engine core and workers, as vLLM does on GPUs. A spawned process takes 8 CPU seconds to import vLLM.
 
-    vLLM spawns them on CPU for the sake of OpenMP's threads, which a fork does not have; here every process has one
-    thread of it.
+    vLLM spawns them on CPU because OpenMP threads do not survive a fork. With one OpenMP thread none is lost.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -138,7 +105,7 @@ def _fork_processes() -> None:
 def _all_gatherv(
     self: Any, input_: torch.Tensor | list[torch.Tensor], dim: int = 0, sizes: list[int] | None = None
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Concatenate every rank's [sizes[rank], ...] along dim 0 (all of one size if `sizes` is None)."""
+    """Concatenate the ranks' tensors [sizes[rank], ...] along dim 0. With `sizes=None` all have the same size."""
     if dim != 0:
         raise NotImplementedError("all_gatherv gathers along dim 0")
     if isinstance(input_, torch.Tensor):
@@ -156,7 +123,7 @@ def _gather_rows(self: Any, rows: torch.Tensor, sizes: list[int] | None) -> torc
 
 
 def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list[int] | None = None) -> torch.Tensor:
-    """Sum over ranks; each keeps its own `sizes[rank]` rows along `dim`."""
+    """Sum over ranks. Each rank keeps its `sizes[rank]` rows along `dim`."""
     rows = input_.movedim(dim, 0).contiguous().clone()
     dist.all_reduce(rows, group=self.cpu_group)
     sizes = sizes or [rows.shape[0] // self.world_size] * self.world_size

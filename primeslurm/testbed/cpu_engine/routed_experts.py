@@ -1,8 +1,7 @@
-"""Routed experts on CPU: vLLM 0.32 captures them only in a model runner that needs Triton, which CPUs do not have.
+"""Captures routed experts in vLLM's CPU model runner. vLLM 0.32 does so only in a runner that needs Triton.
 
-The capture itself (buffers, the store of rows by KV block, what scheduler and server do with them) is vLLM's; here its
-CPU runner calls it at the places where the other runner does: when the KV cache is there, before each step, and after
-tokens were sampled.
+vLLM's own code keeps the buffers and stores rows by KV block. These patches make the CPU runner call it where the other
+runner does: after the KV cache is initialised, before each step, and after sampling.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from primeslurm.inference.guards import changed, expect
 
 
 def apply() -> None:
-    """Have vLLM's CPU runner capture routed experts. Raises RuntimeError if vLLM has changed there."""
+    """Patch the CPU runner. Raise RuntimeError if vLLM's code has changed."""
     from vllm.config.vllm import VllmConfig
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
     if not isinstance(vars(VllmConfig).get("use_v2_model_runner"), property):
-        raise changed("VllmConfig.use_v2_model_runner is no property any more")
+        raise changed("VllmConfig.use_v2_model_runner is not a property")
     _accept(VllmConfig)
     _initialize(CPUModelRunner)
     _execute(CPUModelRunner)
@@ -29,16 +28,16 @@ def apply() -> None:
 
 
 def _accept(config: type) -> None:
-    """Keep vLLM's own check of what routed experts go together with, but for the runner."""
+    """Make vLLM's compatibility check pass for this runner, and keep its other conditions."""
     original = expect(config, "_verify_aux_output_compatibility", ("self",))
-    as_it_is = vars(config)["use_v2_model_runner"]
+    runner_property = vars(config)["use_v2_model_runner"]
 
     def verify(self: Any) -> None:
         config.use_v2_model_runner = property(lambda _: True)  # type: ignore[attr-defined]
         try:
             original(self)
         finally:
-            config.use_v2_model_runner = as_it_is  # type: ignore[attr-defined]
+            config.use_v2_model_runner = runner_property  # type: ignore[attr-defined]
 
     config._verify_aux_output_compatibility = verify  # type: ignore[attr-defined]
 
@@ -66,7 +65,7 @@ def _execute(runner: type) -> None:
             return original(self, scheduler_output, intermediate_tensors)
         self.routed_experts.begin_step(scheduler_output.aux_output_connector_metadata)
         output = original(self, scheduler_output, intermediate_tensors)
-        if output is None:  # the model was run, and sample_tokens follows
+        if output is None:  # the model ran, and vLLM calls sample_tokens next
             self.routed_step = self.routed_experts.prepare_output(_batch(self, scheduler_output))
         return output
 
@@ -74,7 +73,7 @@ def _execute(runner: type) -> None:
 
 
 def _batch(runner: Any, scheduler_output: Any) -> SimpleNamespace:
-    """What the capture reads of the other runner's batch: requests, where their rows start, how far they were."""
+    """Return the fields of the other runner's batch that the capture reads."""
     batch = runner.input_batch
     requests = list(batch.req_ids)
     scheduled = [scheduler_output.num_scheduled_tokens[request] for request in requests]
@@ -92,8 +91,8 @@ def _sample(runner: type) -> None:
         output = original(self, grammar_output)
         step, self.routed_step = self.routed_step, None
         if step is not None:
-            places = [output.req_id_to_index[request] for request in step.request_ids]
-            sampled = np.array([len(output.sampled_token_ids[place]) for place in places])
+            indices = [output.req_id_to_index[request] for request in step.request_ids]
+            sampled = np.array([len(output.sampled_token_ids[index]) for index in indices])
             step.enqueue_cpu_copy(num_sampled=sampled, num_rejected=np.zeros_like(sampled))
             output.aux_output_connector_output = step.process_output()
         return output

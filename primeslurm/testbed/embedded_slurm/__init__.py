@@ -1,1 +1,1 @@
-"""Embedded slurm."""
+"""Embedded Slurm clusters: the real Slurm daemons, with many nodes on one machine."""

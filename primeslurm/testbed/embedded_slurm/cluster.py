@@ -1,4 +1,4 @@
-"""The embedded cluster: real munged, slurmctld and slurmd of one private directory, on this machine."""
+"""Starts and stops embedded clusters: munged, slurmctld and one slurmd per node, in a private directory."""
 
 from __future__ import annotations
 
@@ -30,53 +30,51 @@ _STATE = "cluster.json"
 _LOCK = Path("/run/primeslurm-cluster-up.lock")
 _START_TIMEOUT_S = 60.0
 _IDLE_TIMEOUT_S = 120.0
-# A daemon that has detached itself writes its pid file at once, and removes it when it fails thereafter.
+# A daemon writes its pid file right after it has detached, and removes the file if it fails later.
 _PID_FILE_TIMEOUT_S = 10.0
-# Slurm's KillWait, within which trainers write a last checkpoint, and a little more.
+# Slurm's KillWait of 30 s, in which trainers write a last checkpoint, plus a margin.
 _CANCEL_WAIT_S = 33.0
 
 
 def default_directory(name: str) -> Path:
-    """Where a cluster lives unless told otherwise."""
     return Path.home() / ".primeslurm" / "clusters" / name
 
 
 def known_directories() -> list[Path]:
-    """List the directories of clusters that were started without a directory of their own."""
+    """Return the directories of all clusters that were started in their default directory."""
     return sorted(file.parent for file in default_directory("*").parent.glob(f"*/{_STATE}"))
 
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """What runs of an embedded cluster."""
+    """State of an embedded cluster: which daemons run, and Slurm's state of each node."""
 
     name: str
     directory: str
     site_file: str
     slurm_conf: str
     daemons: dict[str, bool]
-    """Daemon name to whether it is alive."""
+    """Whether each daemon is alive."""
     nodes: dict[str, str]
-    """Node name to Slurm's state of it; empty if the controller does not answer."""
+    """Slurm's state of each node; empty if the controller does not answer."""
 
     @property
     def up(self) -> bool:
-        """Whether all daemons are alive."""
         return bool(self.daemons) and all(self.daemons.values())
 
 
 class ClusterRecord(msgspec.Struct, frozen=True):
-    """What `cluster.json` says of a cluster."""
+    """Content of `cluster.json`."""
 
     spec: ClusterSpec
     place: int
-    """Index of its `LoopbackPlace`."""
+    """Index of the `LoopbackPlace`."""
     daemons: list[OsProcess]
 
 
 @dataclass
 class Cluster:
-    """A started cluster. `up` makes one, `Cluster.load` finds one again."""
+    """An embedded cluster. `up` starts one, `Cluster.load` reads one from its directory."""
 
     spec: ClusterSpec
     place: config.LoopbackPlace
@@ -84,11 +82,7 @@ class Cluster:
 
     @classmethod
     def load(cls, directory: Path) -> Cluster:
-        """Find the cluster of a directory, up or not.
-
-        Raises:
-            UsageError: there is none, or the file that tells of it is damaged.
-        """
+        """Load the cluster of a directory, whether it is up or not. Raise UsageError if there is none."""
         state = directory / _STATE
         if not state.is_file():
             why = "holds no embedded cluster"
@@ -102,7 +96,7 @@ class Cluster:
 
     @classmethod
     def of_slurm_conf(cls, slurm_conf: str) -> Cluster | None:
-        """Find the embedded cluster that a slurm.conf belongs to; None if it is that of another Slurm."""
+        """Return the embedded cluster that a slurm.conf belongs to; None if it belongs to another Slurm."""
         directory = Path(slurm_conf).parent
         if not is_file(directory / _STATE):
             return None
@@ -111,11 +105,9 @@ class Cluster:
 
     @property
     def client(self) -> SlurmClient:
-        """Slurm's commands for this cluster."""
         return SlurmClient(str(self.spec.slurm_conf))
 
     def status(self) -> ClusterStatus:
-        """Daemons and nodes as they are now."""
         nodes: dict[str, str] = {}
         with contextlib.suppress(ClusterError):
             nodes = {node.name: node.state for node in self.client.nodes()}
@@ -129,20 +121,17 @@ class Cluster:
         )
 
     def down(self) -> None:
-        """End all jobs and daemons of this cluster and remove its directory. Nothing else is touched."""
+        """Cancel all jobs, end all daemons, and remove the directory of this cluster."""
         if any(daemon.name == "slurmctld" and daemon.alive for daemon in self.daemons):
             with contextlib.suppress(ClusterError):
                 self.client.cancel_all()
-                self._wait_for_no_jobs(_CANCEL_WAIT_S)
-        # What outlives its cancellation would otherwise live on without a cluster.
+                deadline = time.monotonic() + _CANCEL_WAIT_S
+                while job_processes(self.spec.slurm_conf) and time.monotonic() < deadline:
+                    time.sleep(0.1)
+        # Processes that survive the cancellation would run on without a cluster.
         end(job_processes(self.spec.slurm_conf), grace_s=2.0)
         end(self.daemons, grace_s=5.0)
         shutil.rmtree(self.spec.directory)
-
-    def _wait_for_no_jobs(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while job_processes(self.spec.slurm_conf) and time.monotonic() < deadline:
-            time.sleep(0.1)
 
     def _save(self) -> None:
         record = ClusterRecord(self.spec, self.place.index, self.daemons)
@@ -150,8 +139,8 @@ class Cluster:
 
     def _write_files(self) -> None:
         spec, place = self.spec, self.place
-        for part in ("munge", "state", "spool", "pid", "log", "devices"):
-            (spec.directory / part).mkdir(parents=True, exist_ok=True)
+        for name in ("munge", "state", "spool", "pid", "log", "devices"):
+            (spec.directory / name).mkdir(parents=True, exist_ok=True)
         self._save()
         for index in range(spec.gpus_per_node):
             (spec.directory / "devices" / f"gpu{index}").symlink_to("/dev/null")
@@ -166,13 +155,13 @@ class Cluster:
         spec.site_file.write_text(self.site_text())
 
     def site_text(self) -> str:
-        """Write the content of this cluster's site file."""
+        """Return the content of this cluster's site file."""
         site = config.site(self.spec, self.place).model_dump(by_alias=True, exclude_defaults=True, mode="json")
         return yaml.safe_dump({"schema": 1, **site}, sort_keys=False)
 
     def _start(self, name: str, argv: list[str], pid_file: Path, log: Path) -> None:
-        """Start a daemon that detaches itself; its pid is recorded before anything else starts."""
-        # A daemon must not believe that it belongs to a job from which the cluster may have been started.
+        """Start a daemon that detaches itself, and record its pid before the next one starts."""
+        # The cluster may be started from within a job. Its daemons must not take over the job's SLURM_* variables.
         environment = clean(os.environ, str(self.spec.slurm_conf))
         with log.open("ab") as stream:
             code = subprocess.run(
@@ -245,11 +234,11 @@ def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
     """Start a cluster and wait until all nodes are idle.
 
     Returns:
-        The cluster, and whether it was started: False if it was up already.
+        The cluster, and False if it was already up.
 
     Raises:
-        UsageError: a bad specification, missing programs, or a directory that is in use otherwise.
-        ClusterError: a daemon did not come up; with the end of its log. Nothing is left behind then.
+        UsageError: the specification is wrong, programs are missing, or the directory is in use.
+        ClusterError: a daemon did not start. The error has the end of its log, and the directory has been removed.
     """
     spec.check()
     _check_machine()
@@ -286,7 +275,6 @@ def _check_machine() -> None:
 
 
 def _free_place(spec: ClusterSpec) -> config.LoopbackPlace:
-    """The first place of this machine where all ports are free."""
     for index in [config.PLACES] if spec.wide else range(config.PLACES):
         place = config.LoopbackPlace(index)
         if all(_is_free(port) for port in place.ports(spec)):
@@ -308,7 +296,7 @@ def _is_free(port: int) -> bool:
 
 @contextlib.contextmanager
 def _start_lock() -> Iterator[None]:
-    """One cluster at a time takes its ports. The lock of a file that root alone can open ends with its owner."""
+    """Serialise the start of clusters, because each looks for free ports first. The lock ends with its process."""
     with os.fdopen(os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:

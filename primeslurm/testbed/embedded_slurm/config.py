@@ -1,4 +1,4 @@
-"""What the embedded cluster's configuration files say. Pure: specification in, text out."""
+"""Configuration of an embedded cluster: its specification, addresses, slurm.conf, gres.conf and site file."""
 
 from __future__ import annotations
 
@@ -13,58 +13,60 @@ from primeslurm.recipe.site import Network, NodeKind, Site
 from primeslurm.testbed.embedded_slurm import page_merging
 
 NARROW_NODES = 200
-"""A cluster of so many GPU nodes, and 50 without, fits into one of many places; larger ones have one of their own."""
+"""Most GPU nodes of a cluster in one of the `PLACES` regular places. One extra place fits larger clusters."""
 MAX_NODES = 512
 MAX_CONTROL = 200
 MAX_GPUS = 16
 MAX_PREFIX = 8
-"""Node names begin with the cluster's name, if it is no longer than this."""
+"""Longest cluster name that is used unchanged as the prefix of node names."""
 _NAME = re.compile(r"^[a-z][a-z0-9-]{0,30}$")
 
 PLACES = 36
+"""Number of regular clusters that can be up on one machine at a time."""
 _NARROW_CONTROL = 50
 _SUBNET = 250
 
+# Slurm holds a requeued job back until the credentials of its last start have expired. Its default of 120 s leaves the
+# cluster idle for long. A launch on a busy machine must still fit into this time.
 CRED_EXPIRE_S = 10
-"""Slurm holds a requeued job back until the credentials of its last start have expired. Its default of 120 s is a long
-time to look at an idle cluster; a launch on a busy machine still has to fit into this."""
+# Agents read each other's files from a local file system, without delay, but they share the cores of one machine.
 NODE_SILENT_S = 30
-"""A cluster's nodes share a local file system, which shows every change at once, but also the cores of one machine: a
-second a node, where that is more."""
+"""Time without a heartbeat after which a node is lost [s]; one second per node, if that is more."""
 NODE_START_S = 300
-"""What other sites give all agents of a job to start."""
+"""Time in which all agents of a job must start [s]; `AGENT_START_S` per node, if that is more."""
 AGENT_START_S = 2
-"""For each node, where that is more: agents start on the cores of one machine, beside those that run already."""
 
 
 def is_name(name: str) -> bool:
-    """Tell whether a cluster may have a name."""
+    """Return whether a name is valid for a cluster."""
     return _NAME.match(name) is not None
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """An embedded cluster: `nodes` GPU nodes in partition gpu, `control_nodes` without GPUs in partition cpu."""
+    """Specification of an embedded cluster, with partition `gpu` and, for nodes without GPUs, partition `cpu`."""
 
     name: str
     directory: Path
-    """Everything the cluster writes is in here; `down` removes it."""
+    """Directory of all files that the cluster writes; `down` removes it."""
     runs: Path
-    """Directory of runs named in the site file. It is not created, and `down` leaves it alone."""
+    """Directory of runs in the site file. Neither `up` nor `down` touches it."""
     nodes: int = 4
+    """Number of GPU nodes."""
     gpus_per_node: int = 8
-    """Fake devices: Slurm counts and assigns them, nothing can compute on them."""
+    """Fake devices that Slurm counts and assigns. They cannot compute."""
     cpus_per_node: int = 16
-    """What a node claims to have, whatever this machine has."""
+    """Cores that each node reports to Slurm, whatever this machine has."""
     control_nodes: int = 1
+    """Number of nodes without GPUs."""
     merge_pages: bool = False
-    """The kernel keeps equal pages of its processes once (`equal_pages`)."""
+    """Whether the kernel shares equal memory pages of the cluster's processes (`equal_pages`)."""
 
     def check(self) -> None:
-        """Raise UsageError with everything that is wrong with this specification."""
-        found = []
+        """Raise UsageError with all problems of this specification."""
+        violations = []
         if not is_name(self.name):
-            found.append(
+            violations.append(
                 Violation("name", self.name, "must be a-z, 0-9 and -, starting with a letter, at most 31 long")
             )
         for field, value, low, high in (
@@ -74,88 +76,81 @@ class ClusterSpec:
             ("control_nodes", self.control_nodes, 0, MAX_CONTROL if self.wide else _NARROW_CONTROL),
         ):
             if not low <= value <= high:
-                found.append(Violation(field, str(value), f"must be between {low} and {high}"))
+                violations.append(Violation(field, str(value), f"must be between {low} and {high}"))
         for field, path in (("directory", self.directory), ("runs", self.runs)):
             if not path.is_absolute() or re.search(r"[\s#\"'\\%]", str(path)):
-                found.append(Violation(field, str(path), "must be an absolute path without spaces, quotes, # and %"))
+                why = "must be an absolute path without spaces, quotes, # and %"
+                violations.append(Violation(field, str(path), why))
         if not self.has_short_path:
             why = f"is longer than {self._longest_path} characters, too long for the Unix sockets in it"
-            found.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
-        if found:
-            raise UsageError(found)
+            violations.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
+        if violations:
+            raise UsageError(violations)
 
     @property
     def has_short_path(self) -> bool:
-        """Whether Unix sockets can be made in the directory."""
+        """Whether the directory's path is short enough for the Unix sockets in it."""
         return len(str(self.directory)) <= self._longest_path
 
     @property
     def _longest_path(self) -> int:
-        # The longest socket is that of a job's step: <directory>/spool/<node>/<node>_<job>.<step>, up to 16 bytes of
+        # The longest socket belongs to a job step: <directory>/spool/<node>/<node>_<job>.<step>, with up to 16 bytes of
         # numbers.
         return LONGEST_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
 
     @property
     def wide(self) -> bool:
-        """Whether it needs the place for large clusters."""
+        """Whether the cluster needs the extra place for large clusters."""
         return self.nodes > NARROW_NODES
 
     @property
     def node_silent_s(self) -> int:
-        """Seconds after which a silent node is lost, to the head of a run and to Slurm."""
+        """Time without a heartbeat after which head and Slurm consider a node lost [s]."""
         return max(NODE_SILENT_S, self.nodes + self.control_nodes)
 
     @property
     def node_start_s(self) -> int:
-        """Seconds within which all agents of a job must have been heard of."""
+        """Time in which all agents of a job must send a heartbeat [s]."""
         return max(NODE_START_S, AGENT_START_S * (self.nodes + self.control_nodes))
 
     @property
     def cred_expire_s(self) -> int:
-        """Seconds within which all tasks of a job must have been started: 142 of 485 had not, in 10."""
+        # All tasks of a job must start within this time. With 10 s, 142 of 485 tasks did not.
         return self.node_silent_s if self.wide else CRED_EXPIRE_S
 
     @property
     def message_timeout_s(self) -> int:
-        """Seconds for the answer to a message: with 518 nodes launched at once, srun had four after more than 100.
-
-        Slurm calls more than 100 too high.
-        """
+        # Launching 518 nodes at once, srun got four answers after more than 100 s. Slurm warns about more than 100.
         return self.node_silent_s if self.wide else 30
 
     @property
     def munge_threads(self) -> int:
-        """Threads of munged; 10 is its own advice where its socket is full, as when hundreds of tasks are launched."""
+        # munged's documentation advises 10 threads if its socket fills up, as when hundreds of tasks start at once.
         return 10 if self.wide else 2
 
     @property
     def slurm_conf(self) -> Path:
-        """Path of slurm.conf."""
         return self.directory / "slurm.conf"
 
     @property
     def site_file(self) -> Path:
-        """Path of the generated site file."""
         return self.directory / "site.yaml"
 
     @property
     def munge_socket(self) -> Path:
-        """Path of this cluster's own munge socket."""
         return self.directory / "munge" / "socket"
 
     @property
     def gpu_names(self) -> list[str]:
-        """Names of the GPU nodes."""
         return [f"{self._prefix}-n{i:03d}" for i in range(1, self.nodes + 1)]
 
     @property
     def control_names(self) -> list[str]:
-        """Names of the control nodes."""
         return [f"{self._prefix}-c{i:03d}" for i in range(1, self.control_nodes + 1)]
 
     @property
     def _prefix(self) -> str:
-        """Short, and different for every cluster: runs remember bad nodes by their names."""
+        # Short, and different for every cluster: runs record bad nodes by name.
         if len(self.name) <= MAX_PREFIX:
             return self.name
         return f"{self.name[:3]}{zlib.crc32(self.name.encode()) & 0xFFF:03x}"
@@ -163,56 +158,46 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class LoopbackPlace:
-    """Where a cluster lives among others on this machine: its part of the loopback network and its block of ports.
+    """The loopback addresses and the block of ports of one cluster.
 
-    slurmd and slurmctld listen on all addresses, so ports must differ even between nodes. The blocks lie below
-    `Site.port_base`, from where runs take theirs.
+    slurmd and slurmctld listen on all addresses, so every node needs its own port. The blocks lie below
+    `Site.port_base`, where the ports of runs begin.
     """
 
     index: int
-    """0 to PLACES - 1; PLACES: the one for a large cluster."""
+    """0 to PLACES - 1; PLACES is the extra place for a large cluster."""
 
     @property
     def first_control(self) -> int:
-        """Number of the first control node; GPU nodes count from 1."""
+        """Number of the first control node. GPU nodes count from 1."""
         return 1 + (MAX_NODES if self.index == PLACES else NARROW_NODES)
 
     def address(self, number: int) -> str:
-        """Return the loopback address of a node."""
+        """Return the loopback address of node `number`."""
         if self.index == PLACES:
             return f"127.21.{number // _SUBNET}.{number % _SUBNET + 1}"
         return f"127.20.{self.index + 1}.{number}"
 
     @property
     def port(self) -> int:
-        """Port of slurmctld. That of a node is its number more."""
+        """Port of slurmctld. The port of node n is n higher."""
         return 10000 + 256 * self.index
 
     def ports(self, spec: ClusterSpec) -> list[int]:
-        """Return all ports that the daemons of `spec` need here."""
+        """Return all ports that the daemons of `spec` need."""
         first = self.port + self.first_control
         control = range(first, first + spec.control_nodes)
         return [self.port, *range(self.port + 1, self.port + 1 + spec.nodes), *control]
 
 
 def addresses(spec: ClusterSpec, place: LoopbackPlace) -> dict[str, str]:
-    """Node name to loopback address; GPU nodes count from .1, control nodes (in a usual place) from .201."""
+    """Return the loopback address of each node: GPU nodes from .1, control nodes (of a regular place) from .201."""
     gpu = {name: place.address(i) for i, name in enumerate(spec.gpu_names, start=1)}
     return gpu | {name: place.address(i) for i, name in enumerate(spec.control_names, start=place.first_control)}
 
 
 def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb: int) -> str:
-    """Write slurm.conf: what makes several nodes on one machine work, and nothing shared with another cluster.
-
-    Args:
-        spec: what the user asked for.
-        place: the loopback addresses and ports of the cluster.
-        hostname: of this machine.
-        memory_mb: of this machine, in MB.
-
-    Returns:
-        Its text.
-    """
+    """Return the text of slurm.conf for several nodes on one machine, with nothing shared with another cluster."""
     directory = spec.directory
     lines = [
         f"ClusterName={spec.name}",
@@ -247,7 +232,7 @@ def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb
         "GresTypes=gpu",
         "SchedulerType=sched/backfill",
         "SchedulerParameters=bf_interval=1,sched_interval=1,bf_hetjob_immediate",
-        # The urgent partition preempts the others: a job there shows what preemption does to a run.
+        # Jobs in partition `urgent` preempt the others, so that tests can preempt a run.
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
         "SlurmctldParameters=preempt_send_user_signal",
@@ -266,7 +251,7 @@ def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb
 
 
 def _node_lines(hostname: str, names: list[str], place: LoopbackPlace, first: int, resources: str) -> list[str]:
-    """One line for the nodes of each subnet: Slurm counts in the last number of an address alone."""
+    # One line per subnet, because Slurm expands ranges only in the last number of an address.
     subnets: dict[str, list[tuple[str, int]]] = {}
     for number, name in enumerate(names, start=first):
         subnets.setdefault(place.address(number).rpartition(".")[0], []).append((name, number))
@@ -290,7 +275,7 @@ def _range(names: list[str]) -> str:
 
 
 def gres_conf(spec: ClusterSpec) -> str:
-    """Text of gres.conf. Slurm wants character devices and takes the numbers from their names."""
+    """Return the text of gres.conf. Slurm takes the GPU numbers from the names of the character devices."""
     if not spec.gpus_per_node:
         return ""
     devices = _span(f"{spec.directory}/devices/gpu", 0, spec.gpus_per_node)
@@ -298,7 +283,7 @@ def gres_conf(spec: ClusterSpec) -> str:
 
 
 def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
-    """Return the site file's content."""
+    """Return the cluster as a site."""
     default = NodeKind(partition="gpu", gpus=spec.gpus_per_node, cpus=spec.cpus_per_node)
     nodes = {"default": default}
     if spec.control_nodes:

@@ -1,4 +1,4 @@
-"""Daemons of the embedded cluster as operating-system processes: identity, end, and what jobs left behind."""
+"""Finds and ends the operating-system processes of an embedded cluster: its daemons and the processes of its jobs."""
 
 from __future__ import annotations
 
@@ -15,25 +15,23 @@ import psutil
 
 @dataclass(frozen=True)
 class OsProcess:
-    """A process that cannot be mistaken for a later one with the same pid."""
+    """A process, identified by pid and start time. A later process with the same pid is a different one."""
 
     name: str
     pid: int
+    # Not psutil's `create_time`, which shifts with the machine's clock. This value may stay in a file for weeks.
     started: int
-    """Start time in clock ticks since boot, from /proc/<pid>/stat.
-
-    Not psutil's `create_time`, which moves with the clock of the machine: this is kept in a file, for weeks maybe.
-    """
+    """Start time from /proc/<pid>/stat [clock ticks since boot]."""
 
     @classmethod
     def of(cls, name: str, pid: int) -> OsProcess | None:
-        """Find the running process `pid`, or None if there is none."""
+        """Return the running process `pid`; None if there is none."""
         started = _started(pid)
         return None if started is None else cls(name, pid, started)
 
     @property
     def alive(self) -> bool:
-        """Whether exactly this process still runs (a zombie does not)."""
+        """Whether this process is still running. A zombie is not."""
         return _started(self.pid) == self.started
 
     def send(self, number: signal.Signals) -> None:
@@ -44,33 +42,32 @@ class OsProcess:
 
 
 def state_and_start(pid: int) -> tuple[str, int] | None:
-    """Read a process's state and its start time in clock ticks since boot; None if there is no such process."""
+    """Return a process's state letter and start time [clock ticks since boot]; None if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The second field is the command in parentheses and may itself hold spaces and parentheses.
+    # The second field is the command in parentheses, which may contain spaces and parentheses.
     fields = text.rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
 def _started(pid: int) -> int | None:
-    found = state_and_start(pid)
-    return None if found is None or found[0] in "ZX" else found[1]
+    state_start = state_and_start(pid)
+    return None if state_start is None or state_start[0] in "ZX" else state_start[1]
 
 
 def end(processes: Iterable[OsProcess], grace_s: float) -> None:
-    """End processes: SIGTERM, wait, SIGKILL. Returns when all are gone."""
+    """End processes with SIGTERM, and after `grace_s` with SIGKILL. Wait until all have ended."""
     processes = list(processes)
-    for process in processes:
-        process.send(signal.SIGTERM)
-    if not _gone(processes, grace_s):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         for process in processes:
-            process.send(signal.SIGKILL)
-        _gone(processes, grace_s)
+            process.send(number)
+        if _wait_for_end(processes, grace_s):
+            return
 
 
-def _gone(processes: list[OsProcess], timeout_s: float) -> bool:
+def _wait_for_end(processes: list[OsProcess], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(process.alive for process in processes):
         if time.monotonic() > deadline:
@@ -80,9 +77,9 @@ def _gone(processes: list[OsProcess], timeout_s: float) -> bool:
 
 
 def job_processes(slurm_conf: Path) -> list[OsProcess]:
-    """Find the processes of jobs of the cluster with this slurm.conf, Slurm's step daemons included.
+    """Return all processes of jobs on the cluster with this slurm.conf, including Slurm's step daemons.
 
-    This also finds what has left its step, which proctrack/linuxproc does not.
+    Unlike proctrack/linuxproc this also finds processes that have left their step.
     """
     others = (process for process in psutil.process_iter() if process.pid != os.getpid())
     ours = [other.pid for other in others if _is_task(other.pid, slurm_conf) or _is_step_daemon(other, slurm_conf)]
@@ -90,10 +87,8 @@ def job_processes(slurm_conf: Path) -> list[OsProcess]:
 
 
 def _is_task(pid: int, slurm_conf: Path) -> bool:
-    """A job's environment names its cluster and the job.
-
-    Read as it is: psutil ends at the first gap, which a process that writes its title over its environment makes.
-    """
+    """Return whether a process belongs to a job of this cluster, according to its environment."""
+    # psutil stops at the first gap, and a process that overwrites its title leaves gaps in its environment.
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -103,7 +98,7 @@ def _is_task(pid: int, slurm_conf: Path) -> bool:
 
 
 def _is_step_daemon(process: psutil.Process, slurm_conf: Path) -> bool:
-    """Recognise slurmstepd, which writes its title over its environment, but works in the directory of slurmd's log."""
+    # slurmstepd overwrites its environment with its title, but its working directory is that of slurmd's log.
     try:
         return bool(process.name() == "slurmstepd" and Path(process.cwd()) == slurm_conf.parent / "log")
     except psutil.Error:

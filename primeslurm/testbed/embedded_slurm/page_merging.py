@@ -1,8 +1,8 @@
-"""Equal pages of memory that the kernel keeps once (KSM): hundreds of like processes on one machine then share most.
+"""Shares equal memory pages between processes (KSM), so that hundreds of similar processes fit on one machine.
 
-An administrator switches it on: `echo 1 > /sys/kernel/mm/ksm/run`. Only processes that ask for it are looked at, and
-whatever they start. Pages of two Python processes are equal where both have laid out memory alike: their
-addresses must not be random, nor the hashes of strings, which every string holds.
+An administrator enables it with `echo 1 > /sys/kernel/mm/ksm/run`. The kernel then merges pages of processes that
+request it, and of their children. Two Python processes only have equal pages if neither addresses nor string hashes
+are randomised.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from pathlib import Path
 
 SWITCH = Path("/sys/kernel/mm/ksm/run")
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
-"""Of the environment of all processes that are to have equal pages."""
+"""Environment variables of the processes."""
 _PR_SET_MEMORY_MERGE = 67
 _ADDR_NO_RANDOMIZE = 0x0040000
-_LIBC = ctypes.CDLL(None, use_errno=True)  # here, and not in a child: another thread may hold its locks at the fork
+# Loaded at import: between fork and exec another thread may have held the loader's locks.
+_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def are_merged() -> bool:
-    """Tell whether this machine's kernel merges pages of processes that ask for it."""
+    """Return whether page merging is enabled on this machine."""
     try:
         return SWITCH.read_text().strip() == "1"
     except OSError:
@@ -27,10 +28,10 @@ def are_merged() -> bool:
 
 
 def ask() -> None:
-    """Have pages of what this process executes next merged, with all that it starts; it keeps its own as they are.
+    """Request page merging for the program that this process executes next, and for its children.
 
     Raises:
-        OSError: the kernel refuses (before Linux 6.4 it knows no such wish).
+        OSError: the kernel refuses, for example because it is older than Linux 6.4.
     """
     if _LIBC.prctl(_PR_SET_MEMORY_MERGE, 1, 0, 0, 0) or _LIBC.personality(_ADDR_NO_RANDOMIZE) < 0:
         raise OSError(ctypes.get_errno(), "the kernel does not merge this process's pages")

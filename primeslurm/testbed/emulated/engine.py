@@ -1,8 +1,8 @@
-"""Emulated vLLM server: `python -m primeslurm.testbed.emulated.engine` with vLLM's own command line.
+"""Emulated vLLM server: `python -m primeslurm.testbed.emulated.engine` with vLLM's command line.
 
-It serves the routes that the orchestrator, vllm-router and the rollouts use, behind the same version gate as the real
-one. Options that a stand-in has no use for are ignored. `POST /emulated/hang` makes it stop answering, for tests,
-`POST /emulated/hang_core` only what is behind its server.
+It serves the routes that the orchestrator, vllm-router and rollouts use, behind the real version gate. It ignores
+options that do not concern it. For tests, `POST /emulated/hang` makes the server hang, and `POST /emulated/hang_core`
+makes only the engine core hang.
 """
 
 from __future__ import annotations
@@ -28,73 +28,73 @@ from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, Request,
 from primeslurm.wire.decoding import DamagedError, decode_json
 
 TICK_S = 0.1
-"""Requests finish on ticks: short against what a request takes."""
+"""Time between two turns of the scheduler [s], short compared with a request."""
 KV_BLOCKS = 2048
 MAX_RUNNING = 64
 BATCHED_TOKENS = 8192
-"""Of the real engine, in a step. With fewer, prefill is slower by as much; more make it no faster."""
+"""Tokens per step at which prefill reaches its full speed. It is proportionally slower with fewer."""
 VOCABULARY = 1000
 EOS = 2
 MEAN_ANSWER_TOKENS = 24.0
-"""Median length of an answer; the tail is long (log-normal, sigma 1)."""
+"""Median length of a completion (log-normal with sigma 1)."""
 HANG_PATH = "/emulated/hang"
 HANG_CORE_PATH = "/emulated/hang_core"
 SERVERS_OWN = ("/health", "/metrics", "/v1/models")
-"""What vLLM's server answers without its core."""
+"""Routes that vLLM's server answers without its core."""
 UPDATE_S = 0.1
-"""Time that taking in new weights needs."""
+"""Duration of a weight update [s]."""
 
 Query = dict[str, list[str]]
 
 
-class AskedSampling(msgspec.Struct, frozen=True):
-    """What is read of sampling parameters."""
+class SamplingParameters(msgspec.Struct, frozen=True):
+    """The sampling parameters that the emulation uses."""
 
     max_tokens: int | None = None
     ignore_eos: bool = False
 
 
 class KvTransfer(msgspec.Struct, frozen=True):
-    """Where the KV of a request comes from, and goes to."""
+    """Whether a prefill engine computed the prompt, and whether a decode engine will sample the tokens."""
 
     do_remote_prefill: bool = False
     do_remote_decode: bool = False
 
 
-class AskedUpdate(msgspec.Struct, frozen=True):
-    """Where new weights are: in a directory, or (`session`) the trainer sends them."""
+class WeightUpdate(msgspec.Struct, frozen=True):
+    """The source of new weights: a directory, or a session in which the trainer sends them."""
 
     version: int = 0
     path: str = ""
     session: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
-class Asked(msgspec.Struct, frozen=True):
-    """What the routes read of a request's body; each reads its own, and the rest is ignored."""
+class Body(msgspec.Struct, frozen=True):
+    """The fields of a request body that any route reads. Other fields are ignored."""
 
     token_ids: list[int] = []
-    sampling_params: AskedSampling = AskedSampling()
+    sampling_params: SamplingParameters = SamplingParameters()
     cache_salt: str | None = None
     kv_transfer_params: KvTransfer | None = None
     prompt: list[int] = []
-    update_info: AskedUpdate = AskedUpdate()
+    update_info: WeightUpdate = WeightUpdate()
     weight_version: str | int | None = None
     new_version: str | int = ""
 
 
-Route = Callable[[Asked, Query], Awaitable[tuple[int, object]]]
+Route = Callable[[Body, Query], Awaitable[tuple[int, object]]]
 
 
 class EmulatedEngine:
-    """The ASGI application behind the gate.
+    """The ASGI application behind the version gate.
 
     Args:
         served: name of the model.
-        max_len: longest sequence, in tokens.
-        blocks: KV blocks.
-        seed: of lengths and tokens.
-        batched_tokens: that a step of the real engine computes at most.
-        tick_s: between two turns of the scheduler, in seconds.
+        max_len: longest sequence [tokens].
+        blocks: number of KV blocks.
+        seed: seed of completion lengths and tokens.
+        batched_tokens: most tokens in a step of the real engine.
+        tick_s: time between two turns of the scheduler [s].
     """
 
     def __init__(
@@ -136,7 +136,6 @@ class EmulatedEngine:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
         body = (await receive())["body"]
         route = self._routes.get((scope["method"], scope["path"]))
         if route is None:
@@ -145,36 +144,37 @@ class EmulatedEngine:
         if self._core_hangs and scope["path"] not in SERVERS_OWN:
             await asyncio.Event().wait()
         try:
-            asked = decode_json(body or b"{}", Asked)
+            decoded = decode_json(body or b"{}", Body)
         except DamagedError as error:
             await http_server.answer(send, 400, {"error": str(error)})
             return
-        status, content = await route(asked, parse_qs(scope["query_string"].decode()))
+        status, content = await route(decoded, parse_qs(scope["query_string"].decode()))
         await http_server.answer(send, status, content)
 
     async def run(self) -> None:
-        """Let time pass for the requests, until cancelled."""
+        """Advance the scheduler until cancelled."""
         while True:
             await self._work.wait()
             before = time.monotonic()
             await asyncio.sleep(self._tick_s)
-            for request in self._scheduler.advance(0.0 if self._stands else time.monotonic() - before):
+            stopped = self._paused or self._core_hangs
+            for request in self._scheduler.advance(0.0 if stopped else time.monotonic() - before):
                 waiter = self._waiters.pop(request)
-                if not waiter.done():  # its client may have gone away in this very turn of the loop
+                if not waiter.done():  # its client may have disconnected in the same turn of the event loop
                     waiter.set_result(None)
             if not self._scheduler.busy:
                 self._work.clear()
 
-    async def _generate(self, asked: Asked, query: Query) -> tuple[int, object]:
-        prompt, sampling = asked.token_ids, asked.sampling_params
+    async def _generate(self, body: Body, query: Query) -> tuple[int, object]:
+        prompt, sampling = body.token_ids, body.sampling_params
         room = self._max_len - len(prompt)
         if room < 1:
             return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
         limit = min(sampling.max_tokens or room, room)
-        transfer = asked.kv_transfer_params or KvTransfer()
+        transfer = body.kv_transfer_params or KvTransfer()
         drawn = max(1, round(MEAN_ANSWER_TOKENS * self._random.lognormvariate(0.0, 1.0)))
         target = limit if sampling.ignore_eos else min(drawn, limit)
-        request = Request(prompt, asked.cache_salt or "", target, transfer.do_remote_prefill)
+        request = Request(prompt, body.cache_salt or "", target, transfer.do_remote_prefill)
         await self._finish(request)
         tokens = [self._random.randrange(EOS + 1, VOCABULARY) for _ in range(target)]
         if target < limit:
@@ -185,14 +185,14 @@ class EmulatedEngine:
             answer["kv_transfer_params"] = self._kv_transfer(request)
         return 200, answer
 
-    async def _complete(self, asked: Asked, query: Query) -> tuple[int, object]:
-        """As a teacher: random log-probabilities of the prompt, and one token."""
-        prompt = asked.prompt
+    async def _complete(self, body: Body, query: Query) -> tuple[int, object]:
+        """Act as a teacher: return random log-probabilities of the prompt."""
+        prompt = body.prompt
         if len(prompt) >= self._max_len:
             return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
         await self._finish(Request(prompt, "", 1))
-        given = [{str(token): {"logprob": -self._random.expovariate(1.0), "rank": 1}} for token in prompt[1:]]
-        return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *given]}]}
+        logprobs = [{str(token): {"logprob": -self._random.expovariate(1.0), "rank": 1}} for token in prompt[1:]]
+        return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *logprobs]}]}
 
     async def _finish(self, request: Request) -> None:
         done = asyncio.get_running_loop().create_future()
@@ -219,7 +219,7 @@ class EmulatedEngine:
         return {"request_id": f"generate-tokens-{uuid.uuid4().hex}", "choices": [choice], "usage": usage}
 
     def _kv_transfer(self, request: Request) -> dict[str, Any]:
-        """What a decode engine is told about the KV that waits here."""
+        """Return where a decode engine fetches the KV blocks of a prefilled request."""
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -230,35 +230,29 @@ class EmulatedEngine:
             "tp_size": 1,
         }
 
-    async def _pause(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _pause(self, body: Body, query: Query) -> tuple[int, object]:
         self._paused = True
         if query.get("clear_cache", ["true"]) == ["true"]:
             self._scheduler.clear_cache()
         return 200, {"status": "paused"}
 
-    async def _resume(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _resume(self, body: Body, query: Query) -> tuple[int, object]:
         self._paused = False
         return 200, {"status": "resumed"}
 
-    async def _hang_core(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _hang_core(self, body: Body, query: Query) -> tuple[int, object]:
         self._core_hangs = True
         return 200, {}
 
-    @property
-    def _stands(self) -> bool:
-        return self._paused or self._core_hangs
-
-    async def _is_paused(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _is_paused(self, body: Body, query: Query) -> tuple[int, object]:
         return 200, {"is_paused": self._paused}
 
-    async def _update_weights(self, asked: Asked, query: Query) -> tuple[int, object]:
-        from primeslurm.wire.weight_transfer.filesystem import (  # only engines that outlive a step need it
-            MANIFEST,
-            read_manifest,
-        )
+    async def _update_weights(self, body: Body, query: Query) -> tuple[int, object]:
+        # Imported late: engines that never reach an update save the memory.
+        from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 
-        info = asked.update_info
-        if info.session is not msgspec.UNSET:  # the trainer sends, and has nothing to send
+        info = body.update_info
+        if info.session is not msgspec.UNSET:  # an emulated trainer has no tensors to send
             await asyncio.sleep(UPDATE_S)
             return 200, {}
         directory = Path(info.path)
@@ -266,39 +260,38 @@ class EmulatedEngine:
         if manifest is None or manifest.version != info.version:
             return 500, {"error": f"{directory}: no {MANIFEST} of version {info.version}"}
         for file in manifest.files:
-            found = files.status(directory / file.name)
-            if found is None or found.st_size != file.bytes:
-                return 500, {"error": f"{directory / file.name}: not the size that its manifest says"}
+            status = files.status(directory / file.name)
+            if status is None or status.st_size != file.bytes:
+                return 500, {"error": f"{directory / file.name}: size differs from the manifest"}
         await asyncio.sleep(UPDATE_S)
         return 200, {}
 
-    async def _finish_update(self, asked: Asked, query: Query) -> tuple[int, object]:
-        self._scheduler.version = str(asked.weight_version or "default")
+    async def _finish_update(self, body: Body, query: Query) -> tuple[int, object]:
+        self._scheduler.version = str(body.weight_version or "default")
         return 200, {}
 
-    async def _set_version(self, asked: Asked, query: Query) -> tuple[int, object]:
-        self._scheduler.version = str(asked.new_version)
+    async def _set_version(self, body: Body, query: Query) -> tuple[int, object]:
+        self._scheduler.version = str(body.new_version)
         return 200, {}
 
-    async def _models(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _models(self, body: Body, query: Query) -> tuple[int, object]:
         return 200, {"object": "list", "data": [{"id": self._served, "object": "model", "owned_by": "emulated"}]}
 
-    async def _metrics(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _metrics(self, body: Body, query: Query) -> tuple[int, object]:
         return 200, exposition(self._scheduler)
 
-    async def _ok(self, asked: Asked, query: Query) -> tuple[int, object]:
+    async def _ok(self, body: Body, query: Query) -> tuple[int, object]:
         return 200, {}
 
 
 class Hangable(SecretGate):
-    """Stops answering anything, with all connections open, once it is told to."""
+    """Middleware that, after a request to `HANG_PATH`, keeps all connections open and answers none."""
 
     def __init__(self, app: App) -> None:
         super().__init__(app)
         self._hanging = False
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, or never answer."""
         if scope["path"] == HANG_PATH:
             self._hanging = True
             await http_server.answer(send, 200, {})
@@ -309,24 +302,13 @@ class Hangable(SecretGate):
 
 
 async def serve(host: str, port: int, engine: EmulatedEngine, *, gated: bool) -> None:
-    """Serve until cancelled.
-
-    Args:
-        host: address to listen at.
-        port: port to listen at.
-        engine: what answers.
-        gated: behind the gate of policy versions, as an engine; without it, as a teacher.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve until cancelled, with the version gate (`gated`), or as a teacher without it."""
     server = await http_server.start(Hangable(VersionGate(engine) if gated else engine), host, port)
     async with server:
         await engine.run()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="primeslurm.testbed.emulated.engine", allow_abbrev=False)
     parser.add_argument("--host", required=True)
     parser.add_argument("--port", type=int, required=True)
@@ -337,7 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--middleware", default="", help="engines that are trained for have the version gate")
     options, _ = parser.parse_known_args(argv)
-    # engines of one deployment share a seed, and must not all answer alike
+    # All engines of a deployment have the same --seed, but must sample different tokens.
     seed = hash((options.seed, options.host, options.port))
     sizes = (options.max_model_len, options.num_gpu_blocks_override, seed, options.max_num_batched_tokens)
     engine = EmulatedEngine(options.served_model_name, *sizes)

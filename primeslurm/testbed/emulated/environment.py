@@ -1,7 +1,7 @@
 """Emulated environment worker: `python -m primeslurm.testbed.emulated.environment` with the real worker's command line.
 
-It takes jobs by the real protocol and samples every turn from the job's router through the real client; only the
-conversation is made up.
+It receives jobs by the real protocol, and samples every turn from the job's router through the real client. Only the
+environment's side of the conversation is invented.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from primeslurm.wire.transport.addresses import AddressBook
 
 @dataclass
 class Conversation:
-    """The tokens of a rollout so far, each with what is known of it."""
+    """The tokens of a rollout so far, with mask, log-probability and policy version of each."""
 
     token_ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -37,15 +37,15 @@ class Conversation:
     versions: list[int] = field(default_factory=list)
     observed: list[bool] = field(default_factory=list)
     turns: int = 0
-    """Answers of the policy."""
+    """Number of completions of the policy."""
 
     def given(self, tokens: list[int]) -> None:
-        """Add what the environment said."""
+        """Add tokens of the environment."""
         self.observed += [self.turns > 0] * len(tokens)
         self._add(tokens, [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens))
 
     def sampled(self, completion: Completion) -> None:
-        """Add what the policy answered."""
+        """Add a completion of the policy."""
         tokens = completion.token_ids
         self.turns += 1
         self.observed += [False] * len(tokens)
@@ -58,12 +58,7 @@ class Conversation:
         self.versions += versions
 
     def rollout(self, info: RolloutInfo, needs_observed: bool) -> Rollout:
-        """Return it as arrays of one entry a token.
-
-        Args:
-            info: everything else that is known of the rollout.
-            needs_observed: with the tokens that the environment answered marked.
-        """
+        """Return the rollout as arrays [tokens]. `needs_observed` marks the tokens of the environment's answers."""
         return Rollout(
             info,
             np.array(self.token_ids, np.int32),
@@ -75,7 +70,7 @@ class Conversation:
 
 
 class EmulatedEnvironment:
-    """Runs the rollouts of one environment of a recipe. `addresses` knows where the routers are."""
+    """Runs the rollouts of one environment of a recipe."""
 
     def __init__(self, recipe: Recipe, addresses: AddressBook) -> None:
         self._recipe = recipe
@@ -85,15 +80,15 @@ class EmulatedEnvironment:
         self.tally = AnswerTally()
 
     async def rollout(self, job: Job) -> tuple[Rollout, ...]:
-        """One conversation.
+        """Play the conversation of a job.
 
         Raises:
-            RolloutError: the script of this rollout fails, so that runs of stand-ins also handle failures.
+            RolloutError: this rollout fails on purpose, so that emulated runs handle failures, too.
         """
         started = time.monotonic()
         plan = script(self._recipe.seed, job.environment, job.example if job.task is None else job.task, job.id)
         if plan.fails:
-            raise RolloutError(f"made-up failure: {FAILURES:.0%} of the rollouts of an emulated run fail on purpose")
+            raise RolloutError(f"emulated failure: {FAILURES:.0%} of the rollouts of an emulated run fail on purpose")
         talk, finish = await self._converse(job, plan)
         versions = [version for version in talk.versions if version >= 0]
         info = RolloutInfo(
@@ -109,7 +104,6 @@ class EmulatedEnvironment:
         return (talk.rollout(info, self._needs_observed),)
 
     async def close(self) -> None:
-        """Close the connections."""
         for endpoint in self._endpoints.values():
             await endpoint.close()
 
@@ -150,7 +144,6 @@ async def _serve(options: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(prog="primeslurm.testbed.emulated.environment", allow_abbrev=False)
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")

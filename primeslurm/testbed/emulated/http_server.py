@@ -1,7 +1,7 @@
-"""A very small HTTP/1.1 server for ASGI applications, on asyncio alone.
+"""A minimal HTTP/1.1 server for ASGI applications, on asyncio alone.
 
-An emulated deployment starts hundreds of servers on a few cores: importing a full server would cost each of them more
-than all it ever does. It serves what the project's own clients and vllm-router send: bodies with a Content-Length.
+An emulated deployment starts hundreds of servers on a few cores, and importing a full server would cost each of them
+more than all its requests. It supports the requests of our clients and of vllm-router: bodies with a Content-Length.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from primeslurm.inference.auth import App, Message, Receive, Scope, Send
 
 MAX_HEAD_BYTES = 65536
 MAX_BODY_BYTES = 64 << 20
-"""A prompt of a million tokens has 8 MB."""
+"""Longest request body. A prompt of a million tokens has 8 MB."""
 _REASONS = {
     200: "OK",
     400: "Bad Request",
@@ -27,16 +27,12 @@ _REASONS = {
 
 
 async def start(app: App, host: str, port: int) -> asyncio.Server:
-    """Serve an ASGI application until the server is closed.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Start to serve an ASGI application. Raise OSError if the port is taken."""
     return await asyncio.get_running_loop().create_server(lambda: _Connection(app), host, port, backlog=512)
 
 
 async def answer(send: Send, status: int, content: object) -> None:
-    """Send JSON (or, for a `str`, plain text)."""
+    """Send a JSON response; plain text if `content` is a string."""
     plain = isinstance(content, str)
     body = str(content).encode() if plain else json.dumps(content).encode()
     kind = b"text/plain; version=0.0.4" if plain else b"application/json"
@@ -46,7 +42,7 @@ async def answer(send: Send, status: int, content: object) -> None:
 
 @dataclass
 class _Response:
-    """An answer under way."""
+    """A response that an application is sending."""
 
     status: int
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
@@ -54,11 +50,10 @@ class _Response:
 
     @classmethod
     def of_error(cls, status: int, why: str) -> _Response:
-        """Say in JSON what went wrong."""
         return cls(status, body=json.dumps({"error": why}).encode())
 
     def take(self, message: Message) -> None:
-        """Add what an application sends."""
+        """Add an ASGI message."""
         if message["type"] == "http.response.start":
             self.status, self.headers = message["status"], message["headers"]
         else:
@@ -66,7 +61,7 @@ class _Response:
 
 
 class _Connection(asyncio.Protocol):
-    """One client. A client that goes away cancels its request, as vLLM does."""
+    """One client connection. A disconnect cancels the pending request, as in vLLM."""
 
     def __init__(self, app: App) -> None:
         self._app = app
@@ -85,11 +80,11 @@ class _Connection(asyncio.Protocol):
         self._buffer += data
         if self._task is None:
             self._next()
-        elif len(self._buffer) > MAX_HEAD_BYTES + MAX_BODY_BYTES:  # requests upon requests, without waiting for answers
+        elif len(self._buffer) > MAX_HEAD_BYTES + MAX_BODY_BYTES:  # a client that pipelines without reading responses
             self._transport.close()
 
     def _next(self) -> None:
-        """Start the next request if all of it is here."""
+        """Start the next request if it has arrived completely."""
         end = self._buffer.find(b"\r\n\r\n")
         if end < 0:
             if len(self._buffer) > MAX_HEAD_BYTES:
@@ -97,11 +92,11 @@ class _Connection(asyncio.Protocol):
             return
         head = _head(bytes(self._buffer[: min(end, MAX_HEAD_BYTES)]))
         if head is None or end > MAX_HEAD_BYTES:
-            self._refuse(400, "this is no request")
+            self._refuse(400, "not an HTTP request")
             return
         scope, length = head
         if length > MAX_BODY_BYTES:
-            self._refuse(413, f"a body has {MAX_BODY_BYTES} bytes at most")
+            self._refuse(413, f"the body has more than {MAX_BODY_BYTES} bytes")
             return
         if len(self._buffer) < end + 4 + length:
             return
@@ -114,7 +109,7 @@ class _Connection(asyncio.Protocol):
         self._task = asyncio.create_task(self._respond(_chunked if unsupported else self._app, scope, body, keep))
 
     def _refuse(self, status: int, why: str) -> None:
-        """Answer what cannot be read on, and hang up."""
+        """Send an error and close the connection, because the next request cannot be located in the stream."""
         self._buffer.clear()
         self._write(_Response.of_error(status, why), keep=False)
 
@@ -148,7 +143,7 @@ class _Connection(asyncio.Protocol):
 
 
 def _head(raw: bytes) -> tuple[Scope, int] | None:
-    """The scope of a request, and the length of its body [bytes]; None for what is no request."""
+    """Return the ASGI scope of a request and the length of its body [bytes]; None if it is invalid."""
     request, *lines = raw.split(b"\r\n")
     parts = request.decode("latin-1").split(" ")
     headers = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
@@ -161,4 +156,4 @@ def _head(raw: bytes) -> tuple[Scope, int] | None:
 
 
 async def _chunked(scope: Scope, receive: Receive, send: Send) -> None:
-    await answer(send, 501, {"error": "a body needs a Content-Length here"})
+    await answer(send, 501, {"error": "only bodies with a Content-Length are supported"})

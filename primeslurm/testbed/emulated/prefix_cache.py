@@ -1,4 +1,4 @@
-"""Which blocks of KV an emulated engine still holds: hashed chains of tokens, as in vLLM, the oldest evicted first."""
+"""Prefix cache of an emulated engine: hash chains of token blocks, as in vLLM, with least-recently-used eviction."""
 
 from __future__ import annotations
 
@@ -8,40 +8,35 @@ BLOCK_TOKENS = 16
 
 
 class PrefixCache:
-    """Blocks by the hash of everything up to their end.
-
-    Args:
-        blocks: how many are held at most.
-    """
+    """Keeps at most `blocks` blocks, each identified by the hash of all tokens up to its end."""
 
     def __init__(self, blocks: int) -> None:
         self._limit = blocks
-        self._held: dict[int, None] = {}
+        self._cached: dict[int, None] = {}
 
     def hit(self, salt: str, tokens: Sequence[int]) -> int:
-        """Tell how many leading tokens are held, in whole blocks and never all of them: the last is always computed."""
-        found = 0
+        """Return how many leading tokens are cached. The last token is never cached, because it must be computed."""
+        cached = 0
         for key in _chain(salt, tokens):
-            if key not in self._held:
+            if key not in self._cached:
                 break
             self._touch(key)
-            found += BLOCK_TOKENS
-        return min(found, max(len(tokens) - 1, 0))
+            cached += BLOCK_TOKENS
+        return min(cached, max(len(tokens) - 1, 0))
 
     def hold(self, salt: str, tokens: Sequence[int]) -> None:
-        """Keep the whole blocks of a sequence."""
+        """Cache the complete blocks of a sequence."""
         for key in _chain(salt, tokens):
             self._touch(key)
-        while len(self._held) > self._limit:
-            del self._held[next(iter(self._held))]
+        while len(self._cached) > self._limit:
+            del self._cached[next(iter(self._cached))]
 
     def clear(self) -> None:
-        """Forget everything."""
-        self._held.clear()
+        self._cached.clear()
 
     def _touch(self, key: int) -> None:
-        self._held.pop(key, None)
-        self._held[key] = None
+        self._cached.pop(key, None)
+        self._cached[key] = None
 
 
 def _chain(salt: str, tokens: Sequence[int]) -> list[int]:

@@ -1,7 +1,7 @@
-"""What an emulated rollout is: a conversation of several turns between the policy and tools. Pure.
+"""The environment's side of an emulated rollout: a conversation of several turns between the policy and tools.
 
-Prompts, tool outputs and numbers of turns are drawn from the task and the job, so the same job is the same rollout; the
-policy's answers come from the engine. Lengths have a long tail, as in agentic coding.
+Prompts, tool outputs and numbers of turns are drawn with seeds from task and job, so the same job gives the same
+rollout. Lengths have a long tail, as in agentic coding.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ TOOL_TOKENS = 32.0
 """Median length of a tool's output."""
 MEAN_TURNS = 3.0
 FAILURES = 0.01
-"""Share of the rollouts whose environment fails."""
+"""Fraction of rollouts that fail."""
 LEARNING_VERSIONS = 8.0
-"""Policy versions in which the distance to a perfect reward shrinks by a factor of e."""
+"""Number of policy versions in which the distance to a perfect reward shrinks by a factor of e."""
 _FIRST_TOKEN, _VOCABULARY = 3, 1000
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the environment's side of one rollout says."""
+    """The tokens that the environment contributes to one rollout."""
 
     prompt: list[int]
     tool_outputs: list[list[int]]
-    """One between any two turns."""
+    """One output between each two turns."""
     fails: bool
 
 
 def script(seed: int, environment: str, example: int, job: str) -> Script:
-    """Draw the rollout of a job. All rollouts of one example have the same prompt.
+    """Draw the script of a job. All rollouts of one example have the same prompt.
 
     Args:
-        seed: of the run.
-        environment: its name.
+        seed: seed of the run.
+        environment: name of the environment.
         example: index of the task in the environment's data.
         job: id of the rollout.
     """
-    task, own = random.Random(f"{seed}/{environment}/{example}"), random.Random(f"{seed}/{job}")
-    prompt = _text(task, PROMPT_TOKENS)
-    more_turns = min(int(own.expovariate(1 / (MEAN_TURNS - 1))), 20)
-    return Script(prompt, [_text(own, TOOL_TOKENS) for _ in range(more_turns)], own.random() < FAILURES)
+    of_task, of_job = random.Random(f"{seed}/{environment}/{example}"), random.Random(f"{seed}/{job}")
+    prompt = _text(of_task, PROMPT_TOKENS)
+    more_turns = min(int(of_job.expovariate(1 / (MEAN_TURNS - 1))), 20)
+    return Script(prompt, [_text(of_job, TOOL_TOKENS) for _ in range(more_turns)], of_job.random() < FAILURES)
 
 
 def reward(job: str, version: float) -> float:
-    """0 or 1, more often 1 the newer the policy (mean version of the sampled tokens)."""
+    """Return 0 or 1. The chance of 1 grows with the mean policy version of the sampled tokens."""
     chance = 1.0 - 0.8 * math.exp(-version / LEARNING_VERSIONS)
     return float(random.Random(f"reward/{job}").random() < chance)
 

@@ -1,7 +1,7 @@
-"""What an emulated engine's batch does over time: queue, KV blocks, prefill, decode, preemption. Pure, clock injected.
+"""Scheduler of an emulated engine: queue, KV blocks, prefill, decode and preemption, advanced by the caller's clock.
 
-Prefill serves requests in order of arrival, and lets in no more than it can begin with in a turn; decode runs for all
-at once and slows down with load.
+Prefill serves requests in order of arrival, and admits only those that it can start in the same turn. Decode runs for
+all requests at once, and slows down with load.
 """
 
 from __future__ import annotations
@@ -14,59 +14,52 @@ from primeslurm.testbed.emulated.prefix_cache import BLOCK_TOKENS, PrefixCache
 
 PREFILL_TOKENS_PER_S = 8000.0
 DECODE_TOKENS_PER_S = 40.0
-"""Of one request that runs alone."""
+"""Speed of a request that runs alone."""
 SLOWDOWN_PER_REQUEST = 0.02
-"""Each further request in the batch makes every decode step this much slower."""
+"""Relative slowdown of each decode step per further request in the batch."""
 TRANSFER_TOKENS_PER_S = 200_000.0
-"""KV of a prompt that another engine prefilled."""
+"""Speed at which the KV blocks of a prompt come from a prefill engine."""
 
 
 @dataclass(eq=False)
 class Request:
-    """One request on its way through the engine."""
+    """A request and its progress."""
 
     prompt: Sequence[int]
     salt: str
     target: int
-    """Tokens to be sampled."""
+    """Number of tokens to sample."""
     remote: bool = False
-    """Its prompt was prefilled by another engine: the KV is fetched, not computed."""
+    """Whether a prefill engine computed the prompt, so that its KV blocks are transferred."""
     sampled: int = 0
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     """(policy version, start, end) over the sampled tokens."""
     prefill_left: float = 0.0
-    """Seconds of prefill, or of transfer, that are still to be done."""
+    """Remaining time of prefill or transfer [s]."""
     progress: float = 0.0
     """Fraction of the next token."""
 
     @property
     def length(self) -> int:
-        """Tokens whose KV is held."""
         return len(self.prompt) + self.sampled
 
     @property
     def blocks(self) -> int:
-        """KV blocks for these tokens and the next one."""
+        """KV blocks of all tokens and the next one."""
         return self.length // BLOCK_TOKENS + 1
 
 
 class Scheduler:
-    """Requests come in with `add`, time passes with `advance`.
-
-    Args:
-        blocks: KV blocks of the engine.
-        max_running: requests that run at once; more wait.
-        prefill_tokens_per_s: how fast prompts are computed.
-    """
+    """Schedules requests over `blocks` KV blocks. At most `max_running` requests run at a time."""
 
     def __init__(self, blocks: int, max_running: int, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S) -> None:
         self.blocks = blocks
         self.version = "default"
-        """Policy version that samples now."""
+        """Current policy version."""
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.held = 0
-        """Requests that there was no room for in the last turn. Others only wait for the next turn to begin."""
+        """Requests that did not fit in the last turn, without those that arrived after it."""
         self.counts: Counter[str] = Counter()
         self._max_running = max_running
         self._prefill_tokens_per_s = prefill_tokens_per_s
@@ -74,31 +67,27 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether time changes anything."""
         return bool(self.running or self.waiting)
 
     @property
     def used_blocks(self) -> int:
-        """KV blocks of running requests."""
         return sum(request.blocks for request in self.running)
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         self.waiting.append(request)
 
     def abort(self, request: Request) -> None:
-        """Drop a request wherever it is; unknown ones are ignored."""
+        """Remove a request if it is running or waiting."""
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def clear_cache(self) -> None:
-        """Forget all prefixes."""
         self._cache.clear()
 
     def advance(self, seconds: float) -> list[Request]:
-        """Let time pass. Returns the requests that finished."""
+        """Advance by a time span, and return the requests that finished."""
         self._admit(seconds)
         self._prefill(seconds)
         self._decode(seconds)
@@ -108,7 +97,7 @@ class Scheduler:
         return done
 
     def finished(self, request: Request, tokens: Sequence[int]) -> None:
-        """Tell which tokens were sampled, for the prefix cache."""
+        """Put the tokens of a finished request into the prefix cache."""
         self._cache.hold(request.salt, [*request.prompt, *tokens])
 
     def _admit(self, seconds: float) -> None:
@@ -164,14 +153,14 @@ class Scheduler:
         self.counts["generation_tokens"] += count
 
     def _make_room(self, request: Request) -> None:
-        """A sequence grew: while KV is short, the newest request goes back to the queue and is prefilled again."""
+        """Preempt the newest requests while the grown sequences do not fit into the KV blocks."""
         while self.used_blocks > self.blocks and self.running[-1] is not request:
             self.waiting.appendleft(self.running.pop())
             self.counts["preemptions"] += 1
 
 
 def exposition(scheduler: Scheduler) -> str:
-    """Return the engine's /metrics, as Prometheus text: the names that vLLM uses, for what the scheduler knows."""
+    """Return the scheduler's state in vLLM's Prometheus format."""
     counts = scheduler.counts
     by_source = "prompt_tokens_by_source_total"
     values: dict[str, float] = {

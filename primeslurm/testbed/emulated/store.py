@@ -1,4 +1,4 @@
-"""Stands in for the processes of a Mooncake store: takes their arguments, is healthy, and holds nothing."""
+"""Emulated Mooncake master or client: accepts the real arguments, reports that it is healthy, and stores nothing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,19 @@ from primeslurm.testbed.emulated import http_server
 
 
 async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer everything with 200."""
+    """Answer every request with 200."""
     await http_server.answer(send, 200, {})
 
 
 async def serve(host: str, port: int) -> None:
-    """Serve until cancelled.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Serve until cancelled."""
     server = await http_server.start(healthy, host, port)
     async with server:
         await server.serve_forever()
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: the address is that of a master's metrics, or of a client's HTTP server."""
+    """Serve at the address of a master's metrics or of a client's HTTP server."""
     parser = argparse.ArgumentParser(prog="primeslurm.testbed.emulated.store", allow_abbrev=False)
     parser.add_argument("--host", "--metrics_host", dest="host", required=True)
     parser.add_argument("--http_port", "--metrics_port", dest="port", type=int, required=True)

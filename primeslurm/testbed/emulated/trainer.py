@@ -1,4 +1,7 @@
-"""Emulated trainer rank: `python -m primeslurm.testbed.emulated.trainer` with the real trainer's command line."""
+"""Emulated trainer rank: `python -m primeslurm.testbed.emulated.trainer` with the real trainer's command line.
+
+The exit codes are those of the real trainer: 0 finished, 75 interrupted with a checkpoint, 1 failed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from primeslurm.testbed.emulated.rank_group import Ranks, follow
 
 
 def main(argv: list[str] | None = None) -> int:
-    """One rank. Exit codes are the real trainer's: 0 trained to the end, 75 interrupted and checkpointed, 1 failed."""
     port, world = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     if os.environ["RANK"] != "0":
         return follow(os.environ["MASTER_ADDR"], port)

@@ -1,4 +1,4 @@
-"""What rank 0 of the emulated trainer does: the real trainer's conversation with the orchestrator, without a model.
+"""The training loop of the emulated rank 0: the real protocol with the orchestrator, without a model.
 
 It publishes policies and commits checkpoints of a few bytes, in the real formats.
 """
@@ -41,22 +41,12 @@ from primeslurm.wire.weight_transfer import filesystem
 log = logging.getLogger("primeslurm.testbed.emulated.trainer")
 
 STEP_S = 0.5
-"""Least time of a step."""
+"""Shortest duration of a step [s]."""
 TOKENS_PER_S_AND_RANK = 500.0
-"""Trained tokens."""
 
 
 class EmulatedTrainer:
-    """The loop of rank 0.
-
-    Args:
-        recipe: of the run.
-        run_dir: where checkpoints and weights go.
-        attempt: its number.
-        link: to the orchestrator.
-        ranks: the other ranks.
-        world: number of ranks.
-    """
+    """The loop of rank 0, for `world` ranks."""
 
     def __init__(
         self, recipe: Recipe, run_dir: Path, attempt: int, link: TrainerLink, ranks: Ranks, world: int
@@ -75,11 +65,11 @@ class EmulatedTrainer:
         self._announced = 0
 
     def run(self) -> int:
-        """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the exit code.
+        """Train until `max_steps`, the orchestrator's stop or an interrupt, and return the exit code.
 
         Raises:
-            LinkError: the orchestrator is gone.
-            OSError: the disk failed; what was committed is intact.
+            LinkError: the orchestrator does not answer.
+            OSError: the disk failed. Committed checkpoints are intact.
         """
         liveness().enter("load", limit_s=self._limits.long_s)
         self._ranks.join()
@@ -114,7 +104,7 @@ class EmulatedTrainer:
         return checkpoints.set_damaged_aside(self._run_dir, self._attempt, note)
 
     def _step(self, step: int) -> bool:
-        """One step; False if there is nothing more to train."""
+        """Train one step. Return False if there is nothing left to train."""
         self._journal.state(TrainerState(step - 1, "wait"))
         liveness().enter("wait", step - 1, self._limits.wait_s)
         batch = self._batch(step)
@@ -153,7 +143,7 @@ class EmulatedTrainer:
                 until_written(lambda: self._publish(version))
 
     def _send(self, version: int) -> None:
-        """Meet the engines as if to send them the policy."""
+        """Take part in the weight-update sessions, without sending tensors."""
         done, deadline = "", time.monotonic() + self._recipe.weights.timeout_s
         while session := self._link.offer_transfer(version, "emulated", self._world, done, deadline):
             done = session.id
@@ -194,7 +184,7 @@ class EmulatedTrainer:
 
 
 def train(argv: list[str] | None, ranks: Ranks) -> int:
-    """Rank 0 from its arguments to its exit code, which is then every rank's."""
+    """Run rank 0, and return its exit code, which becomes that of all ranks."""
     parser = argparse.ArgumentParser(prog="primeslurm.testbed.emulated.trainer", allow_abbrev=False)
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)

@@ -1,1 +1,1 @@
-"""Fakes."""
+"""Fakes of engines and trainer ranks that tests and benchmarks share."""

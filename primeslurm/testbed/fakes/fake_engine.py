@@ -1,8 +1,8 @@
-"""FakeEngine: an HTTP server that speaks an engine's routes, with a sampler that knows the answer to `Reverse: `.
+"""An HTTP server with an engine's routes, and a sampler that knows the answers of the `Reverse: ` task.
 
-It stands beside the tests with real vLLM servers, for what those cannot show in seconds: kills, restarts, long runs.
-Sampling is deterministic per request: token i of a completion has log-probability -(i + 1) / 8. As a teacher, it gives
-the token at position i of a prompt -i / 16.
+Tests use it for what real vLLM servers cannot show within seconds: kills, restarts, long runs. It samples
+deterministically: token i of a completion has log-probability -(i + 1) / 8. As a teacher it gives the token at position
+i of a prompt -i / 16.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<system>"]
 
 
 def write_tokenizer(directory: Path, answers_end: str = "") -> Path:
-    """A character tokenizer with a chat template, as files; old answers end in `answers_end`. Returns the directory."""
+    """Write a character tokenizer whose template ends earlier answers with `answers_end`. Return its directory."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *LETTERS, *":. ?!"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -45,15 +45,15 @@ def write_tokenizer(directory: Path, answers_end: str = "") -> Path:
 
 
 class FakeEngine:
-    """Serves on a free port, from a thread of its own, until `stop`.
+    """Serves on a free port, in its own thread, until `stop`.
 
     Args:
         tokenizer: directory of the tokenizer.
-        mistakes: how many leading letters of every other answer are wrong.
-        delay_s: how long a completion takes.
-        broken: answers 500 to this many generate requests first.
-        routed: answers say that the token at position p went to expert p % 200, in each of 3 layers, 2 places.
-        answer: what it says to the word after a prompt's colon, or to the last message of a prompt without a colon.
+        mistakes: number of wrong leading letters in every other answer.
+        delay_s: duration of a completion [s].
+        broken: number of first generate requests that get a 500.
+        routed: answers route the token at position p to expert p % 200, in 3 layers with 2 experts each.
+        answer: maps the word after a prompt's colon, or else its last message, to the answer.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class FakeEngine:
         self.version: int | None = None
         self.paused = False
         self.held = False
-        """Whether answers wait."""
+        """Whether answers are held back."""
         self.updates = 0
         self.requests: list[dict[str, Any]] = []
         self.busy = self.busiest = 0
-        """Requests to it as a teacher: now, and at most."""
+        """Current and largest number of concurrent teacher requests."""
         self.sessions: list[str] = []
         self.sampled: list[int] = []
         """Number of tokens of each completion."""
@@ -97,7 +97,6 @@ class FakeEngine:
         self.stop()
 
     def stop(self) -> None:
-        """End the server."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(60)
 
@@ -109,7 +108,7 @@ class FakeEngine:
         app.router.add_get("/primeslurm/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/{control}", self._control)
-        runner = web.AppRunner(app, handler_cancellation=True)  # as vLLM: who hangs up wants no answer
+        runner = web.AppRunner(app, handler_cancellation=True)  # as in vLLM, a disconnect cancels the request
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
         self._loop.run_until_complete(site.start())
@@ -203,7 +202,7 @@ class FakeEngine:
 
 
 def routed(start: int, end: int) -> str:
-    """Where tokens went, as vLLM says it: the one at position p to expert p % 200, in each of 3 layers, 2 places."""
+    """Return routed experts in vLLM's format: position p goes to expert p % 200, in 3 layers with 2 experts each."""
     rows = np.arange(start, end) % 200
     file = io.BytesIO()
     np.save(file, np.broadcast_to(rows[:, None, None], (len(rows), 3, 2)).astype(np.uint8))

@@ -1,7 +1,7 @@
-"""One rank of a trainer of any size on one CPU: the real assembly on the meta device, in a process group that is fake.
+"""One rank of a trainer of any size, on one CPU: the real assembly on the meta device, in a fake process group.
 
-A fake group answers at once and moves nothing, and meta tensors have shapes and no memory: what is computed is worth
-nothing, what is where is real. DTensor remembers meshes, so a process can be one rank only.
+A fake group answers at once and transfers nothing, and meta tensors have shapes but no memory. Computed values are
+meaningless, but the placement of all shards is real. DTensor caches meshes, so a process can be only one rank.
 """
 
 from __future__ import annotations
@@ -42,68 +42,62 @@ from primeslurm.wire.weight_transfer.catalogue import Catalogue
 T = TypeVar("T")
 META = torch.device("meta")
 Box = tuple[tuple[int, int], ...]
-"""Of each dimension, where it begins and ends."""
+"""Start and end of a box in each dimension."""
 
 
 class Fake(World):
     """A rank that is alone, whatever the size of its world."""
 
     def collect(self, value: T) -> list[T]:
-        """Return this rank's value alone."""
         return [value]
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has."""
+    """The state of one rank."""
 
     world: Fake
     policy: PolicyModel
     train_step: TrainStep
     named: dict[str, Any]
-    """What it has of the model, under Hugging Face names."""
+    """Its tensors of the model, under Hugging Face names."""
     back: dict[str, Any]
-    """The same under our names again."""
+    """The same tensors converted back to our names."""
     state: dict[str, Any]
-    """What it saves."""
+    """Its training state."""
     plan: SavePlan
-    """What it writes of a checkpoint."""
+    """Its part of a checkpoint."""
     catalogue: Catalogue
-    """What it sends of a policy."""
+    """Tensors of a policy that it sends."""
 
     @property
     def weights(self) -> int:
-        """Bytes of its masters and buffers."""
+        """Bytes of its master weights and buffers."""
         return sum(local_bytes(t) for t in self.policy.model.state_dict().values())
 
     @property
     def gradients(self) -> int:
-        """Bytes of its gradients, once there are any."""
+        """Bytes of its gradients."""
         return sum(local_bytes(p) for p in self.policy.model.parameters() if p.requires_grad)
 
     @property
     def optimizer(self) -> int:
-        """Bytes of its optimizer's state."""
+        """Bytes of its optimizer state."""
         states = (state for optimizer in self.train_step.optimizer for state in optimizer.state.values())
         return sum(local_bytes(t) for state in states for t in state.values() if isinstance(t, torch.Tensor))
 
     @property
     def sent(self) -> int:
-        """Bytes that it sends of a policy, were there one engine that holds everything."""
+        """Bytes of a policy that it sends to an engine that holds everything."""
         return sum(info.bytes for layer in self.catalogue for info in layer)
 
 
 def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
-    """Look up the Hugging Face config of a known model, stored in bfloat16.
-
-    Args:
-        model: its Hugging Face id.
-        layers: keep only so many of its first layers.
-    """
+    """Return the Hugging Face config of a known model, stored in bfloat16, with its first `layers` layers if given."""
     values = cast(dict[str, Any], json.loads(CATALOG.read_bytes())[model]["config"])
     text = values.get("text_config", values)
     for part in (values, text):
-        part.pop("quantization_config", None)  # recipes have it converted
+        part.pop("quantization_config", None)  # recipes convert the model first
     if layers is not None:
         text["num_hidden_layers"] = layers
         for name in {"layer_types", "hybrid_override_pattern"} & set(text):
@@ -113,18 +107,12 @@ def config_of(model: str, layers: int | None = None) -> dict[str, Any]:
 
 def _in_transformers(config: dict[str, Any]) -> Any:
     model_builder.builder(config["model_type"])  # may register a config that transformers lacks
-    # It takes parts of what it is given out of it.
+    # transformers removes parts of its argument
     return AutoConfig.for_model(**copy.deepcopy(config))
 
 
 def fake_rank(recipe: Recipe, config: dict[str, Any], rank: int, size: int) -> Rank:
-    """Build one rank's model and optimizer, name its tensors both ways, and plan its checkpoint and its sending.
-
-    Args:
-        recipe: says how the model is trained.
-        config: of the model.
-        rank: which rank.
-        size: how many ranks there are.
+    """Build one rank's model and optimizer, convert its tensor names, and plan its checkpoint and weight update.
 
     Raises:
         ValueError: the model or the layout does not fit.
@@ -155,25 +143,25 @@ def _group(rank: int, size: int) -> Iterator[Fake]:
 
 @contextmanager
 def _fused_on_meta() -> Iterator[None]:
-    """Torch has the fused AdamW on the meta device, but its optimizers do not know."""
+    """Declare the meta device as supported by the fused AdamW, which torch implements but does not list."""
     with patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]):
         yield
 
 
 @contextmanager
 def _state_stays() -> Iterator[None]:
-    """There is no host to take the optimizer state of tensors without data to."""
+    """Keep optimizer states in place, because meta tensors cannot be copied to the host."""
     with patch("primeslurm.trainer.optimizers.host_states.host_copy", lambda tensor: tensor):
         yield
 
 
 def local_bytes(tensor: torch.Tensor) -> int:
-    """Count the bytes of a tensor, or of this rank's shard of it."""
+    """Return the bytes of a tensor, or of this rank's shard of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes
 
 
 def boxes(tensor: Any) -> list[Box]:
-    """List what each rank of a tensor's mesh holds, in order of ranks; nothing of those that hold nothing."""
+    """Return the shard of each rank of a tensor's mesh, in order of ranks, without empty ones."""
     mesh, found = tensor.device_mesh, []
     for coordinate in torch.ones(mesh.shape).nonzero().tolist():
         shape, offset = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, coordinate, tensor.placements)
@@ -183,7 +171,7 @@ def boxes(tensor: Any) -> list[Box]:
 
 
 def covers(size: Sequence[int], parts: Iterable[Box]) -> bool:
-    """Say whether boxes, each as often as it likes, are a grid that covers a tensor of `size` without overlap."""
+    """Return whether boxes, possibly repeated, form a grid that covers a tensor of `size` without overlap."""
     distinct = set(parts)
     grid = [sorted({box[d] for box in distinct}) for d in range(len(size))]
     even = all(

@@ -1,4 +1,4 @@
-"""An engine that plays a recorded solution: each turn of a rollout is answered by the next line of a script."""
+"""An engine that answers each turn of a rollout with the next line of a script."""
 
 from __future__ import annotations
 
@@ -10,17 +10,12 @@ from primeslurm.testbed.fakes.fake_engine import FakeEngine
 
 
 def tool_call(name: str, **arguments: str) -> str:
-    """What a model of Qwen3's family says to call a tool."""
+    """Return a tool call as a model of the Qwen3 family writes it."""
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 class ScriptedEngine(FakeEngine):
-    """A FakeEngine that says what it was given to say, in order, for any prompt.
-
-    Args:
-        tokenizer: directory of the tokenizer.
-        script: the answers. After the last, it says that one again.
-    """
+    """A FakeEngine that gives the answers of `script` in order, whatever the prompt, and repeats the last one."""
 
     def __init__(self, tokenizer: Path, script: Sequence[str]) -> None:
         self._script = script

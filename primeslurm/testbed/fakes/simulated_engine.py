@@ -1,7 +1,8 @@
-"""An engine under a simulated clock: KV capacity, prefill and decode that saturate, a queue, preemption, prefix cache.
+"""An engine with a simulated clock: KV capacity, prefill and decode limits, queue, preemption and prefix cache.
 
-It reports what an engine's /metrics say. Sizes are those of a dense 8B model on one H100: a decode step reads 16 GB of
-weights at 3.35 TB/s, and 131 kB of KV for each token held.
+It reports the values of an engine's /metrics. Sizes are those of a dense 8B model on one H100: a decode step reads 16
+GB of weights at 3.35 TB/s, and 131 kB of KV cache per token. Unlike `testbed.emulated.scheduler`, which serves real
+requests in small, it predicts the throughput of a real engine.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ KV_TOKENS = 400_000
 MAX_RUNNING = 256
 PREFILL_TOKENS_PER_S = 20_000.0
 STEP_S, STEP_S_PER_REQUEST, STEP_S_PER_TOKEN = 0.008, 0.0001, 4e-8
-"""Of a decode step: fixed, for each request in it, and for each token of KV."""
+"""Duration of a decode step [s]: fixed, per request in it, and per token of KV cache."""
 STEP_PREFILL = 8192
-"""Tokens of prompts in a step, at most: vLLM's `max_num_batched_tokens`. So long each decode step takes longer."""
+"""Most prompt tokens per step (vLLM's `max_num_batched_tokens`), which delay the decode steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,33 +25,28 @@ class Turn:
 
     job: str
     prefix: str
-    """What it shares its first tokens with, besides its own turns before."""
+    """Name of the prefix that it shares with other jobs. It also shares its own earlier turns."""
     shared: int
-    """How many these are."""
+    """Length of the shared prefix [tokens]."""
     context: int
-    """Tokens of the prompt."""
+    """Length of the prompt [tokens]."""
     target: int
-    """Tokens to be sampled."""
+    """Number of tokens to sample."""
     sampled: float = 0.0
     prefill_left: float = 0.0
     preempted: bool = False
-    """It was, and has to be computed again, as far as its blocks were used by others."""
+    """Whether it was preempted, so that evicted blocks must be computed again."""
     transferred: bool = False
-    """A prefill engine has computed its prompt."""
+    """Whether a prefill engine has computed its prompt."""
 
     @property
     def length(self) -> int:
-        """Tokens whose KV it holds."""
+        """Tokens in the KV cache."""
         return self.context + int(self.sampled)
 
 
 class SimulatedEngine:
-    """Requests come in with `add`, time passes with `advance`.
-
-    Args:
-        kv_tokens: capacity of the KV cache.
-        speed: beside an engine that is well.
-    """
+    """Schedules requests that are added with `add` as time advances. `speed` is relative to a healthy engine."""
 
     def __init__(self, kv_tokens: int = KV_TOKENS, speed: float = 1.0) -> None:
         self.speed = speed
@@ -59,16 +55,15 @@ class SimulatedEngine:
         self._running: list[Turn] = []
         self._waiting: deque[Turn] = deque()
         self._sharing: Counter[str] = Counter()
-        """Running requests by what they share: its KV is there once."""
+        """Running requests per shared prefix, whose KV blocks exist once."""
         self._cached: OrderedDict[str, int] = OrderedDict()
         self._held = self._used = 0
 
     def add(self, turn: Turn) -> None:
-        """Queue a request."""
         self._waiting.append(turn)
 
     def advance(self, seconds: float) -> list[Turn]:
-        """Let time pass. Returns the requests that finished."""
+        """Advance by a time span, and return the requests that finished."""
         self._admit(seconds)
         left = seconds * self.speed
         prefilled_s = STEP_PREFILL / PREFILL_TOKENS_PER_S
@@ -77,11 +72,11 @@ class SimulatedEngine:
         return self._decode(left)
 
     def samples(self, replica: int) -> dict[str, dict[str, float]]:
-        """Say the same by engine."""
+        """Return `sample` by engine name."""
         return {f"engine-r{replica}-0": self.sample()}
 
     def sample(self) -> dict[str, float]:
-        """Say what the orchestrator reads of an engine's /metrics."""
+        """Return the values that the orchestrator reads from /metrics."""
         gauges = {
             "running": len(self._running),
             "waiting": len(self._waiting),
@@ -105,7 +100,7 @@ class SimulatedEngine:
             turn.transferred = False
             turn.prefill_left = turn.length - hit
             budget -= turn.prefill_left
-            if not turn.preempted:  # vLLM counts a prompt once, and not what is computed again for a preempted request
+            if not turn.preempted:  # vLLM counts a prompt once, and not again after a preemption
                 self.counts["prefix_queries"] += turn.length
                 self.counts["prefix_hits"] += hit
                 self.counts["computed"] += turn.length - hit
@@ -116,18 +111,18 @@ class SimulatedEngine:
         self._evict()
 
     def _own(self, turn: Turn) -> int:
-        """Tokens that it needs room for: not those that running requests have."""
+        """Return the tokens that need new room, without a prefix shared with running requests."""
         return turn.length - (turn.shared if self._sharing[turn.prefix] else 0)
 
     def _hit(self, turn: Turn) -> int:
-        """Tokens that are in the cache, and are not there for others to evict any more."""
+        """Return the cached tokens, and reserve them so that they are not evicted."""
         own, shared = (self._cached.pop(name, 0) for name in (turn.job, turn.prefix))
         self._held -= own + shared
         there = turn.shared if self._sharing[turn.prefix] else shared
         return there + own if there == turn.shared else there
 
     def _leave(self, turn: Turn) -> None:
-        """Give back what it holds: it stays cached until others need the room, also of a request that is preempted."""
+        """Release a request's tokens. They stay cached until others need the room."""
         self._sharing[turn.prefix] -= 1
         self._used -= self._own(turn)
         computed = turn.length - int(turn.prefill_left)
@@ -151,7 +146,7 @@ class SimulatedEngine:
         return (budget - tokens) / PREFILL_TOKENS_PER_S
 
     def _step_s(self) -> float:
-        """How long a decode step takes."""
+        """Return the duration of a decode step [s]."""
         return STEP_S + STEP_S_PER_REQUEST * len(self._running) + STEP_S_PER_TOKEN * self._used
 
     def _decode(self, seconds: float) -> list[Turn]:
@@ -185,7 +180,7 @@ class SimulatedEngine:
         return done
 
     def _evict(self) -> None:
-        """Use blocks again: those that were given back first, and of a request its last ones first, as vLLM does."""
+        """Evict the blocks that were released first, and of a request its last ones first, as vLLM does."""
         while self._cached and (over := self._held + self._used - self._kv_tokens) > 0:
             name, tokens = next(iter(self._cached.items()))
             if tokens > over:
@@ -196,7 +191,7 @@ class SimulatedEngine:
 
 
 class PrefillDecode:
-    """An engine that computes prompts, and one that samples: the first hands the KV over."""
+    """A prefill and a decode engine. The first transfers KV blocks to the second."""
 
     def __init__(self) -> None:
         self._prefill, self._decode = SimulatedEngine(), SimulatedEngine()
@@ -204,12 +199,11 @@ class PrefillDecode:
 
     @property
     def counts(self) -> Counter[str]:
-        """Return what was counted where tokens are sampled."""
+        """Counters of the decode engine."""
         return self._decode.counts
 
     @property
     def speed(self) -> float:
-        """Return the speed beside a replica that is well."""
         return self._decode.speed
 
     @speed.setter
@@ -217,12 +211,11 @@ class PrefillDecode:
         self._prefill.speed = self._decode.speed = speed
 
     def add(self, turn: Turn) -> None:
-        """Queue a request."""
         self._turns[turn.job] = turn
         self._prefill.add(replace(turn, target=1))
 
     def advance(self, seconds: float) -> list[Turn]:
-        """Let time pass. Returns the requests that finished."""
+        """Advance by a time span, and return the requests that finished."""
         for computed in self._prefill.advance(seconds):
             turn = self._turns.pop(computed.job)
             turn.transferred = True
@@ -230,5 +223,5 @@ class PrefillDecode:
         return self._decode.advance(seconds)
 
     def samples(self, replica: int) -> dict[str, dict[str, float]]:
-        """Say what the orchestrator reads of each engine's /metrics."""
+        """Return the values that the orchestrator reads from each engine's /metrics."""
         return {f"prefill-r{replica}-0": self._prefill.sample(), f"decode-r{replica}-0": self._decode.sample()}

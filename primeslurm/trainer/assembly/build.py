@@ -15,8 +15,9 @@ from torchtitan.models.common.param_init import skip_param_init
 
 from primeslurm.base.model_files import locate
 from primeslurm.models import model_builder
-from primeslurm.nn import compat, compiled
-from primeslurm.nn.adapters.stacked import adapter_for_checkpoint
+from primeslurm.nn import compat
+from primeslurm.nn.adapters import adapter_for_checkpoint
+from primeslurm.nn.layers import compiled
 from primeslurm.nn.layers.sparse_attention import SparseAttention
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Memory

@@ -1,6 +1,6 @@
-"""Any causal language model of transformers, which may see images, by its own code there, sharded by FSDP alone.
+"""Any causal language model of transformers, with or without a vision encoder, run by its own code and sharded by FSDP.
 
-Attention masks are dense, so memory grows with the square of the row: this is for models without a family of their own.
+Attention masks are dense, so memory grows with the square of the row length.
 """
 
 from __future__ import annotations
@@ -33,16 +33,15 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 class GenericModel(nn.Module):
-    """A model of transformers that is called as ours are: with packed rows and masks made of their positions.
+    """A model of transformers with the interface of our models: packed rows, and masks made from positions.
 
     Args:
-        hf: a config of transformers.
-        vlm: how it sees images; None: it is trained on text alone, and what sees stays as it is.
+        hf: Config of transformers.
+        vlm: Settings of the vision encoder. None: train on text only, and freeze everything that processes images.
 
     Raises:
-        ValueError: transformers has no such causal model, or it carries state from token to token in another way
-            than by attention, so that documents of a packed row would see one another; or it does not see images, or
-            sees them in a way that is not known here.
+        ValueError: transformers has no such causal model, or the model has layers with state beside attention, or its
+            vision encoder is missing or not supported.
     """
 
     def __init__(self, hf: Any, vlm: Vlm | None = None) -> None:
@@ -53,36 +52,31 @@ class GenericModel(nn.Module):
         self._window = None if kinds else getattr(text, "sliding_window", None)
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.enable_weight_tying = hf.tie_word_embeddings
-        seeing = getattr(hf, "vision_config", None)
-        for part in (hf, text, *([seeing] if seeing else ())):
-            _drop_nothing(part)
-        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
-        self.inner = kind.from_config(hf, dtype=torch.float32, attn_implementation="sdpa")
+        vision = getattr(hf, "vision_config", None)
+        for config in (hf, text, *([vision] if vision else ())):
+            _disable_dropout(config)
+        auto_class = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        self.inner = auto_class.from_config(hf, dtype=torch.float32, attn_implementation="sdpa")
         if kinds - {_FULL, _SLIDING} or getattr(self.inner, "_is_stateful", False):
-            raise ValueError(f"{hf.model_type} has layers that carry more than attention: packed rows would mix")
+            # Documents of a packed row would see the state of earlier documents.
+            raise ValueError(f"{hf.model_type} has layers with state beside attention, which packed rows would mix")
         self.vision: PatchReader | None = None
-        if vlm is not None and not seeing:
+        if vlm is not None and not vision:
             raise ValueError("model.vlm: the model has no vision encoder")
-        if seeing:
+        if vision:
             parts = VisionParts.of(self.inner, vlm or Vlm())
             frozen = vlm is None or vlm.freeze_vision_encoder
             self.vision = PatchReader(parts, frozen) if vlm else None
-            parts.freeze(encoder=frozen, beside=vlm is None)
+            parts.freeze(encoder=frozen, others=vlm is None)
 
     @property
     def lm_head(self) -> GenericModel:
-        """What is told what to score: the model, as some change the logits behind their head."""
+        """The module to call `scoring` on. It is the whole model, because some models change logits after the head."""
         return self
 
     @contextmanager
     def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
-        """Within the body, calls return scores instead of logits, as `ScoringHead.scoring` has it.
-
-        Args:
-            labels: [trained tokens].
-            temperatures: [trained tokens].
-            places: [trained tokens], as in `token_logprobs`.
-        """
+        """Within the body, calls return scores instead of logits. Arguments as for `ScoringHead.scoring`."""
         self._targets = labels, temperatures, places
         try:
             yield
@@ -108,7 +102,7 @@ class GenericModel(nn.Module):
         return logit_scores(logits.flatten(0, 1).index_select(0, places), labels, temperatures)
 
     def get_attention_masks(self, positions: torch.Tensor) -> Any:
-        """Which tokens see which, [rows, 1, length, length]; one for each kind of layer where windows differ."""
+        """Return which tokens see which, [rows, 1, length, length]; a dict by layer type if windows differ."""
         document = (positions == 0).cumsum(dim=1)
         index = torch.arange(positions.shape[1], device=positions.device)
         distance = index[:, None] - index
@@ -118,14 +112,14 @@ class GenericModel(nn.Module):
         return _within(visible, distance, self._window)
 
     def init_weights(self) -> None:
-        """Compute what no checkpoint holds (rotary frequencies), and tie weights again after a move between devices."""
+        """Compute buffers that no checkpoint holds (rotary frequencies), and tie weights after a move to a device."""
         for parameter in self.inner.parameters():
-            parameter._is_hf_initialized = True  # by this, transformers leaves it alone
+            parameter._is_hf_initialized = True  # makes transformers skip it
         self.inner.init_weights()
 
 
-def _drop_nothing(config: Any) -> None:
-    """Set dropout to zero: engines have none."""
+def _disable_dropout(config: Any) -> None:
+    # Engines have no dropout, so the trainer's log-probs would not match theirs.
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
@@ -137,7 +131,7 @@ def _within(visible: torch.Tensor, distance: torch.Tensor, window: int | None) -
 
 @dataclass(frozen=True)
 class _CheckpointTensor:
-    """A tensor of the checkpoint: rows of one matrix of a stack, or (expert None) a whole tensor."""
+    """A tensor of the checkpoint: some rows of one expert's matrix, or a whole tensor (`expert` is None)."""
 
     name: str
     expert: int | None = None
@@ -146,9 +140,9 @@ class _CheckpointTensor:
 
 
 class GenericAdapter:
-    """Between transformers' parameters and its checkpoints, where stacked experts are single tensors.
+    """Adapter between transformers' parameters, which stack experts, and its checkpoints, which may not.
 
-    Neither direction communicates: a rank converts the experts that it holds.
+    A rank converts the experts that it holds, without communication.
     """
 
     def __init__(self, model: GenericModel) -> None:
@@ -161,35 +155,35 @@ class GenericAdapter:
         self._last: dict[str, torch.Tensor] = {}
 
     def to_hf(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Our tensors under checkpoint names; those of experts share their memory."""
+        """Return our tensors under checkpoint names. Experts are views of their stack."""
         if any(isinstance(tensor, DTensor) for tensor in state_dict.values()):
             self._last = state_dict
         return {
             part.name: tensor if part.expert is None else tensor[part.expert - first, part.start :][: part.rows]
             for name, whole in state_dict.items()
-            for tensor, first in [_local(whole) if self._is_stack(name) else (whole, 0)]
+            for tensor, first in [_local(whole) if self._has_experts(name) else (whole, 0)]
             for part in self._parts.get(name, ())
             if part.expert is None or first <= part.expert < first + len(tensor)
         }
 
     def from_hf(self, hf_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The sharded state dict that `to_hf` was last called with: what was read was read into its memory."""
+        """Return the state dict of the last `to_hf`: the checkpoint was read into its memory."""
         return self._last
 
     def get_hf_storage_reader(self, path: str) -> HuggingFaceStorageReader:
-        """Reads the safetensors files of a directory."""
         return HuggingFaceStorageReader(path)
 
-    def _is_stack(self, name: str) -> bool:
+    def _has_experts(self, name: str) -> bool:
         return any(part.expert is not None for part in self._parts.get(name, ()))
 
 
 def _parts(inner: Any, name: str, tensor: torch.Tensor) -> list[_CheckpointTensor]:
-    """What a checkpoint holds of a parameter, found by converting numbered rows.
+    """Return the checkpoint tensors that a parameter consists of.
 
     Raises:
-        ValueError: the checkpoint holds it neither whole nor in pieces of stacked matrices.
+        ValueError: The checkpoint holds the parameter neither as a whole nor as rows of stacked matrices.
     """
+    # transformers converts whole tensors only. Convert a tensor of row numbers to see where each row goes.
     rows = tensor.shape[1] if tensor.dim() == 3 else 1
     count = math.prod(tensor.shape[:2]) if tensor.dim() == 3 else 1
     numbered = torch.arange(count, device="cpu").view(-1, rows, 1)
@@ -206,7 +200,7 @@ def _parts(inner: Any, name: str, tensor: torch.Tensor) -> list[_CheckpointTenso
 
 
 def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A rank's part of a tensor that is split by its first dimension, and where that part begins."""
+    """Return this rank's part of a tensor that is split by its first dimension, and the index of its first row."""
     if not isinstance(tensor, DTensor):
         return tensor, 0
     mesh = tensor.device_mesh
@@ -217,10 +211,10 @@ def _local(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
 def build(
     hf: Any, dims: ParallelDims, recipe: Recipe, device: torch.device
 ) -> tuple[GenericModel, GenericAdapter, set[str]]:
-    """The sharded model, without its weights; its adapter; and all tensor names of its checkpoint.
+    """Return the sharded model without weights, its adapter, and all tensor names of its checkpoint.
 
     Raises:
-        ValueError: the model or the parallelism does not fit.
+        ValueError: The model or the parallelism is not supported.
     """
     layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
     offload = memory.optimizer_offload or memory.activation_offload
@@ -250,4 +244,4 @@ def _shard(model: GenericModel, dims: ParallelDims, policy: MixedPrecisionPolicy
         if isinstance(block, GradientCheckpointingLayer):
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    titan_fsdp.disable_fsdp_gradient_division(model)  # losses are divided by the tokens of all ranks
+    titan_fsdp.disable_fsdp_gradient_division(model)  # the loss is already divided by the tokens of all ranks

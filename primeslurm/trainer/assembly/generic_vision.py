@@ -1,4 +1,4 @@
-"""Encoders of images in models of transformers that have no family of their own: by the names of their attributes."""
+"""Vision encoders of transformers' models, found by the names of attributes."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from primeslurm.recipe.sections.trainer import Vlm
 
 ENCODERS = ("visual", "vision_tower", "vision_model", "vision_encoder")
 LANGUAGE_MODELS = ("language_model", "text_model")
-"""What transformers calls them, below the model or below what it calls `model`."""
+"""Usual attribute names, on the model or on its attribute `model`."""
 
 
 @dataclass(frozen=True)
 class VisionParts:
-    """The two parts of a model that sees images, as it has them."""
+    """Vision encoder and language model of a model of transformers."""
 
     inner: Any
-    """The model of transformers."""
+    """The whole model."""
     encoder: nn.Module
     language_model: nn.Module
 
     @classmethod
     def of(cls, inner: Any, settings: Vlm) -> VisionParts:
-        """Find the parts by the recipe's names, or by usual ones.
+        """Find the parts by the names in the recipe, or by usual names.
 
         Raises:
-            ValueError: there is no such attribute, or not one with a usual name, or one is part of the other.
+            ValueError: No attribute (or several attributes) match, or one part contains the other.
         """
         encoder = _part(inner, "vision_encoder", settings.vision_encoder, ENCODERS)
         language_model = _part(inner, "language_model", settings.language_model, LANGUAGE_MODELS)
@@ -39,22 +39,22 @@ class VisionParts:
             raise ValueError(f"model.vlm: of {inner.config.model_type}, one of the two attributes is part of the other")
         return cls(inner, encoder, language_model)
 
-    def freeze(self, encoder: bool, beside: bool) -> None:
-        """Take gradients from the encoder, and from all that is neither it, nor the language model, nor a head."""
+    def freeze(self, encoder: bool, others: bool) -> None:
+        """Freeze the encoder, and everything else but the language model and its head (for example a projector)."""
         head = self.inner.get_output_embeddings()
-        known = {id(p) for part in (self.encoder, self.language_model, head) for p in part.parameters()}
+        parts = {id(p) for part in (self.encoder, self.language_model, head) for p in part.parameters()}
         for parameter in self.inner.parameters():
-            if beside and id(parameter) not in known:
+            if others and id(parameter) not in parts:
                 parameter.requires_grad_(False)
         if encoder:
             self.encoder.requires_grad_(False)
 
 
 class PatchReader:
-    """How a model of transformers reads images: as Qwen2-VL does, by patches with a grid and by three coordinates.
+    """Embeds images for models that read them as Qwen2-VL does: patches with a grid, and three coordinates per token.
 
     Raises:
-        ValueError: it reads them in another way.
+        ValueError: The model reads images in another way.
     """
 
     def __init__(self, parts: VisionParts, frozen: bool) -> None:
@@ -70,20 +70,19 @@ class PatchReader:
             )
         self._parts, self._frozen = parts, frozen
         self.merge = int(sizes.spatial_merge_size)
-        """A token stands for so many patches in height, and as many in width."""
+        """Patches per token, in height and in width."""
         self.patch_values = int(sizes.in_channels * sizes.temporal_patch_size * sizes.patch_size**2)
 
     def embedded(self, tokens: torch.Tensor, positions: torch.Tensor, images: VisionInput) -> dict[str, torch.Tensor]:
-        """Make of tokens and positions [rows, length] what the model takes in their place."""
+        """Return the model's inputs for tokens and positions [rows, length]."""
         text = self._parts.inner.get_input_embeddings()(tokens)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self._frozen):
-            found = self._parts.inner.get_image_features(
+            output = self._parts.inner.get_image_features(
                 pixel_values=images.pixels, image_grid_thw=images.grids, return_dict=True
             ).pooler_output
-        features = found if isinstance(found, torch.Tensor) else torch.cat(tuple(found))
-        coordinates = torch.cat(
-            [positions[None], images.coordinates.permute(2, 0, 1)]
-        )  # of text first, as it is packed
+        features = output if isinstance(output, torch.Tensor) else torch.cat(tuple(output))
+        # The position in the packed row comes first, then time, height and width.
+        coordinates = torch.cat([positions[None], images.coordinates.permute(2, 0, 1)])
         return {"inputs_embeds": images.spread(features, text), "position_ids": coordinates}
 
 
@@ -91,15 +90,15 @@ def _part(inner: Any, field: str, name: str | None, usual: tuple[str, ...]) -> n
     children = {path: module for path, module in _children(inner) if path}
     if name is not None and name in children:
         return children[name]
-    found = [path for path in children if name is None and path.rpartition(".")[2] in usual]
-    if len(found) == 1:
-        return children[found[0]]
-    asked = f"no attribute {name!r}" if name is not None else f"{len(found) or 'no'} attributes with a usual name"
-    raise ValueError(f"model.vlm.{field}: {inner.config.model_type} has {asked}; it has {', '.join(children)}")
+    paths = [path for path in children if name is None and path.rpartition(".")[2] in usual]
+    if len(paths) == 1:
+        return children[paths[0]]
+    problem = f"no attribute {name!r}" if name is not None else f"{len(paths) or 'no'} attributes with a usual name"
+    raise ValueError(f"model.vlm.{field}: {inner.config.model_type} has {problem}; it has {', '.join(children)}")
 
 
 def _children(inner: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Attributes of a model, and those of what it calls `model`."""
+    """Yield the submodules of a model and of its attribute `model`, with their paths."""
     for name, module in inner.named_children():
         yield name, module
         if name == "model":

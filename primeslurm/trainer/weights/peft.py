@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from primeslurm.base import files
-from primeslurm.nn.adapters import stacked
+from primeslurm.nn.adapters import DOWN, GATE_UP, stacked_adapter
 from primeslurm.recipe.sections.trainer import Lora
 from primeslurm.trainer.components import lora as adapters
 from primeslurm.trainer.policy.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
-_STACKS = f"experts.{stacked.GATE_UP}", f"experts.{stacked.DOWN}"
+_STACKS = f"experts.{GATE_UP}", f"experts.{DOWN}"
 Factors = tuple[torch.Tensor, torch.Tensor]
 """A [..., in, rank] and B [..., out, rank]."""
 
@@ -59,7 +59,7 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
 
 def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     state = policy.model.state_dict()
-    stacks = stacked.stacked(policy.adapter)
+    stacks = stacked_adapter(policy.adapter)
     for name in state:
         if name + adapters.A not in state:
             continue

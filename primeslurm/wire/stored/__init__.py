@@ -1,1 +1,1 @@
-"""What stays on the file system: joint checkpoints, and records of which files are whole."""
+"""Files that outlive a process: joint checkpoints, the manifests that make them valid, and images of tasks."""

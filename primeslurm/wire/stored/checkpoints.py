@@ -1,11 +1,11 @@
 """Joint checkpoints: `checkpoints/step_000010/{trainer/,orchestrator.bin,COMMITTED}`.
 
-A checkpoint exists only once COMMITTED does; it is written last, by the trainer's rank 0, and names every part.
-`checkpoints/NEWEST` names the newest one, so that a node that does not see it yet knows that it has to wait.
+A checkpoint is valid once COMMITTED exists. The trainer's rank 0 writes that file last, with a record of every part.
+`checkpoints/NEWEST` names the newest checkpoint, so a node that does not see it yet knows that it has to wait.
 
-A committed checkpoint is renamed to `*.damaged-<attempt>` only if a second look, after caches of this node have run
-out, finds content that differs from the record. The reason is beside it, in `*.damaged-<attempt>.txt`. A part that this
-node does not see is no damage: it raises `NotVisibleError`, and another attempt may see it.
+A committed checkpoint is renamed to `*.damaged-<attempt>` only if its content differs from its record twice, the second
+time after this node's caches have expired. `*.damaged-<attempt>.txt` holds the reason. A part that this node does not
+see is no damage: it raises `NotVisibleError`, because another attempt may see it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from primeslurm.wire.stored.manifest import FileRecord
 COMMITTED = "COMMITTED"
 NEWEST = "NEWEST"
 SHARD = ".distcp"
-"""How files with tensors end."""
+"""Suffix of files that hold tensors."""
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"^step_(\d{6,})$")
 
 
 class NotVisibleError(OSError):
-    """This node does not see what has been committed. The message names it."""
+    """This node does not see a file that has been committed."""
 
     def __init__(self, path: Path, what: str) -> None:
-        waited = f"not visible from this node within {files.CACHE_S:.0f} s, and nothing proves damage"
-        super().__init__(errno.ESTALE, f"{what}: {waited}; nothing was renamed", str(path))
+        problem = f"not visible from this node within {files.CACHE_S:.0f} s, but not known to be damaged"
+        super().__init__(errno.ESTALE, f"{what}: {problem}; nothing was renamed", str(path))
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -55,23 +55,22 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 
 def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRecord] = ()) -> Commit:
-    """Name every file below `directory` in COMMITTED, written last: all is on disk by then, and COMMITTED on return.
+    """Flush every file below `directory`, then write COMMITTED with a record of each.
 
     Args:
-        directory: of the checkpoint.
-        step: of the checkpoint.
-        attempt: that makes it.
-        described: records of files that their writers made, with the digests of what they wrote, and flushed; only
-            the others are read and flushed here.
+        directory: The checkpoint's directory.
+        step: The checkpoint's step.
+        attempt: The attempt that makes the checkpoint.
+        described: Records of files that their writers have already flushed. Only the other files are read here.
 
     Raises:
-        OSError: something cannot be read or flushed, or a file that was described is not there as it was.
+        OSError: A file cannot be read or flushed, or a described file does not match its record.
     """
-    if absent := manifest.misplaced(directory, described):
-        raise OSError("; ".join(absent))
-    known = {directory / record.name for record in described}
-    durable.sync_tree(directory, flushed=known)
-    others = [path for path in files.files_below(directory) if path not in known and path.name != COMMITTED]
+    if problems := manifest.missing_or_resized(directory, described):
+        raise OSError("; ".join(problems))
+    flushed = {directory / record.name for record in described}
+    durable.sync_tree(directory, flushed=flushed)
+    others = [path for path in files.files_below(directory) if path not in flushed and path.name != COMMITTED]
     parts = sorted([*described, *manifest.describe(directory, others)], key=lambda record: record.name)
     value = Commit(step=step, attempt=attempt, parts=parts)
     manifest.write(directory / COMMITTED, value)
@@ -80,7 +79,7 @@ def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRec
 
 
 def clear(directory: Path) -> None:
-    """Make the empty directory of a checkpoint in place of what an earlier attempt left of it. Raises OSError."""
+    """Replace a checkpoint's directory, which an earlier attempt may have filled, with an empty one."""
     if match := _NAME.match(directory.name):
         _forget_newest(directory.parents[1], int(match[1]))
     durable.remove(directory / COMMITTED)  # first: a half-deleted checkpoint must not look complete
@@ -88,35 +87,35 @@ def clear(directory: Path) -> None:
 
 
 def read_commit(directory: Path) -> Commit | None:
-    """Read the commit record; None if the checkpoint is not complete."""
+    """Read COMMITTED. Return None if the checkpoint is not complete."""
     return manifest.read(directory / COMMITTED, Commit)
 
 
 def committed(run_dir: Path) -> list[int]:
-    """List the steps that have a complete checkpoint, ascending."""
+    """Return the steps that have a complete checkpoint, ascending."""
     return [step for step, path in _directories(files.listing(run_dir / "checkpoints")) if read_commit(path)]
 
 
 def newest(run_dir: Path) -> int | None:
-    """Return the last committed step, or None. NEWEST is believed where this node does not see the directory yet."""
+    """Return the newest committed step, also if this node only sees it in NEWEST yet. None if there is none."""
     named = _newest_named(run_dir)
     return max([*committed(run_dir)[-1:], *([] if named is None else [named])], default=None)
 
 
 def set_asides(run_dir: Path) -> list[str]:
-    """Say in words which checkpoints were set aside, and why."""
-    found = []
+    """Return a sentence for each checkpoint that was set aside, with the reason."""
+    sentences = []
     for path in files.listing(run_dir / "checkpoints", "*.damaged-*.txt"):
-        why = files.read_text(path).splitlines()
-        found.append(f"{path.with_suffix('')} was set aside: {why[0] if why else 'its reason was lost'}")
-    return found
+        reasons = files.read_text(path).splitlines()
+        sentences.append(f"{path.with_suffix('')} was set aside: {reasons[0] if reasons else 'its reason was lost'}")
+    return sentences
 
 
 def newest_whole(run_dir: Path) -> int | None:
-    """Return the last committed step whose checkpoint is not damaged, as far as `damage_at_sight` tells, or None.
+    """Return the newest committed step without damage, as `damage_at_sight` defines it. None if there is none.
 
     Raises:
-        NotVisibleError: this node does not see all of a newer one, and nothing proves that it is damaged.
+        NotVisibleError: This node does not see all of a newer checkpoint, which is not known to be damaged.
     """
     return _newest_whole(run_dir, lambda step, why: None)
 
@@ -124,16 +123,16 @@ def newest_whole(run_dir: Path) -> int | None:
 def set_damaged_aside(
     run_dir: Path, attempt: int, told: Callable[[int, str, Path], None] = lambda step, why, path: None
 ) -> int | None:
-    """Set committed checkpoints aside that are damaged; returns the step of the newest one that is not.
+    """Set damaged checkpoints aside until the newest one is undamaged, and return its step.
 
     Args:
-        run_dir: of the run.
-        attempt: that does it.
-        told: called for each with its step, the reason, and where it is now.
+        run_dir: The run's directory.
+        attempt: The current attempt.
+        told: Called with step, reason and new path of each checkpoint that is set aside.
 
     Raises:
-        NotVisibleError: as from `newest_whole`. Nothing newer than the newest whole one is lost then.
-        OSError: one cannot be renamed.
+        NotVisibleError: See `newest_whole`.
+        OSError: A checkpoint cannot be renamed.
     """
 
     def aside(step: int, why: Sequence[str]) -> None:
@@ -143,19 +142,16 @@ def set_damaged_aside(
 
 
 def set_aside(run_dir: Path, step: int, attempt: int, why: Sequence[str]) -> Path:
-    """Rename a checkpoint that is proven to be damaged to `*.damaged-<attempt>`: then it is nobody's newest.
+    """Rename a damaged checkpoint to `*.damaged-<attempt>` and return its new path.
 
     Args:
-        run_dir: of the run.
-        step: of the checkpoint.
-        attempt: that sets it aside.
-        why: the proof, in words: it is written beside the directory. There has to be one.
-
-    Returns:
-        The new path of the directory.
+        run_dir: The run's directory.
+        step: The checkpoint's step.
+        attempt: The current attempt.
+        why: Proofs of the damage, at least one. They are written beside the directory.
 
     Raises:
-        OSError: it cannot be renamed, or the reason cannot be written.
+        OSError: The directory cannot be renamed, or the reason cannot be written.
     """
     if not why:
         raise ValueError(f"nothing proves that the checkpoint of step {step} is damaged")
@@ -168,51 +164,50 @@ def set_aside(run_dir: Path, step: int, attempt: int, why: Sequence[str]) -> Pat
     return target
 
 
-def _newest_whole(run_dir: Path, damaged: Callable[[int, Sequence[str]], None]) -> int | None:
-    """Look at checkpoints from the newest on, and hand on those that are proven to be damaged."""
+def _newest_whole(run_dir: Path, on_damaged: Callable[[int, Sequence[str]], None]) -> int | None:
+    """Check checkpoints from the newest on, and call `on_damaged` for each that is proven to be damaged."""
     passed: set[int] = set()
     while True:
         steps = [step for step in _all_committed(run_dir) if step not in passed]
         if not steps:
             return None
-        why = _proven_damage(step_dir(run_dir, steps[-1]))
-        if why == []:
+        problems = _proven_damage(step_dir(run_dir, steps[-1]))
+        if problems == []:
             return steps[-1]
-        if why is not None:
-            damaged(steps[-1], why)
+        if problems is not None:
+            on_damaged(steps[-1], problems)
             passed.add(steps[-1])
 
 
 def _all_committed(run_dir: Path) -> list[int]:
-    """List all steps with a COMMITTED, readable or not, once the one is seen that NEWEST names."""
+    """Return all steps with a COMMITTED, readable or not. Wait until the one that NEWEST names is visible."""
     root = run_dir / "checkpoints"
 
     def look() -> list[int] | None:
         paths, expected = set(files.settled_listing(root)), _newest_named(run_dir)
         if expected is not None:
-            paths.add(step_dir(run_dir, expected))  # a listing may be older than a look at the directory itself
+            paths.add(step_dir(run_dir, expected))  # a cached listing may be older than the directory's own entry
         steps = [step for step, path in _directories(sorted(paths)) if files.exists(path / COMMITTED)]
         return steps if expected is None or expected in steps else None
 
     steps = files.until_seen(look, root)
     if steps is None and (expected := _newest_named(run_dir)) is not None:
-        directory = step_dir(run_dir, expected)
         raise NotVisibleError(
-            directory / COMMITTED,
-            f"step {expected} is committed, as {root / NEWEST} says. Was it removed on purpose? "
-            f"Then remove that file, too. Otherwise it is",
+            step_dir(run_dir, expected) / COMMITTED,
+            f"step {expected} is committed, as {root / NEWEST} says. If the checkpoint was removed on purpose, "
+            f"remove that file, too. Otherwise it is",
         )
     return steps or []
 
 
 def _proven_damage(directory: Path) -> list[str] | None:
-    """Return what is wrong with a committed checkpoint at sight, by a second look at what the first one found.
+    """Check a committed checkpoint, a second time if the first check found something.
 
     Returns:
-        None if it is gone: another process has set it aside meanwhile.
+        The problems of the second check. None if another process has meanwhile set the checkpoint aside.
 
     Raises:
-        NotVisibleError: a part is not there, and no other one is damaged.
+        NotVisibleError: A part is not visible, and no other part is damaged.
     """
     wrong, unseen = _look(directory)
     if not wrong and not unseen:
@@ -223,19 +218,24 @@ def _proven_damage(directory: Path) -> list[str] | None:
         wrong, unseen = _look(directory)
         return True if not wrong and not unseen else None
 
-    names = [COMMITTED, *unseen, *_wrong_parts(directory)]
-    paths = {path for name in names for path in (directory / name, (directory / name).parent)}
+    record = read_commit(directory)
+    suspects = [
+        part.name
+        for part in (record.parts if record else [])
+        if not is_shard(part) or manifest.missing_or_resized(directory, [part])
+    ]
+    paths = {path for name in [COMMITTED, *unseen, *suspects] for path in _with_parent(directory / name)}
     if files.until_seen(look, directory.parent, *sorted(paths)):
         return []
     if not files.exists(directory):
         return None
     if not wrong:
-        raise NotVisibleError(directory, f"{len(unseen)} parts, as {', '.join(unseen[:3])}")
+        raise NotVisibleError(directory, f"{len(unseen)} parts, such as {', '.join(unseen[:3])}")
     return wrong
 
 
 def _look(directory: Path) -> tuple[list[str], list[str]]:
-    """Return what differs from its record, in words, and names of parts that are not seen."""
+    """Return the texts of differences from the record, and the names of parts that this node does not see."""
     try:
         record = manifest.parsed(directory / COMMITTED, Commit)
     except DamagedError as error:
@@ -243,19 +243,20 @@ def _look(directory: Path) -> tuple[list[str], list[str]]:
     if record is None:
         return [], [COMMITTED]
     unseen = manifest.absent(directory, record.parts)
-    seen = [part for part in record.parts if part.name not in unseen]
-    small = [part for part in seen if not is_shard(part)]
     try:
-        return manifest.misplaced(directory, seen) or manifest.differing(directory, small), unseen
+        return _differences_at_sight(directory, [part for part in record.parts if part.name not in unseen]), unseen
     except FileNotFoundError:
         return [], unseen or [COMMITTED]
 
 
-def _wrong_parts(directory: Path) -> list[str]:
-    """Name the parts that are worth another look: those of another size, and all small ones."""
-    record = read_commit(directory)
-    parts = record.parts if record else []
-    return [part.name for part in parts if not is_shard(part) or manifest.misplaced(directory, [part])]
+def _differences_at_sight(directory: Path, parts: Sequence[FileRecord]) -> list[str]:
+    """Compare the sizes of all parts and the digests of small ones. Shards are checked while they are loaded."""
+    small = [part for part in parts if not is_shard(part)]
+    return manifest.missing_or_resized(directory, parts) or manifest.differing(directory, small)
+
+
+def _with_parent(path: Path) -> tuple[Path, Path]:
+    return path, path.parent
 
 
 def _directories(paths: Sequence[Path]) -> list[tuple[int, Path]]:
@@ -263,14 +264,14 @@ def _directories(paths: Sequence[Path]) -> list[tuple[int, Path]]:
 
 
 def _newest_named(run_dir: Path) -> int | None:
-    """Return the step that NEWEST names; None in a run of an older release, and before the first commit."""
+    """Return the step that NEWEST names, or None before the first commit."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError):
         return int(files.read_bytes(run_dir / "checkpoints" / NEWEST))
     return None
 
 
 def _forget_newest(run_dir: Path, step: int) -> None:
-    """Have NEWEST name an older checkpoint than the one of `step`, which is about to go."""
+    """If NEWEST names `step`, whose checkpoint is about to go, let it name the one before."""
     if _newest_named(run_dir) != step:
         return
     older = [each for each in committed(run_dir) if each < step]
@@ -281,76 +282,62 @@ def _forget_newest(run_dir: Path, step: int) -> None:
 
 
 def damage(directory: Path) -> list[str]:
-    """Compare a committed checkpoint with its record.
-
-    Returns:
-        What is wrong, in words; empty if every part has its recorded size and digest.
-    """
+    """Read a committed checkpoint completely and return the texts of all differences from its record."""
     record = read_commit(directory)
     return manifest.differing(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
 def damage_at_sight(directory: Path) -> list[str]:
-    """Compare a committed checkpoint with its record, without the terabytes that are checked while they are read.
-
-    Returns:
-        What is wrong, in words; empty if every part has its size, and all but the shards their digest.
-    """
+    """Return the texts of differences that are visible without reading shards: all sizes, digests of small parts."""
     record = read_commit(directory)
-    if record is None:
-        return [f"{directory}: not committed"]
-    small = [part for part in record.parts if not is_shard(part)]
-    return manifest.misplaced(directory, record.parts) or manifest.differing(directory, small)
+    return _differences_at_sight(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
 def proven_differences(directory: Path, parts: Sequence[FileRecord]) -> list[str]:
-    """Read parts of a checkpoint, those that differ a second time.
-
-    Returns:
-        What is wrong, in words.
+    """Read parts of a checkpoint, those that differ a second time, and return the texts of the differences.
 
     Raises:
-        NotVisibleError: a part is not there, and no other one differs.
+        NotVisibleError: A part is not visible, and no other part differs.
     """
 
     def look() -> list[str] | None:
         return None if manifest.differing(directory, parts) else []
 
-    paths = {path for part in parts for path in (directory / part.name, (directory / part.name).parent)}
+    paths = {path for part in parts for path in _with_parent(directory / part.name)}
     if files.until_seen(look, *sorted(paths)) is not None:
         return []
     unseen = manifest.absent(directory, parts)
-    found = manifest.differing(directory, [part for part in parts if part.name not in unseen])
-    if unseen and not found:
-        raise NotVisibleError(directory, f"{len(unseen)} parts, as {', '.join(unseen[:3])}")
-    return found
+    problems = manifest.differing(directory, [part for part in parts if part.name not in unseen])
+    if unseen and not problems:
+        raise NotVisibleError(directory, f"{len(unseen)} parts, such as {', '.join(unseen[:3])}")
+    return problems
 
 
 def is_shard(part: FileRecord) -> bool:
-    """Whether a part is a trainer rank's share of the tensors: the large ones."""
+    """Return whether a part is one trainer rank's shard of the tensors."""
     return part.name.endswith(SHARD)
 
 
 def shard_sizes(run_dir: Path, step: int) -> dict[str, int]:
-    """Map the names of a committed checkpoint's shards, without directories, to their bytes."""
+    """Return the size [bytes] of each shard of a committed checkpoint, by file name without directories."""
     record = read_commit(step_dir(run_dir, step))
     return {Path(part.name).name: part.bytes for part in record.parts if is_shard(part)} if record else {}
 
 
 def unchecked_shards(directory: Path) -> list[FileRecord]:
-    """List the shards of a committed checkpoint that readers cannot check while they read: those of release 0.1.0."""
+    """Return the shards of a committed checkpoint that cannot be checked while they are loaded: those without XXH3."""
     record = read_commit(directory)
     parts = record.parts if record else []
     return [part for part in parts if is_shard(part) and not part.digest.startswith(XXH3)]
 
 
 def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
-    """Delete committed checkpoints beyond the newest `keep`, and uncommitted leftovers older than the newest one.
+    """Delete committed checkpoints beyond the newest `keep`, and uncommitted ones older than the newest.
 
     Args:
-        run_dir: of the run.
-        keep: how many stay in any case.
-        needed: steps that stay besides, if they are committed.
+        run_dir: The run's directory.
+        keep: Number of checkpoints to keep in any case.
+        needed: Further steps to keep.
 
     Returns:
         The steps whose directories were deleted, ascending.
@@ -359,16 +346,16 @@ def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     if not steps:
         return []
     kept = {*steps[-keep:], *needed}
-    doomed = [
+    obsolete = [
         (step, path)
         for step, path in _directories(files.listing(run_dir / "checkpoints"))
         if step not in kept and step < steps[-1]
     ]
-    # A second look at what seems to be a leftover: this node may not have seen its COMMITTED, or could not read it.
-    if any(step not in steps and files.exists(path / COMMITTED) for step, path in doomed):
+    # What looks like an uncommitted leftover may be a checkpoint whose COMMITTED this node has not seen or read yet.
+    if any(step not in steps and files.exists(path / COMMITTED) for step, path in obsolete):
         log.warning("no checkpoint is deleted now: COMMITTED of one that seemed to be a leftover is there")
         return []
-    for _, path in doomed:
+    for _, path in obsolete:
         durable.remove(path / COMMITTED)
         files.remove_tree(path, ignore_errors=True)
-    return [step for step, _ in doomed]
+    return [step for step, _ in obsolete]

@@ -1,11 +1,11 @@
-"""Digests of files, and of parts of them while they are written: against accidental damage, not against attackers.
+"""Digests that detect accidental damage of files. They do not protect against attackers.
 
-Whoever can change a file of a run can change the record of it, too, which nobody signs: a cryptographic digest would
-cost twenty times the CPU seconds and keep nobody out.
+A user who can change a file of a run can also change its unsigned record. A cryptographic digest would cost about
+twenty times the CPU time and keep nobody out.
 
-- XXH3, 128 bits, for terabytes: 23 GiB/s on a core, where blake2b has 1.2 and SHA-256 with SHA-NI 1.7. That a damaged
-  part keeps its digest has a chance of 2^-128. In records as `xxh3:` and 32 hex digits, which `xxh128sum` also prints.
-- blake2b-128 for small files, and for all of release 0.1.0: Python alone has it. 32 hex digits.
+- XXH3 with 128 bits is for terabytes: 23 GiB/s on one core, where blake2b has 1.2 and SHA-256 with SHA-NI 1.7. It is
+  recorded as `xxh3:` and 32 hex digits; `xxh128sum` prints the same digits.
+- blake2b-128 is for small files, because Python includes it. It is recorded as 32 hex digits.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
     import xxhash
 
 XXH3 = "xxh3:"
-_CHUNK = 1 << 22
+_READ_BYTES = 1 << 22
 
 
 def hasher() -> xxhash.xxh3_128:
-    """Make an XXH3 hasher. The base installation has none: only what trains or converts checkpoints needs it."""
-    import xxhash
+    """Return a new XXH3 hasher."""
+    import xxhash  # the base install has no xxhash: only processes that train or convert checkpoints need it
 
     return xxhash.xxh3_128()
 
 
 def same(path: Path, digest: str) -> bool:
-    """Whether a file has this digest, in whichever of the two forms. Raises OSError."""
+    """Return whether a file has this digest, given in either form. Raise OSError if it cannot be read."""
     if not digest.startswith(XXH3):
         return files.digest(path) == digest
 
     def read(handle: Any) -> str:
-        found, chunk = hasher(), bytearray(_CHUNK)
-        while count := handle.readinto(chunk):
-            found.update(memoryview(chunk)[:count])
-        return XXH3 + found.hexdigest()
+        state, buffer = hasher(), bytearray(_READ_BYTES)
+        while count := handle.readinto(buffer):
+            state.update(memoryview(buffer)[:count])
+        return XXH3 + state.hexdigest()
 
     return files.reading(path, read) == digest

@@ -1,4 +1,4 @@
-"""Records of files with size and digest, and of what makes a directory complete: a manifest written last."""
+"""Manifests: records of files with their size and digest. A directory is complete once its manifest is written."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from primeslurm.wire.decoding import DamagedError, decode_json
 from primeslurm.wire.stored import digests
 
 T = TypeVar("T")
-LONGEST_NAME = 255
-"""Bytes of the name of a file or a directory."""
-_READERS = 8
-"""Threads that read files to check them: more than one disk or server answers."""
+MAX_NAME_BYTES = 255
+"""Longest name of a file or directory on Linux file systems."""
+_READ_THREADS = 8
+"""Threads that read files in parallel, because one thread cannot keep several disks or servers busy."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
-    """One file, named relative to the directory that is described."""
+    """One file, named relative to its manifest's directory."""
 
     name: str
     bytes: int
@@ -32,45 +32,54 @@ class FileRecord(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         parts = PurePosixPath(self.name).parts
-        nameable = all(len(part.encode()) <= LONGEST_NAME and "\0" not in part for part in parts)
-        if not parts or self.name.startswith("/") or ".." in parts or not nameable:
-            raise ValueError(f"{self.name[:80]!r} is outside of what is described, or no file's name")
+        valid = all(len(part.encode()) <= MAX_NAME_BYTES and "\0" not in part for part in parts)
+        if not parts or self.name.startswith("/") or ".." in parts or not valid:
+            raise ValueError(f"{self.name[:80]!r} is not the name of a file below the manifest's directory")
 
 
 def describe(directory: Path, parts: Iterable[Path]) -> list[FileRecord]:
-    """Make records of files below `directory`, sorted by path."""
-    return [FileRecord(str(p.relative_to(directory)), _size(p), digest(p)) for p in sorted(parts)]
+    """Read files below `directory` and return their records, sorted by path."""
+    return [
+        FileRecord(str(path.relative_to(directory)), files.retrying(path, path.stat).st_size, digest(path))
+        for path in sorted(parts)
+    ]
 
 
 def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
-    """Say in words which files are missing or differ from their records. All are read, by several threads."""
-    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
-        found = readers.map(lambda record: _misplaced(directory, record) or _differing(directory, record), records)
-        return [text for text in found if text]
+    """Read all files and return one error text per file that is missing or differs from its record."""
+
+    def check(record: FileRecord) -> str:
+        path = directory / record.name
+        if problem := _size_problem(directory, record):
+            return problem
+        return "" if digests.same(path, record.digest) else differs(path)
+
+    with ThreadPoolExecutor(min(_READ_THREADS, os.cpu_count() or 1)) as readers:
+        return [problem for problem in readers.map(check, records) if problem]
 
 
-def misplaced(directory: Path, records: Iterable[FileRecord]) -> list[str]:
-    """Say in words which files are missing or have another size than in their records. None is read."""
-    return [text for record in records if (text := _misplaced(directory, record))]
+def missing_or_resized(directory: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Return one error text per file that is missing or has another size. No file is read."""
+    return [problem for record in records if (problem := _size_problem(directory, record))]
 
 
 def absent(directory: Path, records: Iterable[FileRecord]) -> list[str]:
-    """Name the files that are not there, or that this node does not see yet."""
+    """Return the names of files that do not exist, or that this node does not see yet."""
     return [record.name for record in records if not files.is_file(directory / record.name)]
 
 
 def differs(path: Path) -> str:
-    """Say of a file that it is not what its record says."""
+    """Return the error text for a file that differs from its record."""
     return f"{path}: differs from its record"
 
 
 def write(path: Path, value: object) -> None:
-    """Write a manifest, on disk when this returns: from here on its directory is complete."""
+    """Write a manifest and flush it to disk. Its directory is complete from then on."""
     durable.write(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """Read a manifest; None if there is no readable one."""
+    """Read a manifest. Return None if it does not exist or is damaged."""
     try:
         return parsed(path, kind)
     except DamagedError:
@@ -78,11 +87,11 @@ def read(path: Path, kind: type[T]) -> T | None:
 
 
 def parsed(path: Path, kind: type[T]) -> T | None:
-    """Read a manifest; None if there is none.
+    """Read a manifest. Return None if it does not exist.
 
     Raises:
-        DamagedError: there is one, and its content is no manifest.
-        OSError: it cannot be read.
+        DamagedError: The file exists, but is no valid manifest.
+        OSError: The file cannot be read.
     """
     try:
         return decode_json(files.read_bytes(path), kind)
@@ -90,20 +99,11 @@ def parsed(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-def _misplaced(directory: Path, record: FileRecord) -> str:
+def _size_problem(directory: Path, record: FileRecord) -> str:
     path = directory / record.name
-    found = files.status(path)
-    if found is None or not stat.S_ISREG(found.st_mode):
-        return f"{path}: is not there"
-    if found.st_size != record.bytes:
-        return f"{differs(path)}: {found.st_size} bytes instead of {record.bytes}"
+    status = files.status(path)
+    if status is None or not stat.S_ISREG(status.st_mode):
+        return f"{path}: does not exist"
+    if status.st_size != record.bytes:
+        return f"{differs(path)}: {status.st_size} bytes instead of {record.bytes}"
     return ""
-
-
-def _differing(directory: Path, record: FileRecord) -> str:
-    path = directory / record.name
-    return "" if digests.same(path, record.digest) else differs(path)
-
-
-def _size(path: Path) -> int:
-    return files.retrying(path, path.stat).st_size

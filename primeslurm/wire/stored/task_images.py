@@ -1,11 +1,11 @@
-"""Container images of Harbor tasks: `primeslurm images` makes them, workers look for them.
+"""Container images of Harbor tasks: `primeslurm images` builds them, environment workers look them up.
 
-They lie in one directory, by default `.images` beside the tasks. An image is named after what it is built of, so tasks
-with the same environment share one, and whoever edits a Dockerfile asks for another one:
+All images are in one directory, by default `.images` beside the tasks. An image is named by the digest of its build
+context, so tasks with equal environments share one image, and an edited Dockerfile needs a new one:
 
-    DIGEST.sif          what apptainer runs; docker and podman keep theirs, tagged DIGEST
-    DIGEST.RUNTIME      written last, as without it nothing is built: the image's working directory, on one line
-    DIGEST.log          what the commands of a build that failed said, if that is more than its error shows
+    DIGEST.sif          the image for apptainer; docker and podman keep theirs under the tag DIGEST
+    DIGEST.RUNTIME      written last, marks the image as complete: the image's working directory, on one line
+    DIGEST.log          output of a failed build, if its error shows only a part of it
 """
 
 from __future__ import annotations
@@ -25,61 +25,51 @@ RUNTIMES = ("apptainer", "docker", "podman")
 """Runtimes whose images can be built."""
 REPOSITORY = "localhost/primeslurm-tasks"
 _DIRECTORY = ".images"
-_NAMED = 3
-"""Tasks whose names are said in one line."""
+_MAX_LISTED = 3
+"""Names that `some` lists."""
 
 
 @dataclass(frozen=True)
 class TaskImage:
-    """What the programs of a task run in."""
+    """Image and working directory of a task's programs."""
 
     image: str | None
-    """Path of a SIF, or a tag; None: the runtime's own."""
+    """Path of a SIF file, or a tag. None: the runtime's default image."""
     workdir: str | None
-    """Where its programs start; None: the image does not say."""
+    """Directory where programs start. None: the image does not set one."""
 
 
 def image_directory(tasks: Path, said: Path | None = None) -> Path:
-    """Say where images of the tasks below a directory are."""
+    """Return the configured image directory, or the default one of a directory of tasks."""
     return (said or tasks / _DIRECTORY).absolute()
 
 
 def task_directories(tasks: Path, names: Sequence[str] | None = None) -> list[Path]:
-    """Find tasks at any depth below a directory: all, or those whose directories have these names."""
-    found = sorted(path.parent for path in files.retrying(tasks, lambda: list(tasks.rglob("task.toml"))))
-    return [path for path in found if names is None or path.name in names]
+    """Return all task directories at any depth below `tasks`, or only those with these names."""
+    directories = sorted(path.parent for path in files.retrying(tasks, lambda: list(tasks.rglob("task.toml"))))
+    return [path for path in directories if names is None or path.name in names]
 
 
 def read_task(directory: Path) -> dict[str, Any]:
-    """Read what a task says of itself.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no TOML.
-    """
+    """Read `task.toml`. Raise OSError if it cannot be read, ValueError if it is no TOML."""
     return tomllib.loads(files.read_text(directory / "task.toml"))
 
 
 def must_be_built(directory: Path, about: Mapping[str, Any]) -> bool:
-    """Tell whether a task's container is described by a Dockerfile alone."""
-    return files.is_file(directory / "environment" / "Dockerfile") and not about.get("environment", {}).get(
-        "docker_image"
-    )
+    """Return whether a task has a Dockerfile and names no ready image."""
+    has_image = bool(about.get("environment", {}).get("docker_image"))
+    return not has_image and files.is_file(directory / "environment" / "Dockerfile")
 
 
 def environment_digest(environment: Path) -> str:
-    """Name what an image is built of: paths, contents and permissions of a directory. Times and owners do not count.
-
-    Args:
-        environment: the directory of the Dockerfile, which is the build's context.
-    """
+    """Return the digest of a build context: paths, contents and permissions below a directory, no times or owners."""
     return files.retrying(environment, lambda: _digest_below(environment))
 
 
 def pulled_image(about: Mapping[str, Any], runtime: str) -> str | None:
-    """Return the registry's name of an image that `primeslurm images` fetches for a task; None if it fetches none.
+    """Return the registry's name of an image that `primeslurm images` downloads for a task, or None.
 
-    Engines such as docker keep their own images, so only apptainer gets a file.
+    Only apptainer needs the download. Engines such as docker keep their own images.
     """
     image = about.get("environment", {}).get("docker_image")
     is_file = isinstance(image, str) and (image.startswith(("/", ".")) or image.endswith(".sif"))
@@ -87,7 +77,7 @@ def pulled_image(about: Mapping[str, Any], runtime: str) -> str | None:
 
 
 def pulled_digest(image: str) -> str:
-    """Name the file of an image that comes from a registry."""
+    """Return the digest that names the file of an image from a registry."""
     return hashlib.blake2b(f"docker://{image}".encode(), digest_size=16).hexdigest()
 
 
@@ -102,27 +92,21 @@ def _digest_below(environment: Path) -> str:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    def refuse(error: OSError) -> None:
+    def refuse(error: OSError) -> None:  # os.walk would skip what it cannot list
         raise error
 
-    for place, directories, names in os.walk(directory, onerror=refuse):
+    for parent, directories, names in os.walk(directory, onerror=refuse):
         directories.sort()
-        yield from (Path(place, name) for name in sorted((*directories, *names)))
+        yield from (Path(parent, name) for name in sorted((*directories, *names)))
 
 
 def image_name(images: Path, name: str, runtime: str) -> str:
-    """Say the path of a SIF, or the tag that an engine keeps an image by."""
+    """Return the path of an image's SIF file, or its tag for a runtime other than apptainer."""
     return str(images / f"{name}.sif") if runtime == "apptainer" else f"{REPOSITORY}:{name}"
 
 
 def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
-    """Find an image that was built for a runtime; None if there is none.
-
-    Args:
-        images: their directory.
-        name: digest of what it is built of.
-        runtime: one of `RUNTIMES`.
-    """
+    """Return the image with the digest `name` that was built for a runtime, or None."""
     image = image_name(images, name, runtime)
     try:
         workdir = files.read_text(images / f"{name}.{runtime}").strip()
@@ -134,12 +118,12 @@ def built_image(images: Path, name: str, runtime: str) -> TaskImage | None:
 
 
 def note_built(images: Path, name: str, runtime: str, workdir: str) -> None:
-    """Say that an image is there: `built_image` finds it from now on. Raises OSError."""
+    """Mark an image as complete, so that `built_image` returns it."""
     files.unlink(images / f"{name}.{runtime}")
     write_atomic(images / f"{name}.{runtime}", f"{workdir}\n")
 
 
 def some(names: Sequence[str]) -> str:
-    """List names in one line, however many there are."""
-    more = len(names) - _NAMED
-    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+    """Return up to three names in one line, and the number of the others."""
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,6 +1,6 @@
-"""Where every process of an attempt listens: published by the head, looked up by process name wherever it is needed.
+"""Addresses of an attempt's processes: the head publishes them, other processes look them up by process name.
 
-A process that moves to another node keeps its name, so whoever asks here before each use follows it.
+A process that moves to another node keeps its name. Callers look up the address before each use and thus follow it.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ FILE = "addresses.json"
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """`addresses.json`."""
+    """The content of `addresses.json`."""
 
     hosts: dict[str, str]
-    """Process name to the address of its node."""
+    """Address of the node of each process."""
     ports: dict[str, dict[str, int]]
-    """Process name to port name to port number."""
+    """Port numbers of each process, by name of the port."""
     lost: list[str] = []
-    """Processes that were given up for this attempt, because their node is gone and none replaces it."""
+    """Processes that were given up for this attempt, because their node is lost and no spare replaces it."""
 
 
 PERIOD_S = 1.0
-"""An address book is compared with its file no more often than this."""
+"""Minimum interval between two checks of the file."""
 
 
 class AddressBook:
-    """The `addresses.json` of an attempt, never older than a second."""
+    """The `addresses.json` of an attempt, at most a second old."""
 
     def __init__(self, attempt_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = attempt_dir / FILE
         self._file = FileWatcher(self._path)
         self._clock = clock
-        self._looked_at: float | None = None
-        self._known: Addresses | None = None
+        self._checked_at: float | None = None
+        self._addresses: Addresses | None = None
 
     def url(self, name: str) -> str:
         """Return the base URL of a process's `http` port.
 
         Raises:
-            LookupError: it has none, or nothing was published yet.
+            LookupError: The process has no such port, or no addresses were published yet.
         """
-        known = self._read()
-        return f"http://{known.hosts[name]}:{known.ports[name]['http']}"
+        addresses = self._read()
+        return f"http://{addresses.hosts[name]}:{addresses.ports[name]['http']}"
 
     @property
     def lost(self) -> frozenset[str]:
@@ -59,12 +59,12 @@ class AddressBook:
 
     def _read(self) -> Addresses:
         now = self._clock()
-        if self._known is None or self._looked_at is None or now - self._looked_at >= PERIOD_S:
-            self._looked_at = now
-            value = self._file.changed(wait=self._known is None)
+        if self._addresses is None or self._checked_at is None or now - self._checked_at >= PERIOD_S:
+            self._checked_at = now
+            value = self._file.changed(wait=self._addresses is None)
             if value is not None:
-                with contextlib.suppress(msgspec.ValidationError):  # damaged: what was known holds
-                    self._known = msgspec.convert(value, Addresses)
-        if self._known is None:
+                with contextlib.suppress(msgspec.ValidationError):  # a damaged file does not replace good addresses
+                    self._addresses = msgspec.convert(value, Addresses)
+        if self._addresses is None:
             raise LookupError(f"{self._path} has not been published")
-        return self._known
+        return self._addresses

@@ -1,6 +1,7 @@
-"""HTTP clients: those that stay within a run, and those that leave it.
+"""HTTP clients for processes of the run and for external servers.
 
-Agents probe their servers with the standard library instead: they live beside engines and start before everything else.
+Agents probe their servers with the standard library instead, because they start before everything else and must be
+small.
 """
 
 from __future__ import annotations
@@ -12,41 +13,47 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import contextmanager
 
 import httpx
+import msgspec
 
 from primeslurm.wire.transport import secret
 
 CONNECT_S = 10.0
-"""Within a cluster, who has not taken a connection for this long will not."""
-KEPT = 64
-"""Idle connections that a client of many requests keeps."""
-AT_ONCE = 64
-"""Requests that a client has at once where there may be thousands."""
+"""Timeout of a connection. Within a cluster, a server that has not accepted by then is gone."""
+IDLE_CONNECTIONS = 64
+REQUESTS_PER_CLIENT = 64
+"""Concurrent requests of one client in `Clients`."""
 LARGEST_ANSWER = 4 << 30
-"""Bytes of the body of an answer. The largest has the routed experts of a million tokens, in base64: 1.4 GB; those of
-131,072 tokens of 75 layers and 8 experts each are 105 MB."""
-_PLAIN = {"Accept-Encoding": "identity"}
-"""Compressed, a few bytes could become any number of them."""
+"""Maximum size of an answer's body [bytes]. Routed experts of a million tokens in base64 are the largest: 1.4 GB.
+131,072 tokens with 75 layers and 8 experts each take 105 MB."""
+MOVE_POLL_S = 2.0
+_UNCOMPRESSED = {"Accept-Encoding": "identity"}
+"""Answers must not be compressed: a few bytes could decompress to any size."""
+_JSON = {"Content-Type": "application/json"}
+
+
+class MovedError(Exception):
+    """The server has another address now, or none."""
 
 
 def internal_client(
     timeout_s: float | None,
-    keep: int = KEPT,
+    keep: int = IDLE_CONNECTIONS,
     headers: Mapping[str, str] | None = None,
     largest: int = LARGEST_ANSWER,
 ) -> httpx.AsyncClient:
-    """A client for processes of this run: plain HTTP/1.1, past any proxy, as many connections as there are requests.
+    """Return a client for processes of this run: plain HTTP/1.1, no proxy, one connection per concurrent request.
 
     Args:
-        timeout_s: for an answer; None: as long as it takes.
-        keep: idle connections kept; 0 for servers that close them sooner than the next request comes.
-        headers: instead of the run's secret.
-        largest: an answer of more bytes is none (httpx.ReadError).
+        timeout_s: Timeout of an answer; None: no timeout.
+        keep: Idle connections to keep. Use 0 for servers that close idle connections before the next request.
+        headers: Headers in place of the run's secret.
+        largest: Maximum size of an answer [bytes]; a larger one raises httpx.ReadError.
     """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=keep),
-        headers=_PLAIN | dict(secret.header() if headers is None else headers),
-        event_hooks={"response": [_Bounded.by(largest)]},
+        headers=_UNCOMPRESSED | dict(secret.header() if headers is None else headers),
+        event_hooks={"response": [_BoundedBody.hook(largest)]},
         trust_env=False,
         verify=_no_tls(),
     )
@@ -54,23 +61,33 @@ def internal_client(
 
 @functools.cache
 def _no_tls() -> ssl.SSLContext:
-    """What a client of plain HTTP never uses: each would make its own, in a millisecond, or load all certificates."""
+    # Plain HTTP never uses it, but each client would create its own, or even load all certificates.
     return httpx.create_ssl_context(verify=False)
 
 
-class Clients:
-    """As many requests at once as there are, each at the same cost.
+def external_client(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
+    """Return a client for a server outside the run. It uses the site's proxy and verifies certificates."""
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=IDLE_CONNECTIONS),
+        headers=_UNCOMPRESSED | dict(headers),
+        event_hooks={"response": [_BoundedBody.hook(LARGEST_ANSWER)]},
+    )
 
-    A client looks at all of its connections whenever a request begins and ends (httpcore's pool): with two thousand
-    that is most of what a request costs. So there is another one for every `AT_ONCE` requests. The first that has room
-    is taken, so that kept connections are used again; those at the end are closed once their requests are over.
+
+class Clients:
+    """Any number of concurrent requests at constant cost per request.
+
+    httpcore's pool scans all its connections at the start and end of every request, which dominates with two thousand
+    connections. Therefore there is one client per `at_once` requests. A request uses the first client with capacity,
+    so connections are reused, and clients at the end are closed when their requests are over.
 
     Args:
-        make: a client.
-        at_once: requests of each.
+        make: Creates a client.
+        at_once: Concurrent requests per client.
     """
 
-    def __init__(self, make: Callable[[], httpx.AsyncClient], at_once: int = AT_ONCE) -> None:
+    def __init__(self, make: Callable[[], httpx.AsyncClient], at_once: int = REQUESTS_PER_CLIENT) -> None:
         self._make = make
         self._at_once = at_once
         self._clients = [make()]
@@ -96,7 +113,7 @@ class Clients:
         await asyncio.gather(*self._closing, *(client.aclose() for client in self._clients))
 
     def _close_idle(self) -> None:
-        """Do without the last one while the one before is half empty, too: the next request would not make it anew."""
+        # The last client goes only if the one before is half idle, or the next request would create it again.
         while len(self._clients) > 1 and not self._requests[-1] and self._requests[-2] <= self._at_once // 2:
             self._requests.pop()
             task = asyncio.ensure_future(self._clients.pop().aclose())
@@ -104,35 +121,49 @@ class Clients:
             task.add_done_callback(self._closing.discard)
 
 
-def external_client(timeout_s: float, headers: Mapping[str, str]) -> httpx.AsyncClient:
-    """A client for a server that is no part of the run: through the site's proxy, and certificates are verified."""
-    return httpx.AsyncClient(
-        timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=KEPT),
-        headers=_PLAIN | dict(headers),
-        event_hooks={"response": [_Bounded.by(LARGEST_ANSWER)]},
-    )
+async def post_while(
+    http: httpx.AsyncClient,
+    url: str,
+    stays: Callable[[], bool],
+    body: dict[str, object],
+    headers: dict[str, str] | None = None,
+) -> httpx.Response:
+    """Post JSON, and stop waiting once `stays()` is false, because a server on a lost node never answers.
+
+    Raises:
+        MovedError: `stays()` became false.
+        httpx.HTTPError: There was no answer.
+    """
+    content = msgspec.json.encode(body)  # ten times as fast as httpx's own encoder for a long prompt
+    answer = asyncio.create_task(http.post(url, content=content, headers={**_JSON, **(headers or {})}))
+    try:
+        while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
+            if not stays():
+                raise MovedError(f"{url} has moved")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def words(answer: httpx.Response) -> str:
-    """Read what an answer says, as much as an error message has room for, whatever it claims to be written in."""
+    """Return the beginning of an answer's text, for an error message."""
     return answer.content[:2000].decode(errors="replace")[:500]
 
 
-class _Bounded(httpx.AsyncByteStream):
-    """The body of an answer, up to a bound."""
+class _BoundedBody(httpx.AsyncByteStream):
+    """The body of an answer, up to a maximum size."""
 
     def __init__(self, stream: httpx.AsyncByteStream, largest: int) -> None:
         self._stream = stream
         self._left = largest
 
     @classmethod
-    def by(cls, largest: int) -> Callable[[httpx.Response], Awaitable[None]]:
-        """A hook that bounds the answers of a client."""
-
+    def hook(cls, largest: int) -> Callable[[httpx.Response], Awaitable[None]]:
         async def bound(answer: httpx.Response) -> None:
             if answer.headers.get("content-encoding", "identity") != "identity":
-                raise httpx.DecodingError("the answer is compressed, which nobody asked for", request=answer.request)
+                raise httpx.DecodingError(
+                    "the answer is compressed, although no encoding was accepted", request=answer.request
+                )
             assert isinstance(answer.stream, httpx.AsyncByteStream)
             answer.stream = cls(answer.stream, largest)
 
@@ -146,5 +177,4 @@ class _Bounded(httpx.AsyncByteStream):
             yield chunk
 
     async def aclose(self) -> None:
-        """Close the connection, or give it back."""
         await self._stream.aclose()

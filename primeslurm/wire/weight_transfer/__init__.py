@@ -1,8 +1,10 @@
-"""Weight transfer: how a policy version gets from the trainer into the engines. The same drawer is in every room.
+"""Weight transfer: how a policy version gets from the trainer into the engines.
 
-- transfer: one version's way into engines; by files (`filesystem`), or from process to process (`collective`)
-- publish: write a version into `weights/vNNNNNN/`, whole or not at all; announce: say that it can be had
+The packages `trainer`, `orchestrator` and `inference` have a sub-package of the same name. All use these words:
+
+- transfer: one version's way into engines, by files (`filesystem`) or between processes (`collective`)
+- publish: write a complete version to `weights/vNNNNNN/`; announce: tell the orchestrator that it is available
 - sender: a rank of the trainer; receiver: a worker of an engine
-- session: one collective transfer, of all senders to the receivers of those engines that joined it
-- catalogue: what a session sends: each tensor's name, shape, dtype and sender, layer by layer
+- session: one collective transfer, from all senders to the receivers of the engines that joined it
+- catalogue: name, shape, dtype and sender of each tensor of a session, layer by layer
 """

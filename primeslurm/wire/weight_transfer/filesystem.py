@@ -1,4 +1,4 @@
-"""Published policies on a shared file system: `weights/v000012/`, complete only with MANIFEST.json, written last."""
+"""Published policies on the shared file system: `weights/v000012/`, complete once MANIFEST.json exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NAME = re.compile(r"^v(\d{6,})$")
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
-    """A complete published policy. `layout` "hf" = safetensors under Hugging Face names."""
+    """A complete published policy. Layout "hf" is safetensors with Hugging Face names."""
 
     version: int
     layout: str
@@ -26,22 +26,22 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 def version_dir(run_dir: Path, version: int) -> Path:
-    """Return the directory that version `version` is published in."""
+    """Return the directory of a published version."""
     return run_dir / "weights" / f"v{version:06d}"
 
 
 def complete(directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = ()) -> WeightManifest:
-    """Describe every file of `directory` in a manifest: from here on the version exists.
+    """Write the manifest of a directory, which makes the version valid.
 
     Args:
-        directory: of the version, with all its files.
-        version: its number.
-        dtype: of its weights, as in torch's names.
-        described: records of files that their writers made; only the others are read.
+        directory: The version's directory with all its files.
+        version: The version's number.
+        dtype: Torch's name of the weights' dtype.
+        described: Records of files from their writers. Only the other files are read.
     """
-    done = {MANIFEST, *(record.name for record in described)}
-    rest = [path for path in files.listing(directory) if path.name not in done and not path.name.startswith(".")]
-    more = manifest.describe(directory, [path for path in rest if files.is_file(path)])
+    recorded = {MANIFEST, *(record.name for record in described)}
+    others = [path for path in files.listing(directory) if path.name not in recorded and not path.name.startswith(".")]
+    more = manifest.describe(directory, [path for path in others if files.is_file(path)])
     records = sorted([*described, *more], key=lambda record: record.name)
     value = WeightManifest(version=version, layout="hf", dtype=dtype, files=records)
     manifest.write(directory / MANIFEST, value)
@@ -49,22 +49,18 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
 
 
 def read_manifest(directory: Path) -> WeightManifest | None:
-    """Read the manifest; None if the directory is not a complete policy."""
+    """Read the manifest. Return None if the directory is not a complete policy."""
     return manifest.read(directory / MANIFEST, WeightManifest)
 
 
 def damage(directory: Path) -> list[str]:
-    """Compare a published policy with its manifest.
-
-    Returns:
-        What is wrong, in words; empty if every file matches its digest.
-    """
+    """Read a published policy and return the texts of all differences from its manifest."""
     value = read_manifest(directory)
     return manifest.differing(directory, value.files) if value else [f"{directory}: no readable {MANIFEST}"]
 
 
 def published(run_dir: Path) -> list[int]:
-    """List all complete versions, ascending."""
+    """Return all complete versions, ascending."""
     return [version for version in _directories(run_dir) if _is_complete(run_dir, version)]
 
 
@@ -73,30 +69,29 @@ def _is_complete(run_dir: Path, version: int) -> bool:
 
 
 def _directories(run_dir: Path) -> list[int]:
-    """The versions that have a directory, complete or not, ascending."""
     return sorted(int(match[1]) for path in files.listing(run_dir / "weights") if (match := _NAME.match(path.name)))
 
 
 def prune_behind(run_dir: Path, keep: int, version: int) -> list[int]:
-    """As `prune`, once `version` is the policy: needed are it, and those of checkpoints, which a resume begins with."""
+    """Call `prune`, but keep `version`, the current policy, and the versions of checkpoints, which a resume needs."""
     return prune(run_dir, keep, {version, *checkpoints.committed(run_dir)})
 
 
 def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
-    """Delete published versions beyond the newest `keep`, but never one in `needed`.
+    """Delete published versions beyond the newest `keep`, but none in `needed`, and incomplete versions.
 
-    Also what is left of others: versions appear complete, so one that is not was being deleted when its process died.
+    Versions appear complete, so an incomplete one is left from a deletion that was interrupted.
 
     Returns:
-        The versions that were deleted, ascending.
+        The deleted versions, ascending.
     """
     whole = published(run_dir)
     kept = {*whole[-keep:], *needed}
-    doomed = [version for version in _directories(run_dir) if version not in kept]
-    if any(version not in whole and _is_complete(run_dir, version) for version in doomed):
-        return []  # this node did not see one that is complete: what else it does not see may be needed
-    for version in doomed:
+    obsolete = [version for version in _directories(run_dir) if version not in kept]
+    if any(version not in whole and _is_complete(run_dir, version) for version in obsolete):
+        return []  # this node's view was outdated, so another version that it does not see may be needed
+    for version in obsolete:
         directory = version_dir(run_dir, version)
         durable.remove(directory / MANIFEST)  # first: a half-deleted version must not look complete
         files.remove_tree(directory, ignore_errors=True)
-    return doomed
+    return obsolete

@@ -1,4 +1,4 @@
-"""What trainer, orchestrator and engines say about weight transfer: over the link, and through an engine's gate."""
+"""Messages about weight transfer between trainer, orchestrator and engines."""
 
 from __future__ import annotations
 
@@ -7,38 +7,35 @@ import msgspec
 from primeslurm.wire.decoding import Count
 
 
-class NewPolicy(msgspec.Struct, frozen=True, tag="Published"):  # under this tag it is in records of earlier runs
-    """Policy `version` (made by step `version`) is complete under `path`, or (if empty) is sent to who wants it."""
+class NewPolicy(msgspec.Struct, frozen=True, tag="Published"):  # records of earlier runs use this tag
+    """Policy `version`, made by step `version`, is complete under `path`, or (if empty) the trainer sends it."""
 
     version: int
     path: str
 
 
 class OfferTransfer(msgspec.Struct, frozen=True, tag=True):
-    """The trainer is ready to send policy `version`, and stays so while it asks.
-
-    `store` (host:port) is where senders and receivers meet, `senders` the number of trainer ranks, `done` the last
-    session that they dealt with.
-    """
+    """The trainer is ready to send policy `version` as long as it repeats this request."""
 
     version: int
     store: str
+    """host:port of the store where senders and receivers meet."""
     senders: int
+    """Number of trainer ranks."""
     done: str = ""
+    """The last session that the trainer has finished or given up."""
 
 
 class SessionState(msgspec.Struct, frozen=True, tag=True):
-    """A trainer rank has waited for a while in `session`: are all of its engines still there?
-
-    Requests that are equal are answered once: they name the `rank` that asks.
-    """
+    """A trainer rank asks whether all engines of a session are still alive."""
 
     session: str
     rank: int
+    """The asking rank: equal requests are answered once, so each rank's request must differ."""
 
 
 class TransferSession(msgspec.Struct, frozen=True):
-    """Senders and receivers that meet once, to transfer a policy. Senders are the first `senders` ranks of `size`."""
+    """One transfer of a policy. The first `senders` of its `size` ranks send, the others receive."""
 
     id: str
     senders: int
@@ -46,15 +43,15 @@ class TransferSession(msgspec.Struct, frozen=True):
 
 
 class PolicyDirectory(msgspec.Struct, frozen=True):
-    """An update by files, as engines are told: where the policy is, and which version it must be."""
+    """Weight update from files."""
 
     version: int
     path: str
-    """As every worker sees it."""
+    """Directory as every engine worker sees it."""
 
 
 class SessionPlace(msgspec.Struct, frozen=True):
-    """An update by a session with the trainer, as engines are told, and the place of an engine's workers in it."""
+    """Weight update by a session with the trainer, and the engine's ranks in that session."""
 
     version: int
     store: str
@@ -72,14 +69,14 @@ UpdateInfo = PolicyDirectory | SessionPlace
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """What the gate in front of an engine reports (GET STATUS_PATH)."""
+    """State of an engine, as its gate reports it at STATUS_PATH."""
 
     version: Count | None
-    """Policy version it serves; None if none is confirmed, or during an update."""
+    """Policy version that it serves; None during an update, or if none is confirmed."""
     incarnation: str
-    """Differs for every start of the process."""
+    """Identifies one start of the process."""
     paused: bool
     updates: int
-    """Updates begun since the start; 0 = it holds the weights that it loaded at start."""
+    """Weight updates begun since the start. 0: it holds the weights that it loaded at start."""
     initialized: bool
-    """Whether the weight transfer is set up."""
+    """Whether weight transfer is set up."""

@@ -1,1 +1,1 @@
-"""A Slurm cluster with accounting whose slurm.conf is written by hand, and an ordinary user who submits to it."""
+"""A Slurm cluster with accounting and a hand-written slurm.conf, and an ordinary user who submits to it."""

@@ -1,4 +1,4 @@
-"""The daemons of the cluster: munged, MariaDB, slurmdbd, slurmctld, and a slurmd for each node."""
+"""The daemons of the cluster: munged, MariaDB, slurmdbd, slurmctld, and a slurmd per node."""
 
 from __future__ import annotations
 
@@ -29,20 +29,17 @@ CHECKOUT = HERE.parents[2]
 PROGRAMS = ("munged", "mariadbd", "mariadb-install-db", "slurmdbd", "slurmctld", "slurmd", "sacctmgr")
 NODES = {f"gpu-0{number}": f"127.0.1.10{number}" for number in (1, 2, 3)}
 GRACE_S = 40
-"""GraceTime of the QOS that can be preempted."""
+"""GraceTime of the QOS that can be preempted [s]."""
 START_S = 60.0
 
 
 def missing_programs() -> list[str]:
-    """Name the programs that are not installed."""
+    """Return the names of missing programs."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 class AccountingCluster:
-    """A started cluster.
-
-    Args:
-        directory: an empty directory for everything that the daemons write.
+    """A started cluster. `directory` is an empty directory for all files of the daemons.
 
     Raises:
         OSError: this machine allows no mount namespaces.
@@ -72,12 +69,11 @@ class AccountingCluster:
         """Slurm's commands, as root."""
         return SlurmClient(str(self.conf))
 
-    # the ordinary user
+    # commands of the ordinary user
 
     def as_user(
         self, *argv: str | Path, cwd: Path | None = None, env: Mapping[str, str] = {}
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command as the ordinary user."""
         base = {name: value for name, value in unmeasured().items() if name in ("PATH", "LANG", "OMP_NUM_THREADS")}
         base |= {"SLURM_CONF": str(self.conf), "PYTHONPATH": str(CHECKOUT), "PYTHONDONTWRITEBYTECODE": "1"}
         command = self.namespace.as_user(argv, {**base, "COLUMNS": "160", **env}, cwd or self.namespace.home)
@@ -88,7 +84,7 @@ class AccountingCluster:
         return self.as_user(sys.executable, "-m", "primeslurm", *args, **options)
 
     def site(self, *, partition: str = "gpu", **slurm: Any) -> Path:
-        """Write a site file of the user's, with these options of every job (`account`, `qos`, `time` ...)."""
+        """Write a site file of the user with these options for every job (`account`, `qos`, `time` ...)."""
         site = {
             "schema": 1,
             "name": "lab",
@@ -103,7 +99,7 @@ class AccountingCluster:
         return self._users_file(f"site-{self._serial}.yaml", site)
 
     def recipe(self, **changes: Any) -> Path:
-        """Write a recipe of the user's: a small run whose only checkpoint is the one at its end."""
+        """Write a recipe of the user: a small run with a checkpoint only at its end."""
         recipe = {
             "schema": 1,
             "name": "small",
@@ -124,7 +120,7 @@ class AccountingCluster:
         return self._users_file(f"recipe-{self._serial}.yaml", recipe)
 
     def submit(self, site: Path, *options: str, **recipe: Any) -> RunDirectory:
-        """Submit an emulated run as the ordinary user. Fails if it is refused."""
+        """Submit an emulated run as the ordinary user. Fail if it is refused."""
         path = self.recipe(**recipe)
         words = ("submit", path, "--emulate", "--site", site, "--name", f"run-{self._serial}", "--json", *options)
         done = self.primeslurm(*words)
@@ -132,7 +128,7 @@ class AccountingCluster:
         return RunDirectory(Path(json.loads(done.stdout)["directory"]))
 
     def hold(self, nodes: int, qos: str = "urgent", script: str = "sleep 600", *options: str) -> str:
-        """Submit a job as root that takes whole nodes. Returns its id."""
+        """Submit a job as root that takes whole nodes, and return its id."""
         words = (
             "--parsable",
             f"--qos={qos}",
@@ -144,7 +140,7 @@ class AccountingCluster:
         return self._slurm("sbatch", *words, *options, f"--wrap={script}", cwd="/").strip()
 
     def as_root(self, *argv: str) -> str:
-        """Run a command as root, and return what it prints. Fails if the command fails."""
+        """Run a command as root, and return its output. Fail if the command fails."""
         return self._slurm(*argv)
 
     def _users_file(self, name: str, content: object) -> Path:
@@ -152,10 +148,10 @@ class AccountingCluster:
         path.write_text(yaml.safe_dump(content))
         return path
 
-    # the daemons
+    # daemons
 
     def down(self) -> None:
-        """End all jobs, then all daemons, by their process ids."""
+        """End all jobs, then all daemons, by process id."""
         if self._is_up("slurmctld") and self.client.ping():
             self.client.cancel_all()
             _wait(lambda: not job_processes(self.conf), "jobs have not ended", patience_s=10.0, fail=False)
@@ -198,7 +194,7 @@ class AccountingCluster:
         self._slurm("sacctmgr", "--immediate", "--quiet", "add", "cluster", "lab")
         self._start("slurmctld", "-D")
         _wait(self.client.ping, self._tail("slurmctld"))
-        # Only now does slurmdbd know of gres/gpu.
+        # slurmdbd learns of gres/gpu only now
         for line in (HERE / "associations.txt").read_text().splitlines():
             if line and not line.startswith("#"):
                 words = Template(line).substitute(grace_s=GRACE_S).split()

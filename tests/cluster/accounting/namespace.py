@@ -1,7 +1,7 @@
-"""A mount namespace with a user of its own: nothing of the machine's accounts and permissions changes.
+"""A mount namespace with an additional user, so that accounts and permissions of the machine stay unchanged.
 
-The checkout and its Python may lie below a directory that only root may enter, such as /root. In the namespace, an
-empty directory that everyone may enter stands in for it, with only what the user needs mounted inside.
+The checkout and its Python may lie below a directory that only root may enter, such as /root. The namespace replaces
+that directory by an empty one, with only the user's needs mounted inside.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ UID = 61001
 
 
 class UserNamespace:
-    """Commands that see one more user of this machine.
+    """Runs commands that see an additional user of this machine.
 
     Args:
-        directory: for the namespace's own files and the user's home; every user may enter it.
+        directory: directory for the namespace's files and the user's home, which every user may enter.
         needed: directories that the user must be able to read.
 
     Raises:
-        OSError: this process may not make a mount namespace, or a needed directory cannot be opened to others.
+        OSError: this process may not create a mount namespace.
     """
 
     def __init__(self, directory: Path, needed: Sequence[Path]) -> None:
@@ -55,19 +55,19 @@ class UserNamespace:
         return ["nsenter", f"--mount=/proc/{self._holder.pid}/ns/mnt", *map(str, argv)]
 
     def as_user(self, argv: Sequence[str | Path], env: Mapping[str, str], cwd: Path) -> list[str]:
-        """Return the command line that runs a command as the ordinary user, with no variables but these."""
+        """Return the command line that runs a command as the ordinary user, with only these variables."""
         variables = {"HOME": str(self.home), "USER": USER, "LOGNAME": USER, "SHELL": "/bin/bash", **env}
         become = ["setpriv", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
         words = [f"{name}={value}" for name, value in variables.items()]
         return self.as_root([*become, "env", "-i", f"--chdir={cwd}", *words, *argv])
 
     def close(self) -> None:
-        """End the namespace. Processes in it keep it alive until they have ended."""
+        """End the namespace. Its processes keep it alive until they have ended."""
         self._holder.communicate()
 
 
 def _openings(directory: Path, needed: Sequence[Path]) -> list[tuple[str, Path, Path]]:
-    """Mounts that put needed directories where a directory that others may not enter was."""
+    """Return mounts that make needed directories accessible."""
     stand_ins: dict[Path, Path] = {}
     inner, outer = [], []
     for path in dict.fromkeys(path.resolve() for path in needed):
@@ -92,5 +92,5 @@ def _chown(path: Path) -> None:
 
 
 def python_directories() -> list[Path]:
-    """Directories that the Python of this process consists of."""
+    """Return the directories of this process's Python."""
     return [Path(sys.prefix), Path(sys.base_prefix)]

@@ -1,4 +1,4 @@
-"""Put on PYTHONPATH, this makes file operations fail in every Python process, as clients of a network file system do.
+"""On PYTHONPATH, this makes file operations fail in every Python process, as a network file system does.
 
 One of eight operations below EMULATED_FAULTY_FILES fails. Each failure is a line in the file beside that directory.
 """
@@ -11,7 +11,7 @@ import io
 import os
 import random
 
-TYPE_CHECKING = False  # `typing` would be imported into every process
+TYPE_CHECKING = False  # not imported, because every process would import `typing`
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -21,7 +21,7 @@ _SHARE = 0.125
 _NUMBERS = (errno.ESTALE, errno.EIO, errno.ESHUTDOWN)
 _OPERATIONS = ("open", "stat", "lstat", "listdir", "scandir", "replace", "rename", "unlink", "mkdir", "rmdir")
 _OTHERS = f"{_ROOT}/submitit"
-"""What submitit and Slurm read and write themselves."""
+"""Files that submitit and Slurm read and write."""
 _dice, _open, _write, _close = random.Random(os.getpid()), os.open, os.write, os.close
 
 

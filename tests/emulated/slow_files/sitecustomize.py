@@ -1,6 +1,6 @@
-"""Put on PYTHONPATH, this makes files slow in every Python process: as on a shared file system under load.
+"""On PYTHONPATH, this makes files slow in every Python process, as on a busy shared file system.
 
-While the file named by EMULATED_SLOW_FILES exists, every fsync and every rename takes a second longer.
+While the file EMULATED_SLOW_FILES exists, every fsync and rename takes a second longer.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 
-TYPE_CHECKING = False  # `typing` would be imported into every process
+TYPE_CHECKING = False  # not imported, because every process would import `typing`
 if TYPE_CHECKING:
     from typing import Any
 

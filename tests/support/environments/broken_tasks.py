@@ -1,4 +1,4 @@
-"""An environment that fails when its first task is read."""
+"""An environment whose first task cannot be read."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ __all__ = ["BrokenTaskset", "ChatHarness"]
 
 
 class BrokenTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]):  # type: ignore[misc]
-    """Its rows lack a column."""
+    """Rows that lack a column."""
 
     def load(self) -> Iterator[vf.Task]:
-        """Raise KeyError."""
         rows: list[dict[str, str]] = [{"question": "?"}]
         for row in rows:
             yield vf.Task(vf.TaskData(prompt=row["prompt"]), self.config.task)

@@ -1,4 +1,4 @@
-"""Two agents that the policy plays: one has short words to reverse, the other long ones, and their rewards differ."""
+"""An environment with two agents of the policy, which reverse short and long words for different rewards."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ class DuelTaskset(Words):
     """Words of eight letters."""
 
     def load(self) -> Iterator[ReverseTextTask]:
-        """Yield them, in order."""
         eight = ReverseTextConfig.model_validate({"min_length": 8, "max_length": 8, "seed": 1})
         yield from Words(eight).load()
 
 
 class DuelConfig(vf.EnvConfig):  # type: ignore[misc]
-    """Its agents."""
-
     short: vf.AgentConfig = vf.AgentConfig()
     long: vf.AgentConfig = vf.AgentConfig()
 
 
 class DuelEnv(vf.Env[DuelConfig]):  # type: ignore[misc]
-    """Each plays once a rollout; both are trained."""
+    """Each agent plays once per rollout, and both are trained."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        """Have one reverse the first half of the other's word."""
+        """Let one agent reverse the first half of the other's word."""
         half = task.data.prompt.removeprefix(PROMPT)[:4]
         data = task.data.model_copy(update={"prompt": PROMPT + half, "answer": half[::-1]})
         await asyncio.gather(agents.short.run(type(task)(data, task.config)), agents.long.run(task))

@@ -1,4 +1,4 @@
-"""An environment that ends the interpreter when it is imported, and leaves a temporary directory."""
+"""An environment that ends the interpreter on import, and leaves a temporary directory."""
 
 import os
 import sys

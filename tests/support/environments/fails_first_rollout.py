@@ -1,4 +1,4 @@
-"""An environment that loads, and raises in every rollout."""
+"""An environment that loads, and fails in every rollout."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ __all__ = ["ChatHarness", "FailingTaskset"]
 
 
 class FailingTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """Its reward cannot be computed."""
+    """A task whose reward cannot be computed."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def right(self, trace: vf.Trace) -> float:
-        """Raise KeyError."""
         return float({"known": 1.0}[f"unknown-{self.data.idx}"])
 
 
 class FailingTaskset(vf.Taskset[FailingTask, vf.TasksetConfig]):  # type: ignore[misc]
-    """As many tasks as are asked for."""
-
     def load(self) -> Iterator[FailingTask]:
-        """Yield the tasks."""
         for _ in range(1_000_000):
             yield FailingTask(vf.TaskData(prompt="Reverse: ab"), self.config.task)

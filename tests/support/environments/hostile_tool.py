@@ -1,4 +1,4 @@
-"""A tool server that says what its variable HOSTILE_PORT has in place of its port; `huge`: a file of a gibibyte."""
+"""A tool server that reports HOSTILE_PORT instead of its port; with `huge`, a file of 1 GiB."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # before verifiers, which takes seconds to import
+if __name__ == "__main__":  # before the import of verifiers, which takes seconds
     said = os.environ["HOSTILE_PORT"]
     port_file = Path(os.environ["MCP_PORT_FILE"])
     written = port_file.with_suffix(".written")
@@ -14,11 +14,11 @@ if __name__ == "__main__":  # before verifiers, which takes seconds to import
         handle.write(said.encode())
         if said == "huge":
             handle.truncate(1 << 30)
-    written.rename(port_file)  # at once: it is being looked for
+    written.rename(port_file)  # atomically, because the reader is polling for the file
     time.sleep(600)
 
 import verifiers.v1 as vf
 
 
 class HostileTools(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
-    """Never serves."""
+    """Tools that never serve."""

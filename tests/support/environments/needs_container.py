@@ -1,4 +1,4 @@
-"""An environment whose tasks want a container, and whose harness has tools that it cannot use."""
+"""An environment whose tasks need a container, with a harness that cannot use its tools there."""
 
 from __future__ import annotations
 
@@ -13,19 +13,13 @@ __all__ = ["BoxTaskset", "ChatHarness"]
 
 
 class BoxTask(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """Writes where it likes."""
-
     NEEDS_CONTAINER = True
 
     @classmethod
     def toolsets(cls, config: vf.TaskConfig) -> list[vf.Toolset]:
-        """Return a tool server."""
         return [BrokenTools(vf.ToolsetConfig())]
 
 
 class BoxTaskset(vf.Taskset[BoxTask, vf.TasksetConfig]):  # type: ignore[misc]
-    """One task."""
-
     def load(self) -> Iterator[BoxTask]:
-        """Yield it."""
         yield BoxTask(vf.TaskData(prompt="?"), self.config.task)

@@ -1,10 +1,9 @@
-"""An environment that hangs when it is imported, as one that waits for a server does."""
+"""An environment whose import hangs, as if it waited for a server."""
 
 import time
 
 
 def wait() -> None:
-    """Wait for ever."""
     time.sleep(3600)
 
 

@@ -1,4 +1,4 @@
-"""A proposer and two solvers that the policy plays: solvers reverse a word that the proposer's answer is part of."""
+"""A proposer and two solvers, all played by the policy. The solvers reverse a word with the proposer's answer."""
 
 from __future__ import annotations
 
@@ -18,23 +18,20 @@ class RelayTaskset(Words):
     """Words of four letters."""
 
     def load(self) -> Iterator[ReverseTextTask]:
-        """Yield them, in order."""
         four = ReverseTextConfig.model_validate({"min_length": 4, "max_length": 4, "seed": 2})
         yield from Words(four).load()
 
 
 class RelayConfig(vf.EnvConfig):  # type: ignore[misc]
-    """Its agents."""
-
     proposer: vf.AgentConfig = vf.AgentConfig()
     solver: vf.AgentConfig = vf.AgentConfig()
 
 
 class RelayEnv(vf.Env[RelayConfig]):  # type: ignore[misc]
-    """All proposers of a group have one word; the word of a rollout's two solvers is no other rollout's."""
+    """All proposers of a group get the same word. The two solvers of a rollout get a word of their own."""
 
     async def run(self, task: vf.Task, agents: vf.Agents) -> None:
-        """Have solvers reverse the first letter of what was proposed, and three of what it was proposed for."""
+        """Let the solvers reverse the first letter of the proposal and three letters of the original word."""
         proposed = await agents.proposer.run(task)
         word = (proposed.last_reply or "").strip()[:1] + task.data.prompt.removeprefix(PROMPT)[:3]
         data = task.data.model_copy(update={"prompt": PROMPT + word, "answer": word[::-1]})

@@ -1,1 +1,1 @@
-"""Execute the code blocks of documentation pages, in the order in which a reader would."""
+"""Executes the code blocks of documentation pages in order, as a reader would."""

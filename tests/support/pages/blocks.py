@@ -1,4 +1,4 @@
-"""Read the code blocks of a page and the test markers above them."""
+"""Reads the code blocks of a page and the test markers above them."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ KEYWORDS = {"skip", "output", "exit"}
 
 @dataclass(frozen=True)
 class Block:
-    """One code block of a page."""
-
     page: Path
     line: int
     language: str
     title: str
-    """The file that the block is the content of. Empty for a block that is no file."""
+    """File whose content the block is; empty for other blocks."""
     body: str
     keyword: str
-    """Keyword of the marker above the block, or an empty string."""
+    """Keyword of the marker above the block; empty if there is none."""
     detail: str
     """Text of the marker after its keyword: the reason for a skip, or an exit code."""
 
     @property
     def where(self) -> str:
-        """Page and line, as editors open them."""
+        """Page and line, in the format that editors open."""
         return f"{self.page}:{self.line}"
 
     def problem(self) -> str:
-        """Return why the block cannot be tested as it is written, or an empty string."""
+        """Return why the block cannot be tested as written; empty if it can."""
         if self.language not in LANGUAGES:
             return f"language {self.language!r} is none of {', '.join(sorted(LANGUAGES))}"
         if self.keyword and self.keyword not in KEYWORDS:
@@ -73,8 +71,8 @@ def blocks_of(page: Path) -> list[Block]:
 def matches(shown: str, printed: str) -> bool:
     """Return whether the lines of a page occur in an output, in order.
 
-    `...` within a line stands for any text. A line of `...` alone stands for any number of lines. Other lines must
-    follow each other. Spaces at the ends of lines and the width of columns do not count.
+    `...` within a line matches any text. A line of `...` matches any number of lines. Other lines must be adjacent.
+    Trailing spaces and column widths are ignored.
     """
     parts = []
     for line in shown.strip().splitlines():

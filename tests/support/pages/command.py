@@ -1,7 +1,7 @@
-"""The `primeslurm` and `python` of a page's reader: the real ones, except that no job starts and nothing is installed.
+"""The `primeslurm` and `python` of a page's reader. They are the real ones, but start no job and install nothing.
 
-Whatever is submitted is planned and refused as ever. Then a finished run of that name is written, so that the reader
-can look at it: its plan is real, its metrics are made up. `install` prints its commands, and a model is a small one.
+A submission is planned and checked as usual. Then a finished run of that name is written, with a real plan and invented
+metrics. `install` prints its commands, and writes a small model.
 Usage: python -m tests.support.pages.command primeslurm ARGUMENTS, or ... python SCRIPT ARGUMENTS
 """
 
@@ -54,7 +54,7 @@ def here(loaded: LoadedRecipe, **_: object) -> Iterator[LoadedRecipe]:
 def run_forked(
     interpreter: environments.Interpreter, module: str, asked: str, limit_s: float, tmp: Path | None = None
 ) -> tuple[int, str, str]:
-    """Run a probe as `run_module` does, but fork it: this process has imported most of what probes import."""
+    """Run a probe as `run_module` does, but forked, because this process has most of its imports."""
     sys.stdout.flush()
     sys.stderr.flush()
     with tempfile.TemporaryDirectory(dir=tmp) as directory:
@@ -83,23 +83,23 @@ def run_forked(
 
 
 def shipped(name: str) -> Path:
-    """Return a ready recipe of the reader: its `/shared` is a directory of the test."""
+    """Return a ready recipe whose `/shared` is a directory of the test."""
     return Path(os.environ["HOME"], "checkout", name)
 
 
 def install(words: list[str]) -> None:
-    """Leave a small model where `install --model NAME` would leave that one. Else only print the commands."""
+    """Write a small model where `install --model NAME` would, or only print the commands."""
     if "--model" in words and "--dry-run" not in words:
         name = words[words.index("--model") + 1]
         where = Path(words[words.index("--to") + 1]) if "--to" in words else Path(".primeslurm", name, "model")
         shutil.copytree(Path(os.environ["HOME"], "model"), where, dirs_exist_ok=True)
-        sys.argv.append("--help")  # options that do not exist are refused
+        sys.argv.append("--help")  # refuses options that do not exist
     elif "--dry-run" not in words:
         sys.argv.append("--dry-run")
 
 
 def export(words: list[str]) -> None:
-    """Leave a small model where `export RUN DIR` would leave the run's."""
+    """Write a small model where `export RUN DIR` would."""
     if "--help" not in words:
         assert RunDirectory(Path("runs", words[0])).exists(), f"no run is called {words[0]}"
         target = Path(words[1])
@@ -109,7 +109,7 @@ def export(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # Those of the process that forked this one may be of another kind: a file, where these are pipes.
+    # The forking process may have files as streams where these are pipes.
     sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
     sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     recipe_files.shipped = shipped

@@ -1,7 +1,7 @@
 """The `hf` of a page's reader: `hf download NAME [--repo-type dataset] [--local-dir DIR]`.
 
-A data set becomes its files with a few rows each. A model in a directory becomes a copy of the reader's small model.
-A model for the cache is not written: `check` then takes its shape from the catalog and says that it is missing.
+A data set becomes its files with a few rows each, and a model in a directory becomes a copy of the reader's small
+model. A model for the cache is not written, so that `check` takes its shape from the catalog and reports it as missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from tests.support.pages.reader import ROWS
 
 
 def main() -> None:
-    """Write what a page's download leaves."""
     parser = argparse.ArgumentParser(prog="hf")
     parser.add_argument("verb", choices=["download"])
     parser.add_argument("name")
@@ -27,7 +26,7 @@ def main() -> None:
         if asked.local_dir is not None:
             shutil.copytree(Path(os.environ["HOME"], "model"), asked.local_dir, dirs_exist_ok=True)
             config = asked.local_dir / "config.json"
-            longest = {"max_position_embeddings": 1 << 20}  # no recipe of a page is too long for the small model
+            longest = {"max_position_embeddings": 1 << 20}  # long enough for the recipes of all pages
             config.write_text(json.dumps(json.loads(config.read_text()) | longest))
         return
     import pyarrow

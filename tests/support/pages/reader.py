@@ -1,7 +1,7 @@
-"""A reader who types the code blocks of one page into one shell, from a checkout of the project.
+"""Types the code blocks of one page into one shell, as a reader with a checkout would.
 
-Programs that need a network, another machine or a long time are replaced (`PROGRAMS`): each checks its words and leaves
-the files that the page uses afterwards. Everything else is the real program, `primeslurm` above all.
+Programs that need a network, another machine or a long time are replaced (`PROGRAMS`). A replacement checks its
+arguments, and writes the files that the page uses later. All other programs are real, above all `primeslurm`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHECKOUT = (
     "third_party",
     "pyproject.toml",
 )
-"""What a reader sees of the checkout."""
+"""Parts of the checkout that a reader sees."""
 TIMEOUT_S = 120
 COMMAND = (
     "tests.support.pages.command",
@@ -46,7 +46,7 @@ COMMAND = (
     "primeslurm.orchestrator.environments.reverse_text",
     "verifiers.v1.tasksets",
 )
-"""Modules that most commands import, and those of environments, which `check` tries."""
+"""Modules that most commands import, and those of environments, which `check` loads."""
 BASE = {
     "schema": 1,
     "name": "base",
@@ -56,9 +56,9 @@ BASE = {
     "evaluation": {"environments": [{"id": "math-problems", "name": "test", "args": {"path": "test.jsonl"}}]},
     "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
 }
-"""The recipe that a block with a part of a recipe is put into."""
+"""Recipe into which a block with sections of a recipe is merged."""
 SITE = {"schema": 1, "name": "site", "runs": "/runs", "nodes": {"default": {"partition": "gpu", "gpus": 8, "cpus": 96}}}
-"""The same for a block with a part of a site file."""
+"""Site file into which a block with sections of a site file is merged."""
 ROWS = {
     "openai/gsm8k": (
         ("main/train-00000-of-00001.parquet", "main/test-00000-of-00001.parquet"),
@@ -69,7 +69,7 @@ ROWS = {
         {"prompt": "What is 2 + 3?", "solution": "5"},
     ),
 }
-"""Files and one row of each data set that pages download."""
+"""Files, with one row, of each data set that pages download."""
 PROGRAMS = {
     "primeslurm": """exec 8>&1 9>&2  # bash itself redirects 1 while it echoes
 answer={home}/answer.$$
@@ -106,11 +106,10 @@ esac
 
 
 class Reader:
-    """The shell, home directory and checkout of a reader. State lasts from block to block.
+    """The shell, home directory and checkout of a reader, which keep their state from block to block.
 
-    Args:
-        home: an empty directory. `/shared` of the pages is `shared` in it.
-        model: a small model that stands for every model that `./just` makes.
+    `home` is an empty directory, in which `shared` is the `/shared` of the pages. `model` stands for every model that
+    `./just` makes.
     """
 
     def __init__(self, home: Path, model: Path) -> None:
@@ -124,11 +123,11 @@ class Reader:
         self._checkout(home / "checkout")
         shutil.copytree(home / "checkout", home / "primeslurm", symlinks=True)
         self.output = ""
-        """What the last bash block printed."""
+        """Output of the last bash block."""
         (home / "state").write_text(f"cd {home}/primeslurm\n")
 
     def read(self, block: Block) -> None:
-        """Do what a reader does with a block. Raises AssertionError if it does not do what the page says."""
+        """Execute a block. Raise AssertionError if the result differs from the page."""
         body = block.body.replace("/shared", str(self.shared))
         if block.title:
             self._write(block.title, body)
@@ -150,8 +149,9 @@ class Reader:
                 assert matches(body, self.output), f"{block.where} is not in this output:\n{self.output}"
 
     def _serve(self) -> None:
-        """Fork the shell's `primeslurm` commands from a process that has imported what they need."""
-        with os.fdopen(os.open(self.home / "requests", os.O_RDWR)) as requests:  # also written here: it never ends
+        """Fork the shell's `primeslurm` commands from a process that has their imports."""
+        # opened for writing as well, so that it never reads an end of file
+        with os.fdopen(os.open(self.home / "requests", os.O_RDWR)) as requests:
             for pid in map(str.strip, requests):
                 directory, *words = (self.home / f"words.{pid}").read_text().split("\0")[:-1]
                 pairs = (self.home / f"env.{pid}").read_text().split("\0")[:-1]
@@ -175,7 +175,7 @@ class Reader:
         self.output = self._run(block, body, int(block.detail) if block.keyword == "exit" else 0)
 
     def _yaml(self, block: Block, body: str) -> None:
-        """Validate the fields of a block, and check it if it is a whole recipe that the page gives no file name."""
+        """Validate the fields of a block. Run `check` on a whole recipe that the page does not store in a file."""
         data = yaml.safe_load(body)
         validate(data)
         if not block.title and isinstance(data, dict) and {"schema", "extends"} & data.keys() and "nodes" not in data:
@@ -193,7 +193,7 @@ class Reader:
             "COLUMNS": "120",
             "HF_HUB_OFFLINE": "1",
         }
-        # Slurm of this machine, if it has any, is no part of a page.
+        # Hide a Slurm that this machine may have.
         env = {name: value for name, value in unmeasured().items() if not name.startswith("SLURM")} | own
         env.pop("PYTHONPATH", None)
         done = subprocess.run(
@@ -212,7 +212,7 @@ class Reader:
         return done.stdout
 
     def _write(self, title: str, body: str) -> None:
-        """Write a file where the shell stands."""
+        """Write a file in the shell's directory."""
         path = title.replace("/shared", str(self.shared)).replace("~", str(self.home))
         here = shlex.split((self.home / "state").read_text().splitlines()[-1])[1]
         target = Path(here, path)
@@ -229,7 +229,7 @@ class Reader:
             program.chmod(0o755)
 
     def _checkout(self, checkout: Path) -> None:
-        """Make the files that a reader sees. Recipes are copies, in which `/shared` is the reader's."""
+        """Create the files that a reader sees. In recipes, `/shared` is replaced by the reader's directory."""
         checkout.mkdir()
         for name in CHECKOUT:
             if name != "recipes" and (ROOT / name).exists():
@@ -246,9 +246,9 @@ class Reader:
 
 
 def validate(data: Any) -> None:
-    """Raise ValueError if a YAML block is neither a recipe nor a site file nor sections of one of them.
+    """Raise ValueError if a YAML block is not a recipe, a site file, or sections of one.
 
-    A recipe that extends a ready one is validated with it, and one that extends another with the sections that it sets.
+    A recipe that extends a ready one is validated together with it.
     """
     if not isinstance(data, dict):
         raise ValueError(f"neither a recipe nor a site file: {data!r}")
@@ -264,7 +264,7 @@ def validate(data: Any) -> None:
 
 
 def merged(base: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
-    """Return a recipe with a part put into it, section by section."""
+    """Return a recipe with other sections merged into it."""
     result = dict(base)
     for key, value in part.items():
         old = base.get(key)

@@ -296,7 +296,7 @@ class Layer(torch.nn.Module):
 def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[str] = Counter()
     names = ("quantize_both_ways", "quantize_groups_both_ways")
-    for name in (*names, "_quantised", "quantize_transposed", "quantize_groups", "quantize_groups_transposed"):
+    for name in (*names, "_quantize_rows", "quantize_transposed", "quantize_groups", "quantize_groups_transposed"):
         real = getattr(fp8, name)
         monkeypatch.setattr(fp8, name, lambda *a, _name=name, _real=real: (made.update([_name]), _real(*a))[1])
     module, offsets = Layer(), torch.tensor([30, 100], dtype=torch.int32)
@@ -309,9 +309,9 @@ def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: py
         forward = Counter(made)
         out.sum().backward()
         # Input once for all that take it, and each product's gradient by rows and by columns at once.
-        assert forward == {"_quantised": 1, "quantize_groups": 1}
+        assert forward == {"_quantize_rows": 1, "quantize_groups": 1}
         again = 1 if recomputed else 0
-        assert made["_quantised"] <= 1 + again and made["quantize_groups"] <= 1 + again
+        assert made["_quantize_rows"] <= 1 + again and made["quantize_groups"] <= 1 + again
         assert made["quantize_transposed"] == made["quantize_groups_transposed"] == 1
         assert made["quantize_both_ways"] == 3 and made["quantize_groups_both_ways"] == 2
         results.append((out.detach(), x.grad, [p.grad.clone() for p in module.parameters()]))

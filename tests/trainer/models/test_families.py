@@ -67,5 +67,5 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
 
 
 def test_models_that_carry_state_along_a_row_are_refused() -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match="qwen3_next has layers that carry more than attention"):
+    with torch.device("meta"), pytest.raises(ValueError, match="qwen3_next has layers with state beside attention"):
         GenericModel(Qwen3NextConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64))

@@ -63,7 +63,7 @@ def run(mixer: nn.Module) -> Pass:
 def test_parts_change_nothing(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = layer(case_name, part)
     whole = run(mixer)
-    monkeypatch.setattr(scan, "RECURRENCE_CHUNK_TOKENS", 2 * 64)
+    monkeypatch.setattr(scan, "SEGMENT_TOKENS", 2 * 64)
     for mine, expected in zip(run(mixer).results, whole.results, strict=True):
         assert (mine - expected).abs().max() < 2e-6 * expected.abs().max()
 
@@ -82,7 +82,7 @@ def test_chains_that_are_compiled_change_nothing(case_name: str, part: str, monk
     elementwise.fused.cache_clear()
     monkeypatch.setattr(torch, "compile", traced)
     monkeypatch.setattr(elementwise, "fits", lambda x: True)
-    monkeypatch.setattr(scan, "RECURRENCE_CHUNK_TOKENS", 2 * 64)
+    monkeypatch.setattr(scan, "SEGMENT_TOKENS", 2 * 64)
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
         fused = run(mixer)

@@ -1,4 +1,4 @@
-"""Importing much at once: without Python's garbage collector, which is there again after it."""
+"""Imports without garbage collection, which is enabled again afterwards."""
 
 from __future__ import annotations
 

@@ -64,9 +64,10 @@ MEMORY: dict[str, Any] = {"role": "train", "gpu": "h200", "gpu_gib": 140.0, "lim
     [
         (100.0, [], "fits"),
         (100.0, ["warning", "note"], "fits"),
-        (100.0, ["blocked", "blocked"], "fits, but 2 blockers must be removed before you submit it"),
+        (100.0, ["blocked", "blocked"], "fits, but 2 blockers must be removed first"),
         (130.0, ["warning"], "may not fit"),
-        (150.0, ["error"], "does not fit (1 error)"),
+        (150.0, ["warning"], "may not fit"),
+        (160.0, ["error"], "does not fit (1 error)"),
         (100.0, ["error", "blocked"], "cannot run (1 error)"),
     ],
 )

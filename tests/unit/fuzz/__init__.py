@@ -1,1 +1,1 @@
-"""What other processes and files say, changed at random: no reader may break over it."""
+"""Readers of data from other processes and from files accept random changes without failing."""

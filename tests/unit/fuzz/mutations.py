@@ -1,4 +1,4 @@
-"""Valid messages changed at random, and what a reader may do with them: a value, or its one documented exception."""
+"""Random changes to valid messages. A reader must return a value or raise its one documented exception."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 EXAMPLES = int(os.environ.get("PRIMESLURM_FUZZ_EXAMPLES", "0"))
-"""So many of each test, by chance; 0: few, and the same ones every time. See CONTRIBUTING.md."""
+"""Number of random examples per test; 0: few, and the same every time. See CONTRIBUTING.md."""
 
 SCALAR = st.sampled_from(
     [
@@ -40,7 +40,7 @@ ANYTHING = st.recursive(SCALAR, lambda inner: st.lists(inner, max_size=3) | st.d
 
 
 def fuzzed(share: float = 1.0) -> settings:
-    """Settings of a test; `share`: of the usual number of examples, where one takes long."""
+    """Return settings of a test. Slow tests run only a `share` of the usual number of examples."""
     few = max(1, int(40 * share))
     return settings(
         max_examples=max(few, int(EXAMPLES * share)),
@@ -52,7 +52,7 @@ def fuzzed(share: float = 1.0) -> settings:
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where there is something within a value of lists and dicts."""
+    """Yield the path of each place within nested lists and dicts."""
     yield path
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
@@ -60,7 +60,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(value: Any, path: Sequence[Any], change: Callable[[Any], Any]) -> Any:
-    """A copy of a value of lists and dicts with one place changed."""
+    """Return a copy of nested lists and dicts with one place changed."""
     if not path:
         return change(value)
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -70,7 +70,7 @@ def changed(value: Any, path: Sequence[Any], change: Callable[[Any], Any]) -> An
 
 @st.composite
 def trees(draw: st.DrawFn, valid: Any) -> Any:
-    """A value of lists and dicts with up to three places replaced, removed, doubled or nested."""
+    """Draw nested lists and dicts with up to three places replaced, removed, doubled or nested."""
     found = valid
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(list(places(found))))
@@ -94,7 +94,7 @@ def trees(draw: st.DrawFn, valid: Any) -> Any:
 
 @st.composite
 def texts(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Bytes that are cut, flipped, repeated, or have lengths in them that promise more than there is."""
+    """Draw bytes that are truncated, flipped or repeated, or whose lengths promise more than there is."""
     data = bytearray(valid)
     for _ in range(draw(st.integers(1, 4))):
         place = draw(st.integers(0, len(data)))
@@ -117,7 +117,7 @@ def texts(draw: st.DrawFn, valid: bytes) -> bytes:
 
 @st.composite
 def messages(draw: st.DrawFn, valid: Sequence[bytes]) -> list[bytes]:
-    """The parts of a message, some changed, lost, doubled, or in another order."""
+    """Draw the frames of a message: some changed, lost, doubled or reordered."""
     parts = list(valid)
     for _ in range(draw(st.integers(1, 3))):
         kind = draw(st.sampled_from(["text", "text", "lose", "double", "swap", "empty", "add"]))
@@ -139,7 +139,7 @@ def messages(draw: st.DrawFn, valid: Sequence[bytes]) -> list[bytes]:
 
 @contextmanager
 def bounded(given: int, factor: int = 24, beside: int = 1 << 20) -> Iterator[None]:
-    """Have what the body allocates stay below `factor` times the bytes that it was given, and a little `beside`."""
+    """Check that the body allocates less than `factor` times the given bytes plus `beside`."""
     tracing = tracemalloc.is_tracing()
     if not tracing:
         tracemalloc.start()

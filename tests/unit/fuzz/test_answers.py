@@ -1,4 +1,4 @@
-"""What engines, teachers and their metrics answer, read by the orchestrator and the environment workers."""
+"""Responses of engines and teachers, and their metrics, as the orchestrator and environment workers read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from verifiers.v1.runtimes import Runtime
 from verifiers.v1.types import ToolCall
 
 from primeslurm.inference.router.workers import WorkerDifference, Workers, compare, listed
-from primeslurm.models.deepseek_v3 import deepseek_v31_renderer
+from primeslurm.models.deepseek_v3 import renderer as deepseek_v31_renderer
 from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.rendering import dialects
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
@@ -66,7 +66,7 @@ PROMPT = 2
 
 
 def encoded(value: Any) -> bytes:
-    """As Python writes JSON: NaN, and halves of surrogate pairs."""
+    """Encode JSON as Python does: with NaN and lone surrogates."""
     return json.dumps(value, default=lambda each: each.decode("latin-1")).encode()
 
 
@@ -80,7 +80,7 @@ def is_a_completion(found: Completion) -> None:
 
 
 def with_routed(text: str, **others: Any) -> dict[str, Any]:
-    """An answer of one choice, as far as its routed experts go."""
+    """Return a response with one choice that has these routed experts."""
     return {**ANSWER, "choices": [{**ANSWER["choices"][0], "routed_experts": text, **others}]}
 
 
@@ -216,12 +216,12 @@ def test_metrics(found: list[bytes]) -> None:
         window.by_role(), window.by_replica()
 
 
-# over real sockets
+# tests over real sockets
 
 
 @asynccontextmanager
 async def saying(answer: bytes, head: bytes = b"", length: int | None = None) -> AsyncIterator[str]:
-    """A server that says the same to everybody."""
+    """Run a server that gives every client the same response."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -321,7 +321,7 @@ def test_lists_of_routers(data: bytes) -> None:
 
 @pytest.mark.parametrize("arguments", ["", "[]", "null", "[" * 100_000, '{"command": ["ls"]}', "\ud800", None])
 async def test_arguments_of_a_call_are_what_the_model_says(arguments: Any) -> None:
-    """Nothing is run, so that there is no need of anything to run it in."""
+    """No command is run, so no program is needed."""
     harness, nothing = ShellHarness(ShellConfig(id="shell")), cast(Runtime, None)
     assert (await harness._output({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
 

@@ -1,4 +1,4 @@
-"""What the store says of a policy's tensors: engines make room for what it describes."""
+"""Descriptions of a policy's tensors in the store. Engines allocate memory according to them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_catalogue_that_would_fill_the_memory_is_refused(monkeypatch: pytest.M
 
 
 def session(**left: bytes) -> Channel:
-    """This rank's end of a session, in whose store others have left words."""
+    """Return this rank's side of a session whose store has entries of other ranks."""
     found = Channel.__new__(Channel)
     found._store = dist.HashStore()
     for name, word in left.items():

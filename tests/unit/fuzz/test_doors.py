@@ -1,4 +1,6 @@
-"""What takes connections from anybody and looks at first bytes only: a router's door, the ranks' gate and passage."""
+"""Servers that accept connections from anybody and check their first bytes: a router's endpoint, the ranks' gate and
+passage.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ LOOK = b"GET /liveness HTTP/1.1\r\nhost: x\r\nauthorization: Bearer wrong\r\n\r\
 
 
 def exchange(port: int, *parts: bytes) -> bytes:
-    """Say something, and that there is no more of it; returns what is answered until the other end hangs up."""
+    """Send data, close the sending side, and return the response until the other side disconnects."""
     found = b""
     with socket.create_connection((HOST, port), timeout=120) as peer, contextlib.suppress(OSError):
         for part in parts:
@@ -38,7 +40,7 @@ def exchange(port: int, *parts: bytes) -> bytes:
 
 
 class Listener:
-    """Serves one connection after the other in a thread, and counts them."""
+    """Serves one connection after another in a thread, and counts them."""
 
     def __init__(self, serve: Callable[[socket.socket], None]) -> None:
         self._listening = socket.create_server((HOST, 0))
@@ -70,11 +72,11 @@ def exactly(peer: socket.socket, size: int) -> bytes:
 
 
 def echo(peer: socket.socket) -> None:
-    """A store: it says what it is told."""
+    """Act as a store that echoes the request."""
     peer.sendall(exactly(peer, len(ASKED)))
 
 
-# the door of a router
+# the health endpoint of a router
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +114,7 @@ def test_a_door_takes_no_other_token(door: tuple[RouterHealthEndpoint, int], tok
     made.refused_bytes = 0
 
 
-# where ranks meet
+# the gate and the passage of ranks
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def gate() -> Iterator[tuple[Listener, int]]:
 
 
 def enter(port: int, first: bytes, flipped: int | None = None) -> bytes:
-    """Go through a gate; `flipped`: this bit of the proof is another one. Returns what the store said."""
+    """Pass a gate, and return the store's response. `flipped`: the bit of the proof to flip."""
     with socket.create_connection((HOST, port), timeout=120) as peer, contextlib.suppress(OSError):
         peer.sendall(first)
         if len(first) < NONCE:
@@ -164,14 +166,14 @@ def test_a_gate_that_is_shown_anything_serves_the_next_one(gate: tuple[Listener,
 
 
 class Impostor:
-    """Listens where a gate should, and says what it is told to."""
+    """Listens in place of a gate, and sends what a test sets."""
 
     def __init__(self) -> None:
         self.flipped: int | None = None
         self.says: bytes | None = None
-        """In place of a nonce and a proof."""
+        """Sent in place of a nonce and a proof."""
         self.told = b""
-        """By the last one that was not to be taken in."""
+        """Bytes from the last client."""
 
     def __call__(self, peer: socket.socket) -> None:
         theirs, mine = exactly(peer, NONCE), os.urandom(NONCE)

@@ -1,4 +1,4 @@
-"""Files of a run that were cut, flipped or written by somebody else: each reader has one way to say so."""
+"""Truncated, flipped or foreign files of a run. Each reader reports them in one way."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from primeslurm.base.errors import ClusterError, RunError
 from primeslurm.base.files import FileWatcher, read_json
 from primeslurm.orchestrator.dispatch import curricula
-from primeslurm.orchestrator.evaluation.archive import Archive, Begun
+from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts import worker_deaths
@@ -45,12 +45,12 @@ from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
 
 
 def damaged(valid: Any) -> st.SearchStrategy[bytes]:
-    """A JSON file, cut and flipped, or with something else in it."""
+    """Draw a JSON file that is truncated, flipped or replaced."""
     return texts(lines(valid)) | trees(valid).map(lines)
 
 
 def lines(value: Any) -> bytes:
-    """As Python writes it: NaN, and halves of surrogate pairs."""
+    """Encode JSON as Python does: with NaN and lone surrogates."""
     return json.dumps(value, default=lambda each: each.decode("latin-1")).encode() + b"\n"
 
 
@@ -77,7 +77,7 @@ def test_json_that_others_replace(directory: Path, data: bytes) -> None:
 
 
 def test_a_damaged_address_book_leaves_what_was_known(tmp_path: Path) -> None:
-    """An orchestrator or a worker must not end for it: the head writes it again."""
+    """An orchestrator or a worker must not end because of it, as the head writes the file again."""
     now = 0.0
     (tmp_path / FILE).write_bytes(lines(ADDRESSES))
     book = AddressBook(tmp_path, lambda: now)
@@ -203,7 +203,7 @@ def test_outcomes_of_curricula(directory: Path, data: bytes) -> None:
     assert all(isinstance(task, int) for _, task, _ in found)
 
 
-BEGUN = msgspec.to_builtins(Begun(10, 10, 1.0))
+BEGUN = msgspec.to_builtins(EvaluationHeader(10, 10, 1.0))
 SAMPLE = msgspec.to_builtins(Sample("e", 1, 2, reward=0.5))
 
 
@@ -288,7 +288,7 @@ BEAT = bytes(PAGE._page[:136])
 @fuzzed(2)
 @given(texts(BEAT) | st.floats().map(lambda limit: BEAT[:16] + struct.pack("<d", limit) + BEAT[24:]))
 def test_beats(page: HeartbeatPage, data: bytes) -> None:
-    """A process that writes anywhere in its memory must not be one that never hangs."""
+    """A process that overwrites its heartbeat page must not appear alive forever."""
     page._page[: len(BEAT)] = data[: len(BEAT)].ljust(len(BEAT), b"\xff")
     found = page.read()
     assert isinstance(found, Heartbeat) and math.isfinite(found.limit_s) and found.limit_s >= 0

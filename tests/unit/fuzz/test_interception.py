@@ -1,4 +1,4 @@
-"""What a model's program sends to the interception server: an answer of HTTP, and the next program is served."""
+"""Requests of a model's program to the interception server: it gets an HTTP response, and the next one is served."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.support.conversations import ScriptedEngine, answering, sampled, writ
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
 SHORT = 1 << 20
-"""Bytes of a question here, where a long one need not be a hundred megabytes."""
+"""Longest request [bytes] here, instead of a hundred megabytes."""
 VALID = {"model": "m", "messages": [{"role": "user", "content": "Hello."}]}
 
 _CALL = {"name": "look_up", "arguments": "{}"}
@@ -59,11 +59,11 @@ OTHERS = {
         "tools": [{"type": "function", "name": "look_up", "parameters": {"type": "object"}}],
     },
 }
-"""Valid questions of the other dialects, by route."""
+"""Valid requests of the other API dialects, by route."""
 
 
 class Intercepted:
-    """A rollout's interception server, served by a thread of its own until `stop`."""
+    """A rollout's interception server, in its own thread until `stop`."""
 
     def __init__(self, directory: Path) -> None:
         config = extending_config("qwen3", {})
@@ -94,7 +94,7 @@ class Intercepted:
             await client.close()
 
     def session(self) -> str:
-        """The secret of a new rollout."""
+        """Return the secret of a new rollout."""
 
         async def register() -> str:
             trace = vf.Trace(task=self._task, agent=AgentInfo(config=AgentConfig()))

@@ -1,4 +1,4 @@
-"""What travels between trainer, orchestrator and environment workers: rollouts, batches, requests, spooled groups."""
+"""Messages between trainer, orchestrator and environment workers: rollouts, batches, requests, spooled groups."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
 
 def rollout(tokens: int = 6) -> Rollout:
-    """One with all that a rollout may have."""
+    """Return a rollout with every optional field."""
     info = RolloutInfo("r", "g", "e", opened_version=3, reward=0.5, metrics={"exact": 1.0})
     info = msgspec.structs.replace(
         info, images=(ImageSpan("/x", 1, 3, "00"),), teacher_prompt=TeacherPrompt([1, 2], 2), agent="a"
@@ -46,7 +46,7 @@ def rollout(tokens: int = 6) -> Rollout:
 
 
 def batch() -> Batch:
-    """Two rows."""
+    """Return a batch with two rows."""
     kinds = {"token_ids": np.int32, "positions": np.int32, "mask": np.bool_, "logprobs": np.float32}
     kinds |= {"advantages": np.float32, "temperatures": np.float32, "on_policy": np.bool_}
     row = Row(**{name: np.ones(4, kind) for name, kind in kinds.items()}, routed_experts=np.zeros((4, 3, 2), np.uint16))
@@ -106,7 +106,7 @@ def test_rollouts(parts: list[bytes]) -> None:
 
 @st.composite
 def restated(draw: st.DrawFn, valid: list[bytes]) -> list[bytes]:
-    """A message whose header is well-formed and says something else: other names, dtypes, shapes, values."""
+    """Draw a message with a well-formed header that has other names, dtypes, shapes or values."""
     header = draw(trees(msgspec.msgpack.decode(valid[0])))
     if isinstance(header, dict) and draw(st.booleans()) and isinstance(header.get("arrays"), list):
         header["arrays"] = draw(trees(header["arrays"]))
@@ -143,7 +143,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @st.composite
 def whole(draw: st.DrawFn, valid: list[bytes]) -> bytes:
-    """A file whose checksums are right, whatever it says: written by somebody else."""
+    """Draw a file with correct checksums and any content."""
     frames = draw(messages(valid) | restated(valid)) or [b""]
     state = digests.hasher()
     state.update(b"".join(frames))
@@ -308,6 +308,7 @@ def test_large_models_and_long_rollouts_are_taken() -> None:
     parts = job_protocol.encode_result("j", (large,))
     assert max(memoryview(part).nbytes for part in parts) < job_protocol.LARGEST_RESULT / 20
     result = decoding.value(parts[0], Result)
-    with bounded(sizes([bytes(parts[0])]), beside=16 << 20):  # views of what came, and a look at each token
+    # views of the received frames, and one pass over the tokens
+    with bounded(sizes([bytes(parts[0])]), beside=16 << 20):
         (found,) = job_protocol.decode_sequences(result, parts[1:])
     assert found.routed_experts is not None and found.routed_experts.shape == (tokens, 75, 8)

@@ -1,4 +1,4 @@
-"""Files of a model that were cut, flipped or written by somebody else: trainers make room for what these describe."""
+"""Truncated, flipped or foreign model files. Trainers allocate memory according to them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def safetensors(header: bytes) -> bytes:
 @fuzzed(2)
 @given(damaged(HEADER).map(safetensors) | texts(safetensors(json.dumps(HEADER).encode())))
 def test_headers_of_tensors(directory: Path, data: bytes) -> None:
-    """What is read into memory is in the file."""
+    """Only tensors that are in the file are read into memory."""
     path = directory / "model.safetensors"
     path.write_bytes(data)
     found, told = {}, str(path)

@@ -1,4 +1,4 @@
-"""Handshakes of emulated ranks: who does not show the secret is no rank, and nobody is rank 0 in its place."""
+"""Handshakes of emulated ranks. Without the secret nobody becomes a rank, or rank 0."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tests.unit.fuzz.test_doors import HOST, exactly, exchange
 
 KEY = rank_group.key_for(rank_group.USE)
 SHOWN = NONCE + PROOF
-"""Bytes that a rank shows."""
+"""Bytes of a rank's proof."""
 
 
 class Leader:
-    """Rank 0's door, kept by a thread until `close`; whoever is let in is told so."""
+    """Rank 0, in a thread until `close`. It sends a byte to every rank that it accepts."""
 
     def __init__(self) -> None:
         self.admitted = 0
@@ -37,9 +37,9 @@ class Leader:
         self._thread.start()
 
     def _run(self) -> None:
-        with self._listener, rank_group._Doorkeeper(self._listener) as doorkeeper:
+        with self._listener, rank_group._Authenticator(self._listener) as authenticator:
             while not self._closing.is_set():
-                for rank in doorkeeper.admitted(0.05):
+                for rank in authenticator.accepted(0.05):
                     self.admitted += 1
                     rank.sendall(rank_group.GO)
                     rank.close()
@@ -102,7 +102,7 @@ def test_strangers_do_not_fill_its_memory(leader: Leader) -> None:
 @fuzzed()
 @given(texts(bytes(NONCE + PROOF)) | st.integers(0, 8 * (NONCE + PROOF) - 1))
 def test_a_rank_takes_nobody_for_rank_0(said: bytes | int) -> None:
-    """Whoever listens at its address, or has cut in: a rank raises what has it try again."""
+    """If rank 0 is an impostor or the connection is disturbed, a rank raises an error that makes it retry."""
     impostor, rank = socket.socketpair()
 
     def lie() -> None:
@@ -125,7 +125,7 @@ def test_a_rank_takes_nobody_for_rank_0(said: bytes | int) -> None:
 
 
 def flipped(data: bytes, bit: int) -> bytes:
-    """The bytes with one bit changed, if they have that one."""
+    """Return the bytes with one bit flipped, if they have that bit."""
     found = bytearray(data)
     if 0 <= bit < 8 * len(data):
         found[bit // 8] ^= 1 << bit % 8

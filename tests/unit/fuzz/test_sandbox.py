@@ -1,4 +1,4 @@
-"""What a program in a sandbox may write to the worker in the name of the one that starts programs there."""
+"""Messages of a program in a sandbox that poses as the sandbox's init process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.environments.sandbox.box import Box
-from primeslurm.orchestrator.environments.sandbox.crossing import SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
+from primeslurm.orchestrator.environments.sandbox.port_forwarding import SandboxGoneError
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
 ANSWERS = (
@@ -23,8 +23,8 @@ ANSWERS = (
 )
 
 
-class Reading(Box):
-    """A box around one end of a real socket, whose other end says what it likes."""
+class Reading(Sandbox):
+    """A sandbox around one end of a socket, whose other end sends arbitrary data."""
 
     def __init__(self) -> None:
         super().__init__(SandboxLimits(), [], [])
@@ -33,11 +33,11 @@ class Reading(Box):
         self.ended = False
 
     def kill(self, why: str) -> None:
-        """Note it: there is no process."""
+        """Record the reason. There is no process."""
         self.ended = True
 
     async def hear(self, packet: bytes) -> None:
-        """One packet, as the worker's loop reads it."""
+        """Read one packet as the worker's loop does."""
         loop = asyncio.get_running_loop()
         wrong: list[Any] = []
         loop.set_exception_handler(lambda _, context: wrong.append(context))

@@ -1,4 +1,4 @@
-"""The HTTP servers of a run: engines behind their gate (uvicorn, as vLLM has it), and the emulated ones."""
+"""The HTTP servers of a run: engines behind their gate (uvicorn, as in vLLM), and emulated ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONTROL = {
 
 
 async def behind(scope: Scope, receive: Receive, send: Send) -> None:
-    """What stands behind a gate: it reads the body and agrees."""
+    """Read the body, and answer 200."""
     if scope["type"] == "lifespan":
         return
     more = True
@@ -50,7 +50,7 @@ async def behind(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Server:
-    """Serves in a thread of its own until `stop`."""
+    """Serves in its own thread until `stop`."""
 
     def __init__(self, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -119,7 +119,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 def wait(server: Server) -> None:
-    """Until it answers: an emulated one listens anew on the port that was held for it."""
+    """Wait until the server answers."""
     for _ in range(600):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer:
             peer.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -137,9 +137,11 @@ def request_of(path: str, body: Any, method: str = "POST") -> bytes:
 
 
 def ask(server: Server, data: bytes, *, whole: bool = True) -> bytes:
-    """What it answers until it hangs up; nothing if it waits for more, which one that is not `whole` says there is."""
+    """Return its response until it disconnects. An incomplete request (not `whole`) may get none, because it waits for
+    more.
+    """
     found = b""
-    patience_s = 120 if whole else 20  # the one is always answered, however late
+    patience_s = 120 if whole else 20  # a complete request always gets a response, however late
     with socket.create_connection(("127.0.0.1", server.port), timeout=patience_s) as peer, contextlib.suppress(OSError):
         peer.sendall(data)
         if not whole:
@@ -217,7 +219,7 @@ def test_a_version_that_is_none_closes_the_gate(body: bytes) -> None:
 
 
 async def test_the_gate_keeps_little_of_a_long_body() -> None:
-    """The engine behind it reads all of it; the gate wants to know a version."""
+    """The engine reads all of it. The gate only needs a version."""
     parts = iter([b'{"new_version": "3"}' + b" " * (1 << 20)] + [b" " * (1 << 20)] * 8)
     left = 9
     statuses = []

@@ -1,4 +1,4 @@
-"""The orchestrator's sockets: what is no message costs its sender an answer, and nobody else anything."""
+"""The orchestrator's sockets. An invalid message gets an error response, and does not affect other senders."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, PIECE, cut, joined
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.rollouts import Frame, RankShard, Rollout
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import trainer_link
 from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.transport import secret
 from tests.support.doors import ASKED, MESSAGES
+from tests.support.worker_pools import CallbackPool
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout
 
@@ -45,7 +45,7 @@ def free_address() -> str:
 
 
 class Served:
-    """A link and a pool of workers, served by a thread of their own until `stop`."""
+    """A link and a pool of workers, in their own thread until `stop`."""
 
     def __init__(self) -> None:
         self.link, self.pool = free_address(), free_address()
@@ -59,7 +59,7 @@ class Served:
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
         served = OrchestratorLink(self.link, self._handle)
-        pool = WorkerPool(
+        pool = CallbackPool(
             self.pool, lambda job, found: self.results.append((job, found)), lambda job: None, self._unusable
         )
         self._pool = pool
@@ -118,7 +118,7 @@ def answers(peer: zmq.Socket[bytes]) -> Iterator[Answer]:
 
 
 def is_served(served: Served) -> None:
-    """Both sockets answer who behaves."""
+    """Check that both sockets answer valid requests."""
     with dealer(served.link) as peer:
         peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
         assert next(answers(peer)).kind == "ok"
@@ -157,7 +157,7 @@ def test_every_request_is_answered(served: Served, request_: bytes) -> None:
 def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.link) as peer:
         for parts in wrong:
-            if parts and max(map(len, parts)) <= trainer_link.LARGEST_REQUEST:  # longer ones would end the connection
+            if parts and max(map(len, parts)) <= trainer_link.LARGEST_REQUEST:  # longer ones would close the connection
                 peer.send_multipart(parts)
         peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
         assert next(answers(peer)).kind in {"ok", "batch", "error"}
@@ -167,7 +167,7 @@ MANY = [b"x"] * 50_000
 
 
 def test_a_message_of_many_parts_is_passed_over(served: Served) -> None:
-    """Of who knows the secret: nobody else gets that far."""
+    """The sender has the secret. Nobody else gets this far."""
     with dealer(served.link) as peer:
         peer.send_multipart([*REQUEST, *MANY])
         peer.send_multipart([*MANY, *REQUEST])
@@ -189,7 +189,7 @@ STATUS = [msgspec.msgpack.encode(WORDS[5])]
 def test_what_no_worker_says_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.pool) as peer:
         for parts in wrong:
-            if parts:  # longer ones would end the connection, and with it what is said next
+            if parts:  # longer ones would close the connection, and the next message with it
                 peer.send_multipart(parts if max(map(len, parts)) <= LARGEST_PART else cut(parts))
         error = f"last of {len(served.unusable)}"
         peer.send(msgspec.msgpack.encode(job_protocol.Unusable("e", 0, error)))
@@ -236,7 +236,7 @@ STRANGERS = 50
 
 @pytest.mark.parametrize("port", ["link", "pool"])
 def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served, port: str) -> None:
-    """A message of the handshake, which nobody has been asked a password before, may be as long as any other part."""
+    """A handshake message, which comes before authentication, may be as long as any other frame."""
     host, number = getattr(served, port).removeprefix("tcp://").split(":")
     largest = {"link": trainer_link.LARGEST_REQUEST, "pool": LARGEST_PART}[port]
     before = psutil.Process().memory_info().rss
@@ -245,7 +245,7 @@ def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served, po
             peer = strangers.enter_context(socket.create_connection((host, int(number)), timeout=60))
             peer.sendall(GREETING)
             peer.recv(64)
-            # as much as is let through, and nothing more, so that the connection stays
+            # exactly as much as is accepted, so that the connection stays open
             peer.sendall(b"\x06" + struct.pack(">Q", largest) + bytes(largest - 1))
         taken = psutil.Process().memory_info().rss - before
         peer = strangers.enter_context(socket.create_connection((host, int(number)), timeout=60))
@@ -264,7 +264,7 @@ def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served, po
 
 
 def test_a_result_of_the_longest_rollouts_comes_in_pieces(served: Served) -> None:
-    """131,072 tokens of GLM-5 with router replay, 79 MB, over a port that takes parts of 64 KiB."""
+    """131,072 tokens of GLM-5 with router replay, 79 MB, through a port with frames of at most 64 KiB."""
     experts = np.arange(131_072 * 75 * 8, dtype=np.uint32).astype(np.uint8).reshape(131_072, 75, 8)
     long = replace(rollout(131_072), routed_experts=experts)
     with dealer(served.pool) as peer:
@@ -317,7 +317,7 @@ def test_what_is_not_even_zmq_is_disconnected(served: Served, data: bytes) -> No
 
 
 def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
-    """Not with a struct.error, and not by waiting ten minutes for another answer."""
+    """It must not fail with a struct.error, or wait ten minutes for another response."""
     with zmq.Context.instance().socket(zmq.REP) as fake:
         secret.demand(fake)
         fake.setsockopt(zmq.LINGER, 0)
@@ -336,7 +336,7 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
 
 @contextlib.contextmanager
 def said_to(kind: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
-    """A socket of an orchestrator that says what it likes to who shows it the secret."""
+    """Act as an orchestrator that sends arbitrary data to clients with the secret."""
     with zmq.Context.instance().socket(kind) as fake:
         secret.demand(fake)
         fake.setsockopt(zmq.LINGER, 0)
@@ -349,7 +349,7 @@ ANSWERS = [{"kind": kind} for kind in ("wait", "stop", "transfer", "batch", "err
 
 @pytest.fixture(scope="module")
 def trainer() -> Iterator[tuple[list[list[bytes]], TrainerLink]]:
-    """A trainer's end, and what it is answered: one after the other, the last one again and again."""
+    """Return a trainer's link, and the list of its responses, of which the last is repeated."""
     answers_: list[list[bytes]] = []
     ended = threading.Event()
 
@@ -390,7 +390,7 @@ def test_whatever_a_trainer_is_answered_is_a_batch_or_its_one_error(
 
 @pytest.fixture(scope="module")
 def worker() -> Iterator[tuple[zmq.Socket[bytes], bytes]]:
-    """A socket by which a worker is told what to do, and the worker's name there. Its rollouts fail."""
+    """Return a socket that sends jobs to a worker, and the worker's name. All its rollouts fail."""
     ended = threading.Event()
 
     async def fails(job: Job) -> tuple[Rollout, ...]:
@@ -437,13 +437,13 @@ def test_whatever_a_worker_is_told_it_goes_on(
 
 
 def test_what_a_stranger_of_a_whole_run_says_is_heard_where_nobody_asks_for_a_secret() -> None:
-    """`tests/emulated` says it to every port of a run, where it is not."""
+    """`tests/emulated` sends the same to every port of a run, where it is refused."""
     said = MESSAGES["a client of ZMQ"]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as open_one:
         port = open_one.bind_to_random_port("tcp://127.0.0.1")
         with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
             client.sendall(said[:64])
-            with client.makefile("rb") as heard:  # it comes in pieces
+            with client.makefile("rb") as heard:  # it arrives in chunks
                 assert heard.read(64)[12:16] == b"NULL"
             client.sendall(said[64:])
             assert open_one.poll(WAIT_MS) and open_one.recv_multipart()[1:] == [b"", ASKED]

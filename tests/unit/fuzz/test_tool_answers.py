@@ -1,7 +1,7 @@
-"""What a broken or hostile tool server (MCP) answers: an error for the program that asked, and what it takes for an
-answer goes on to the interception server as the result of a tool.
+"""Responses of a broken or hostile MCP tool server.
 
-Programs of verifiers ask as here: the same client, in the same function.
+The program gets an error, or passes what it takes for a result to the interception server. The tests use the client and
+the function that verifiers' programs use.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ intercepted = test_interception.intercepted
 
 PATIENCE_S = 300.0
 SHORT_S = 0.5
-"""Programs wait for an answer that never comes for as long as their rollout may take."""
+"""Programs wait for a response for as long as their rollout may take."""
 ANSWERS: dict[str, dict[str, Any]] = {
     "initialize": {
         "protocolVersion": "2025-03-26",
@@ -48,7 +48,7 @@ Change = Callable[[bytes], bytes]
 
 
 class ToolServer:
-    """Answers as it should, but for one method, whose whole answer of HTTP is as `wrong` makes it of the right one."""
+    """Answers correctly, except for one method, whose HTTP response is changed by `wrong`."""
 
     def __init__(self, method: str, wrong: Change) -> None:
         self._method, self._wrong = method, wrong
@@ -69,12 +69,12 @@ class ToolServer:
                 writer.write(self._wrong(right) if wrong else right)
                 await writer.drain()
                 if wrong:
-                    break  # or the client might wait for as much as was promised
+                    break  # otherwise the client might wait for the promised length
         writer.close()
 
 
 def answer(asked: dict[str, Any]) -> bytes:
-    """The right one to a request, a notification, or a question for a stream."""
+    """Return the correct response to a request, a notification, or a request for a stream."""
     if "id" not in asked:
         return b"HTTP/1.1 " + (b"202 Accepted" if asked else b"405 No") + b"\r\nContent-Length: 0\r\n\r\n"
     known = ANSWERS.get(asked["method"])
@@ -88,7 +88,7 @@ def of_json(value: Any, kind: bytes = b"application/json") -> bytes:
 
 
 async def use(method: str, wrong: Change, patience_s: float = PATIENCE_S) -> list[dict[str, Any]] | Exception:
-    """List a server's tools and call one, as a program does. Returns the messages that follow, or the error."""
+    """List a server's tools and call one, as a program does. Return the next messages, or the error."""
     async with (
         asyncio.timeout(patience_s),
         ToolServer(method, wrong).serving() as url,
@@ -109,7 +109,7 @@ async def use(method: str, wrong: Change, patience_s: float = PATIENCE_S) -> lis
 
 @pytest.fixture(autouse=True)
 def once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs ask six times, over half a minute."""
+    """Try once, instead of six times within half a minute."""
     monkeypatch.setattr(mcp, "MCP_CALL_ATTEMPTS", 1)
 
 
@@ -123,7 +123,7 @@ async def test_a_server_that_answers_as_it_should() -> None:
 
 @st.composite
 def wrongs(draw: st.DrawFn) -> tuple[str, Change]:
-    """A method, and what comes in place of its answer: another result, another message, or other bytes."""
+    """Draw a method and its response: another result, another message, or other bytes."""
     method = draw(st.sampled_from([*ANSWERS, "tools/call", "tools/call"]))
     way = draw(st.sampled_from(["result", "result", "message", "bytes"]))
     if way == "bytes":

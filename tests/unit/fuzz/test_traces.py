@@ -1,4 +1,4 @@
-"""Traces as a broken or hostile environment leaves them: each costs its own rollout, with a reason."""
+"""Traces of a broken or hostile environment. Each costs only its own rollout, with a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ JOB = Job("j", "g", "e", 0, 3, "r", "s")
 
 @pytest.fixture(scope="module")
 def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
-    """One question, one answer."""
+    """Return a conversation with one question and one answer."""
     config = extending_config("qwen3", {})
     model = write_tokenizer(tmp_path_factory.mktemp("qwen3"), config)
     engine = ScriptedEngine([sampled(create_renderer(load_tokenizer(str(model)), config), answering(0))], routed=True)
@@ -43,7 +43,7 @@ def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
 
 
 def trace(conversation: Conversation, **changes: Any) -> Any:
-    """Its trace with other fields, which are not looked at when an environment sets them."""
+    """Return its trace with other fields, which are not validated when an environment sets them."""
     copy = conversation.trace.model_copy(deep=True)
     for name, value in changes.items():
         object.__setattr__(copy, name, value)
@@ -51,7 +51,7 @@ def trace(conversation: Conversation, **changes: Any) -> Any:
 
 
 class Scored:
-    """What an environment may put in place of a reward."""
+    """A value in place of a reward."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -101,14 +101,14 @@ def test_whatever_an_environment_leaves_is_a_rollout_or_an_error(
         made = sequences(JOB, found, conversation.completions, 1.0, True)
     except MemoryError:
         raise
-    except Exception:  # as JobRunner has it: it is told with the job's result
+    except Exception:  # JobRunner handles these and sends them as the job's result
         return
     for each in made:
         is_a_rollout(Rollout.decode([bytes(part) for part in each.encode()]))
 
 
 def config(directory: Path, **more: Any) -> RolloutValidator:
-    """A model of 3 layers."""
+    """Return the config of a model with 3 layers."""
     about = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
     about |= {"num_hidden_layers": 3, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
     (directory / "config.json").write_text(json.dumps({**about, "num_experts_per_tok": 2, **more}))
@@ -116,7 +116,7 @@ def config(directory: Path, **more: Any) -> RolloutValidator:
 
 
 def test_tokens_whose_experts_repeat_are_unknown_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The first layer has no experts. A layer beyond the model's is that of a draft model."""
+    """The first layer has no experts. A layer beyond the model's belongs to a draft model."""
     plausible = config(tmp_path, mlp_only_layers=[0])
     routed = np.tile(np.array([0, 7], np.uint8), (6, 4, 1))
     routed[:, 0] = routed[:, 3] = 0

@@ -1,4 +1,4 @@
-"""Who owes an answer for how long: the core behind an engine's server. Clocks are set by hand."""
+"""The watchdog of the engine core behind an HTTP server. Clocks are set by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from primeslurm.base.unresponsive_timer import MAX_GAP_S
 from primeslurm.inference.auth import App
-from primeslurm.inference.engine_core_watchdog import QUESTION, SILENT_S
+from primeslurm.inference.engine_core_watchdog import PROBE_PATH, UNRESPONSIVE_S
 from primeslurm.inference.liveness_gate import LivenessGate
 from primeslurm.inference.version_gate import VersionGate
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUnresponsiveError
@@ -22,7 +22,7 @@ from primeslurm.wire.transport import secret
 
 
 class Engine:
-    """A server that answers all that does not need its core, which a test lets hang."""
+    """A server whose core a test can make hang. Only some routes need the core."""
 
     folder: Path
 
@@ -38,18 +38,18 @@ class Engine:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await receive()
-        self.questions += scope["path"] == QUESTION
-        if scope["path"] in (QUESTION, "/update_weights", "/inference/v1/generate"):
+        self.questions += scope["path"] == PROBE_PATH
+        if scope["path"] in (PROBE_PATH, "/update_weights", "/inference/v1/generate"):
             await self.core.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def look(self, seconds: int, step: float = 1.0, path: str = "/primeslurm/status") -> int:
-        """Have time pass with a look at each of its steps; returns the last status."""
+        """Check once per step while time passes, and return the last status."""
         status = 0
         for _ in range(seconds):
             self.now += step
-            for _ in range(10):  # requests within one process do not give others a turn
+            for _ in range(10):  # gives tasks in this process a chance to run
                 await asyncio.sleep(0)
             status = (await self.http.get(path)).status_code
         return status
@@ -68,7 +68,7 @@ async def test_a_core_that_hangs_closes_its_engine_until_it_answers(engine: Engi
     asked = engine.questions
     assert asked >= 30, "it is asked anew after each answer"
     engine.core.clear()
-    assert await engine.look(int(SILENT_S)) == 200
+    assert await engine.look(int(UNRESPONSIVE_S)) == 200
     assert await engine.look(5) == 504
     assert engine.questions <= asked + 2, "one question at a time: they would pile up in a core that hangs"
     for path, method in (("/health", "GET"), ("/inference/v1/generate", "POST"), ("/v1/models", "GET")):
@@ -83,11 +83,11 @@ async def test_a_core_that_hangs_closes_its_engine_until_it_answers(engine: Engi
 
 
 async def test_a_teacher_or_a_served_model_whose_core_hangs_is_left_out_and_named() -> None:
-    """Their agents ask `/health`; nobody tells them of policies."""
+    """Agents of such engines request `/health`, because these engines have no policy version."""
     engine = Engine(LivenessGate)
     assert await engine.look(60, path="/health") == 200 and engine.questions >= 30
     engine.core.clear()
-    assert await engine.look(int(SILENT_S), path="/health") == 200
+    assert await engine.look(int(UNRESPONSIVE_S), path="/health") == 200
     assert await engine.look(5, path="/health") == 504
     refused = await engine.http.post("/v1/completions")
     assert refused.status_code == 503 and "core has not answered" in refused.json()["error"]
@@ -97,22 +97,22 @@ async def test_a_teacher_or_a_served_model_whose_core_hangs_is_left_out_and_name
 
 
 async def test_a_core_that_compiles_is_not_silent(engine: Engine) -> None:
-    """DeepGEMM's kernels, for example, take minutes when an engine meets their shapes for the first time."""
+    """DeepGEMM's kernels, for example, take minutes to compile when an engine first needs their shapes."""
     engine.core.clear()
     with subprocess.Popen([shutil.copy("/bin/sleep", engine.folder / "ptxas"), "600"]) as compiler:
         assert await engine.look(300) == 200
         compiler.kill()
-    assert await engine.look(int(SILENT_S) + 2) == 504
+    assert await engine.look(int(UNRESPONSIVE_S) + 2) == 504
 
 
 async def test_a_core_that_loads_weights_owes_nothing_meanwhile(engine: Engine) -> None:
-    """Whoever has it do so has a limit for that."""
+    """The client of the update has its own time limit."""
     engine.core.clear()
     update = asyncio.create_task(engine.http.post("/update_weights", json={}))
     assert await engine.look(600) == 200
     update.cancel()
     await asyncio.gather(update, return_exceptions=True)
-    assert await engine.look(int(SILENT_S) + 2) == 504
+    assert await engine.look(int(UNRESPONSIVE_S) + 2) == 504
 
 
 async def test_a_server_that_stood_still_itself_blames_nobody(engine: Engine) -> None:
@@ -120,7 +120,7 @@ async def test_a_server_that_stood_still_itself_blames_nobody(engine: Engine) ->
     engine.core.clear()
     await engine.look(1)
     assert await engine.look(3, step=3600.0) == 200
-    assert engine.gate._core.silent_s <= 4 * MAX_GAP_S
+    assert engine.gate._core.unanswered_s <= 4 * MAX_GAP_S
 
 
 async def test_the_orchestrator_takes_it_for_silent_and_no_other_error_for_that(engine: Engine) -> None:
@@ -128,6 +128,6 @@ async def test_the_orchestrator_takes_it_for_silent_and_no_other_error_for_that(
     client._looking = engine.http
     assert (await client.status()).version == 0
     engine.core.clear()
-    await engine.look(int(SILENT_S) + 2)
+    await engine.look(int(UNRESPONSIVE_S) + 2)
     with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
         await client.status()

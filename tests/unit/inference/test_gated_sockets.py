@@ -1,4 +1,4 @@
-"""vLLM's sockets as the plugin has them made: contexts that vLLM ends, kinds that it uses, strangers at their ports."""
+"""vLLM's sockets with the plugin: contexts that vLLM ends, socket types that it uses, and strangers at the ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ with zmq.Context() as context, GatedContext(context, False).socket(zmq.DEALER) a
 
 @pytest.fixture
 def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    """As vLLM has them: it ends them with their sockets, and waits for it."""
+    """Yield a context that ends as vLLM ends it: with its sockets, waiting for them."""
     found = zmq.Context()
     yield found
     found.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""Stores that engines of one group meet in, as vLLM makes them."""
+"""Stores through which engines of one group find each other, as vLLM makes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def serve(port: int = 0, gate: socket.socket | None = None) -> GatedStore:
 
 @pytest.fixture(scope="module")
 def store() -> GatedStore:
-    """At a port that is free."""
+    """Yield a store at a free port."""
     return serve()
 
 
@@ -42,7 +42,7 @@ def test_other_processes_of_the_run_find_it_by_its_port(store: GatedStore) -> No
 
 
 def test_the_rank_that_serves_it_may_connect_anew(store: GatedStore) -> None:
-    """NCCL's groups clone the store that they are given."""
+    """NCCL's groups clone the store."""
     clone = store.clone()
     clone.set("cloned", "yes")
     assert store.get("cloned") == b"yes"
@@ -62,7 +62,7 @@ def test_its_gate_may_listen_already(store: GatedStore) -> None:
 
 
 def test_a_process_that_was_forked_has_a_way_of_its_own(store: GatedStore) -> None:
-    """Engine cores are, from servers that have made the first store."""
+    """Engine cores are forked from servers that have created a store already."""
     assert GatedStore(HOST, store.port, timeout=SOON).add("count", 1) == 1
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""When a router is started anew. Its keeper's clock is set by hand."""
+"""When the supervisor restarts its router. The clock is set by hand."""
 
 from __future__ import annotations
 
@@ -13,42 +13,38 @@ from primeslurm.records.journal import Journal
 
 
 @pytest.fixture(autouse=True)
-def secret_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A keeper takes the secret out of the environment, which other tests need."""
+def keep_secret_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor removes the secret from the environment, where other tests need it."""
     monkeypatch.setattr(supervisor.secret, "keep", lambda: None)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    now = [1000.0]
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now[0])
-    return now
+async def no_response(*_: object) -> None:
+    """Act as a router that does not answer."""
 
 
-async def silent(*_: object) -> None:
-    """A router that does not answer."""
-
-
-async def test_wrong_tokens_start_a_router_anew_now_and_then(
-    tmp_path: Path, clock: list[float], monkeypatch: pytest.MonkeyPatch
+async def test_router_restarts_at_intervals_after_many_invalid_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RouterSupervisor, "_ask", silent)
-    kept = RouterSupervisor([], Address("x", 1), Address("x", 2), Journal(tmp_path, "router-0"))
-    door = RouterHealthEndpoint("secret", silent, lambda: True)
-    assert not await kept._round(door)
-    door.refused_bytes = REMEMBERED_BYTES + 1
-    assert "wrong tokens" in await kept._round(door)
-    clock[0] += FORGET_AGAIN_S
-    assert not await kept._round(door)
-    clock[0] += 1
-    assert await kept._round(door)
+    now = 1000.0
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: now)
+    monkeypatch.setattr(RouterSupervisor, "_ask", no_response)
+    supervised = RouterSupervisor([], Address("x", 1), Address("x", 2), Journal(tmp_path, "router-0"))
+    endpoint = RouterHealthEndpoint("secret", no_response, lambda: True)
+    assert not await supervised._round(endpoint)
+    endpoint.refused_bytes = REMEMBERED_BYTES + 1
+    assert "invalid tokens" in await supervised._round(endpoint)
+    now += FORGET_AGAIN_S
+    assert not await supervised._round(endpoint)
+    now += 1
+    assert await supervised._round(endpoint)
 
 
-async def test_only_who_knows_the_path_has_tokens_judged() -> None:
-    door = RouterHealthEndpoint("secret", silent, lambda: True)
-    other = RouterHealthEndpoint("secret", silent, lambda: True)
-    for path in ("/key", "/key/", other.keys, door.keys + "/", door.keys[:-1], "/key/\xff"):
-        assert await door.status(path, b"Bearer secret") == 404 == await door.status(path, b"x" * 10**6)
-    assert door.refused_bytes == 0
-    assert await door.status(door.keys, b"Bearer secret") == 200
-    assert await door.status(door.keys, b"Bearer wrong") == 401 and door.refused_bytes > 0
+async def test_tokens_are_checked_only_at_the_secret_path() -> None:
+    endpoint = RouterHealthEndpoint("secret", no_response, lambda: True)
+    other = RouterHealthEndpoint("secret", no_response, lambda: True)
+    path = endpoint.token_path
+    for wrong in ("/key", "/key/", other.token_path, path + "/", path[:-1], "/key/\xff"):
+        assert await endpoint.status(wrong, b"Bearer secret") == 404 == await endpoint.status(wrong, b"x" * 10**6)
+    assert endpoint.refused_bytes == 0
+    assert await endpoint.status(path, b"Bearer secret") == 200
+    assert await endpoint.status(path, b"Bearer wrong") == 401 and endpoint.refused_bytes > 0

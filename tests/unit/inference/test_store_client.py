@@ -1,4 +1,4 @@
-"""Mooncake's client is started where it finds CUDA's libraries."""
+"""Mooncake's client is started with a path to CUDA's libraries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_libraries_of_nvidias_packages_come_behind_those_of_the_site(tmp_path: P
 
 @pytest.mark.parametrize("found", [True, False])
 def test_the_client_gets_words_and_library_path(found: bool, tmp_path: Path) -> None:
-    """With a package `mooncake` that shows what its client was given."""
+    """A fake package `mooncake` reports its arguments."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").touch()
     show = "import os, sys; print(*sys.argv[1:], os.environ['LD_LIBRARY_PATH'])"

@@ -1,4 +1,4 @@
-"""The gate as a pure ASGI middleware, around an application that answers as told."""
+"""The version gate, around an application with given responses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.wire.transport import secret
 
 
 class FakeEngineApp:
-    """Answers 200 to everything, but another status or an exception where a test says so."""
+    """Answers 200 to everything, unless a test sets another status or an exception."""
 
     def __init__(self) -> None:
         self.answers: dict[str, int | Exception] = {}
@@ -166,7 +166,7 @@ def test_a_gate_without_a_secret_does_not_open(app: FakeEngineApp, monkeypatch: 
 
 
 def generate(version: int | str, tokens: int = 2, first: bool = False) -> bytes:
-    """A rollout's request. Routers write the salt before the tokens, or after them."""
+    """Return a rollout's request. Routers write the salt before or after the tokens."""
     salt, rest = {"cache_salt": f"run-1.2:{version}"}, {"token_ids": [7] * tokens, "sampling_params": {}}
     return json.dumps({**salt, **rest} if first else {**rest, **salt}).encode()
 
@@ -182,7 +182,7 @@ async def test_an_engine_that_missed_an_update_closes_when_it_is_asked_for_a_new
     assert (await http.post(GENERATE, content=generate(3, first=first))).status_code == 200
     seen = len(app.seen)
     refused = await http.post(GENERATE, content=generate(4, tokens=300_000, first=first))
-    assert refused.status_code == 503 and "version 4 was asked for" in refused.json()["error"]
+    assert refused.status_code == 503 and "needs policy version 4" in refused.json()["error"]
     assert (await http.post(GENERATE, content=generate(3))).status_code == 503, "whoever asks"
     assert (await http.get("/health")).status_code == 503, "so that its router leaves it out"
     assert len(app.seen) == seen and (await status(http))["version"] == 3

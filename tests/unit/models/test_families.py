@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,11 @@ def install(directory: Path, *values: str) -> None:
 def test_the_module_of_a_family_has_its_name() -> None:
     folders = [path.parent.name for path in (ROOT / "primeslurm" / "models").glob("*/spec.py")]
     assert sorted(folders) == sorted(family.name for family in bundled()) and len(folders) > 10
+
+
+def test_specs_are_read_without_torch() -> None:
+    code = "import sys, primeslurm.models.catalog as c; c.catalog(); print({'torch', 'pydantic'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
 def test_no_two_families_have_a_model_type() -> None:

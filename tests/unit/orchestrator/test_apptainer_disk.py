@@ -84,7 +84,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 async def test_what_a_rollout_writes_is_held(image: Path, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("APPTAINER_USERNS", "1")
     monkeypatch.setenv("APPTAINER_NO_PRIVS", "1")  # root's has all capabilities, which root of some machines has not
-    containers.mark("tasks-0", limits=Limits.model_validate({"disk_gb": 0.05, "network": network}))
+    containers.patch_runtimes("tasks-0", limits=Limits.model_validate({"disk_gb": 0.05, "network": network}))
     async with provision_runtime(ApptainerConfig(image=str(image))) as runtime:
         given = await runtime.run(["sh", "-c", "cat deep/given && echo mine >deep/given && cat deep/given"], {})
         assert given.stdout == "of the imagemine\n", given.stderr
@@ -106,8 +106,8 @@ async def test_an_instance_gets_a_disk_with_what_its_image_has_there(
     (tmp_path / "image/app").mkdir(parents=True)
     (tmp_path / "image/app/given").write_text("of the image")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    containers.mark("tasks-0", limits=Limits(disk_gb=0.05))
-    monkeypatch.setattr(disk.OwnDisk, "_image", lambda self: _told(str(tmp_path / "image")))
+    containers.patch_runtimes("tasks-0", limits=Limits(disk_gb=0.05))
+    monkeypatch.setattr(disk.FixedSizeDisk, "_image", lambda self: _told(str(tmp_path / "image")))
     async with provision_runtime(ApptainerConfig()):
         asked = (tmp_path / "apptainer.asked").read_text()
     made = tmp_path / "apptainer.disk"

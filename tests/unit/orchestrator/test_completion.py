@@ -1,4 +1,4 @@
-"""When an orchestrator ends."""
+"""The end of an orchestrator."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from primeslurm.wire.stored import checkpoints
 from tests.support.scripted_run import Run, publish_addresses
 
 
-async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(tmp_path: Path) -> None:
-    """However long it takes from the file COMMITTED to the announcement."""
+async def test_orchestrator_waits_for_the_report_of_the_last_commit(tmp_path: Path) -> None:
+    """The trainer may take long from the file COMMITTED to its report."""
     model = write_tokenizer(tmp_path / "model")
     with FakeEngine(model) as engine:
         engine.version = 1

@@ -1,4 +1,4 @@
-"""How many rollouts a replica gets: what its engines say, and what becomes of shares when engines are slow or gone."""
+"""Adaptive concurrency: limits of replicas by the metrics of their engines, also when engines are slow or lost."""
 
 from __future__ import annotations
 
@@ -6,91 +6,112 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from benchmarks.concurrency import COLD_S, LOOK_S, WINDOW_S, WORKLOADS, World
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
-from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.dispatch.replica_share import FLOOR_PER_ENGINE, GROWTH, START_PER_ENGINE
+from primeslurm.orchestrator.dispatch.concurrency import (
+    CALM_S,
+    COOLING_S,
+    FLOOR_PER_ENGINE,
+    GROWTH,
+    HEADROOM,
+    HEADROOM_STEP,
+    MAX_HEADROOM,
+    MAX_KV,
+    MIN_KV,
+    SETTLED,
+    START_PER_ENGINE,
+    YOUNG,
+    Concurrency,
+    Headroom,
+    KvOccupancy,
+)
 from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.engine_metrics import COUNTERS, GAUGES, Sample
+from primeslurm.records.state import ReplicaLoad
 
 ROUTERS = ["router-0", "router-1"]
 
 
 class Engines:
-    """Engines that say what they are told to, looked at every five seconds."""
+    """Engines with given metrics, observed every five seconds."""
 
     def __init__(self, *names: str, bound: int = 10_000) -> None:
         self.now = 0.0
         routers = sorted({f"router-{name.split('-')[1][1:]}" for name in names})
-        self.made = Concurrency(routers, names, bound, clock=lambda: self.now)
+        self.controller = Concurrency(routers, names, bound, clock=lambda: self.now)
         self.samples: dict[str, Sample] = {name: dict.fromkeys((*GAUGES, *COUNTERS), 0.0) for name in names}
         self.inflight: dict[str, int] = {}
-        self.beside: dict[str, int] = {}
+        self.evaluating: dict[str, int] = {}
         self.ended: Counter[str] = Counter()
-        self.look()
+        self.observe()
 
-    def look(self) -> None:
+    @property
+    def slots(self) -> dict[str, int]:
+        return self.controller.slots
+
+    @property
+    def report(self) -> dict[str, ReplicaLoad]:
+        return self.controller.report
+
+    def observe(self) -> None:
         samples = {name: dict(sample) for name, sample in self.samples.items()}
-        self.made.look(samples, self.inflight, self.ended, self.beside)
+        self.controller.observe(samples, self.inflight, self.ended, self.evaluating)
 
-    def run(self, seconds: float, kv_each: float = 0.001, ended: int = 100, **more: float) -> None:
-        """Have every share used, by rollouts that each hold so much of an engine's KV.
+    def run(self, seconds: float, kv_each: float = 0.001, ended: int = 100, **metrics: float) -> None:
+        """Use every slot, with rollouts that hold `kv_each` of a cache. Between two looks `ended` of them end.
 
-        Args:
-            seconds: for so long.
-            kv_each: share of an engine's cache that a rollout holds.
-            ended: rollouts that end between two looks.
-            more: gauges as they are, counters as they grow between two looks.
+        Other metrics are values of gauges, and growth of counters between two looks.
         """
         for _ in range(round(seconds / 5)):
             self.now += 5
-            self.inflight = dict(self.made.shares)
+            self.inflight = dict(self.slots)
             for name, sample in self.samples.items():
                 router = f"router-{name.split('-')[1][1:]}"
-                mine = [other for other in self.samples if other.split("-")[1] == name.split("-")[1]]
-                sampling = [other for other in mine if not other.startswith("prefill")]
+                of_replica = [other for other in self.samples if other.split("-")[1] == name.split("-")[1]]
+                sampling = [other for other in of_replica if not other.startswith("prefill")]
                 sample["running"] = self.inflight.get(router, 0) / max(1, len(sampling))
                 sample["kv_usage"] = min(1.0, sample["running"] * kv_each)
-                sample["generated"] += more.get("generated", 1000)
-                sample["computed"] += more.get("computed", 100)
-                sample["preemptions"] += more.get("preemptions", 0)
+                sample["generated"] += metrics.get("generated", 1000)
+                sample["computed"] += metrics.get("computed", 100)
+                sample["preemptions"] += metrics.get("preemptions", 0)
                 at_prefill = name.startswith("prefill")
-                sample["waiting"] = more.get("prefill_waiting" if at_prefill else "waiting", 0)
-                sample["waiting_deferred"] = 0 if at_prefill else more.get("deferred", 0)
+                sample["waiting"] = metrics.get("prefill_waiting" if at_prefill else "waiting", 0)
+                sample["waiting_deferred"] = 0 if at_prefill else metrics.get("deferred", 0)
                 self.ended[router] += ended
-            self.look()
+            self.observe()
 
     def sample_only(self, seconds: float, generated: Callable[[str], float]) -> None:
-        """Have every share used, and so many tokens sampled between two looks, by engine. Nothing else changes."""
+        """Use every slot; `generated` returns the tokens of an engine between two looks. Nothing else changes."""
         for _ in range(round(seconds / 5)):
             self.now += 5
-            self.inflight = dict(self.made.shares)
+            self.inflight = dict(self.slots)
             for name, sample in self.samples.items():
                 sample["generated"] += generated(name)
-            self.look()
+            self.observe()
 
 
 NAMES = ["engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0"]
 BEGIN = {"router-0": 2 * START_PER_ENGINE, "router-1": START_PER_ENGINE}
 
 
-def test_a_replica_that_nobody_has_seen_has_what_engines_begin_with() -> None:
+def test_unseen_replica_has_the_initial_limit() -> None:
     engines = Engines(*NAMES)
     late = {name: engines.samples.pop(name) for name in NAMES if "r1" in name}
-    made = Concurrency(ROUTERS, NAMES, 10_000)
-    assert made.shares == BEGIN and made.report == {}, "dispatch begins before the first look"
-    made.look(engines.samples, {}, {})
-    assert made.shares == BEGIN and set(made.report) == {"0"}, "one of them is late"
-    made.look(late, {}, {})
-    assert made.shares == BEGIN | {"router-0": 0}
+    controller = Concurrency(ROUTERS, NAMES, 10_000)
+    assert controller.slots == BEGIN and controller.report == {}, "dispatch starts before the first look"
+    controller.observe(engines.samples, {}, {})
+    assert controller.slots == BEGIN and set(controller.report) == {"0"}, "one engine is late"
+    controller.observe(late, {}, {})
+    assert controller.slots == BEGIN | {"router-0": 0}
 
 
-def test_the_first_rollouts_are_spread_over_replicas_that_are_late() -> None:
+def test_first_rollouts_are_spread_over_late_replicas() -> None:
     engines = Engines(*NAMES)
-    made = dispatcher(Concurrency(ROUTERS, NAMES, 10_000).shares, max_inflight=512)
+    made = dispatcher(Concurrency(ROUTERS, NAMES, 10_000).slots, max_inflight=512)
 
     def fill() -> dict[str, int]:
         while made.next_job({"e"}):
@@ -104,138 +125,138 @@ def test_the_first_rollouts_are_spread_over_replicas_that_are_late() -> None:
     for _ in range(120):
         for sample in engines.samples.values():
             sample |= {"running": 16, "kv_usage": 0.01, "generated": sample["generated"] + 1000}
-        concurrency.look(engines.samples, made.replicas.load, {})
-        made.replicas.shares = concurrency.shares
+        concurrency.observe(engines.samples, made.replicas.load, {})
+        made.replicas.limits = concurrency.slots
         fill()
-    assert made.replicas.load["router-1"] == BEGIN["router-1"], "it has not answered yet"
+    assert made.replicas.load["router-1"] == BEGIN["router-1"], "the replica has not answered yet"
     assert made.replicas.load["router-0"] > BEGIN["router-0"]
-    concurrency.look(engines.samples | late, made.replicas.load, {})
-    assert concurrency.shares["router-1"] == BEGIN["router-1"]
+    concurrency.observe(engines.samples | late, made.replicas.load, {})
+    assert concurrency.slots["router-1"] == BEGIN["router-1"]
 
 
-def test_nothing_is_bound_where_rollouts_run_and_no_engine_says_what_it_does() -> None:
+def test_replicas_have_no_limit_without_metrics() -> None:
     times = iter(range(0, 10_000, 5))
-    made = Concurrency(ROUTERS, NAMES, 10_000, clock=lambda: next(times))
+    controller = Concurrency(ROUTERS, NAMES, 10_000, clock=lambda: next(times))
     for _ in range(120):
-        made.look({}, {}, {})
-    assert made.shares == BEGIN, "nobody has asked them for anything"
+        controller.observe({}, {}, {})
+    assert controller.slots == BEGIN, "no rollout runs yet"
     looks = 0
-    while made.shares:
-        made.look({}, {"router-0": 1}, {})
+    while controller.slots:
+        controller.observe({}, {"router-0": 1}, {})
         looks += 1
     assert looks == 60 / 5 + 1
-    made.look({name: {} for name in NAMES}, {"router-0": 500}, {})
-    assert made.shares == BEGIN
+    controller.observe({name: {} for name in NAMES}, {"router-0": 500}, {})
+    assert controller.slots == BEGIN
 
 
-def test_a_share_grows_until_the_cache_is_used() -> None:
+def test_limit_grows_until_the_cache_is_full() -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
-    assert engines.made.shares == dict.fromkeys(ROUTERS, START_PER_ENGINE)
+    assert engines.slots == dict.fromkeys(ROUTERS, START_PER_ENGINE)
     engines.run(300, kv_each=0.01)
-    for share in engines.made.report.values():
-        assert 85 <= share.places <= 100 and share.limit == "kv"
+    for load in engines.report.values():
+        assert 85 <= load.places <= 100 and load.limit == "kv"
 
 
-def test_a_share_grows_slowly_while_all_rollouts_are_young() -> None:
+def test_limit_grows_slowly_while_all_rollouts_are_young() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300, kv_each=0.01, ended=0)
-    assert 24 <= engines.made.shares["router-0"] <= 30, "less than a third of the cache: what runs will grow"
+    assert 24 <= engines.slots["router-0"] <= 30, "less than a third of the cache, because rollouts will grow"
 
 
-def test_preemptions_leave_more_of_the_cache_free() -> None:
+def test_preemptions_enlarge_the_headroom_for_a_while() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300, kv_each=0.01)
-    before = engines.made.shares["router-0"]
+    before = engines.slots["router-0"]
     engines.run(300, kv_each=0.01, preemptions=20)
-    assert engines.made.shares["router-0"] < 0.96 * before
-    assert engines.made.report["0"].limit == "preemption"
+    assert engines.slots["router-0"] < 0.96 * before
+    assert engines.report["0"].limit == "preemption"
     engines.run(1800, kv_each=0.01)
-    assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.02)
+    assert engines.slots["router-0"] == pytest.approx(before, rel=0.02)
 
 
-def test_what_waits_at_engines_that_have_room_for_it_is_not_needed() -> None:
+def test_queue_beside_a_free_cache_lowers_the_limit() -> None:
     engines = Engines("engine-r0-0")
     engines.run(60)
-    before = engines.made.shares["router-0"]
+    before = engines.slots["router-0"]
     engines.run(10, waiting=before / 2)
-    assert engines.made.shares["router-0"] < 0.7 * before and engines.made.report["0"].limit == "queue"
+    assert engines.slots["router-0"] < 0.7 * before and engines.report["0"].limit == "queue"
 
 
-def test_what_waits_for_room_in_the_cache_fits_on_average() -> None:
+def test_queue_for_a_full_cache_does_not_lower_the_limit() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300)
-    before = engines.made.shares["router-0"]
+    before = engines.slots["router-0"]
     engines.run(60, waiting=before / 4)
-    assert engines.made.shares["router-0"] >= 0.95 * before
+    assert engines.slots["router-0"] >= 0.95 * before
 
 
-def test_too_little_prefill_is_told_apart_from_too_many_rollouts() -> None:
+def test_prefill_limit_differs_from_kv_limit() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(60)
     engines.run(10, prefill_waiting=300, deferred=50, waiting=50)
-    assert engines.made.report["0"].limit == "prefill"
+    assert engines.report["0"].limit == "prefill"
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(300, kv_each=0.01)
-    assert engines.made.report["0"].limit == "kv"
+    assert engines.report["0"].limit == "kv"
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(100, kv_each=0.0001, deferred=1000, waiting=1000)
-    assert engines.made.report["0"].limit == "growing", "waiting for KV from a prefill engine is no queue"
+    assert engines.report["0"].limit == "growing", "requests that wait for KV from a prefill engine are no queue"
 
 
-def test_as_many_prompts_may_wait_for_prefill_as_requests_sample() -> None:
+def test_one_prompt_per_sampling_request_may_wait_for_prefill() -> None:
     engines = Engines("prefill-r0-0", "decode-r0-0")
     engines.run(60)
-    before = engines.made.shares["router-0"]
+    before = engines.slots["router-0"]
     engines.run(10, prefill_waiting=0.9 * before)
-    assert engines.made.report["0"].limit == "growing" and engines.made.shares["router-0"] > before
+    assert engines.report["0"].limit == "growing" and engines.slots["router-0"] > before
     engines.run(10, prefill_waiting=2.5 * before)
-    assert engines.made.report["0"].limit == "prefill" and engines.made.shares["router-0"] < before
+    assert engines.report["0"].limit == "prefill" and engines.slots["router-0"] < before
 
 
-def test_a_place_that_was_left_just_now_does_not_keep_a_small_share_from_growing() -> None:
+def test_slot_that_was_just_freed_does_not_stop_growth() -> None:
     engines = Engines("engine-r0-0")
     (sample,) = engines.samples.values()
 
     def use(left: int) -> int:
         for _ in range(6):
             engines.now += 5
-            engines.inflight = {"router-0": engines.made.shares["router-0"] - left}
+            engines.inflight = {"router-0": engines.slots["router-0"] - left}
             sample["running"], sample["generated"] = engines.inflight["router-0"], sample["generated"] + 1000
             sample["kv_usage"] = 0.001 * sample["running"]
-            engines.look()
-        return engines.made.shares["router-0"]
+            engines.observe()
+        return engines.slots["router-0"]
 
-    assert use(4) == START_PER_ENGINE and engines.made.report["0"].limit == "demand"
-    assert use(2) > START_PER_ENGINE and engines.made.report["0"].limit == "growing"
+    assert use(4) == START_PER_ENGINE and engines.report["0"].limit == "demand"
+    assert use(2) > START_PER_ENGINE and engines.report["0"].limit == "growing"
 
 
-def test_prompts_that_are_computed_anew_cost_places() -> None:
+def test_recomputed_prompts_lower_the_limit() -> None:
     engines = Engines("engine-r0-0")
 
     def turn(seconds: float, computed: float) -> None:
-        for _ in range(round(seconds / 5)):  # three of four rollouts are at their tools
+        for _ in range(round(seconds / 5)):  # three of four rollouts wait for a tool
             engines.now += 5
-            engines.inflight = dict(engines.made.shares)
+            engines.inflight = dict(engines.slots)
             sample = engines.samples["engine-r0-0"]
             sample["running"] = engines.inflight["router-0"] / 4
             sample["kv_usage"] = min(1.0, sample["running"] * 0.01)
             sample["generated"] += 1000
             sample["computed"] += computed
             engines.ended["router-0"] += 100
-            engines.look()
+            engines.observe()
 
     turn(300, 1000)
-    before = engines.made.shares["router-0"]
-    assert 95 <= before <= 110, "also those at their tools need their KV"
-    assert engines.made.report["0"].limit == "cache"
+    before = engines.slots["router-0"]
+    assert 95 <= before <= 110, "rollouts that wait for a tool also hold KV"
+    assert engines.report["0"].limit == "cache"
     turn(600, 9000)
-    assert engines.made.shares["router-0"] <= 0.8 * before
+    assert engines.slots["router-0"] <= 0.8 * before
     turn(1200, 1000)
-    assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.1)
+    assert engines.slots["router-0"] == pytest.approx(before, rel=0.1)
 
 
 @pytest.mark.parametrize("draw", [0, 1])
-def test_agents_at_their_tools_are_not_by_turns_too_many_and_too_few(draw: int) -> None:
+def test_limit_does_not_oscillate_with_agents_at_their_tools(draw: int) -> None:
     agents = next(workload for workload in WORKLOADS if workload.turns == 30)
     world = World(agents, None, draw)
     world.run(agents.steady_s + LOOK_S)
@@ -244,8 +265,8 @@ def test_agents_at_their_tools_are_not_by_turns_too_many_and_too_few(draw: int) 
     assert worst >= 0.9 * world.rate(COLD_S, agents.steady_s), "tokens a second, in the worst five minutes"
 
 
-def test_long_tools_do_not_leave_engines_with_few_requests() -> None:
-    """Tools of 40 s: the cache holds so few rollouts that an engine samples for three at a time."""
+def test_long_tool_calls_allow_more_rollouts_than_fit_the_cache() -> None:
+    """With tool calls of 40 s, the rollouts in the cache keep only three requests running."""
     world = World(next(workload for workload in WORKLOADS if workload.tool_s == 40), None)
     world.run(1800 + LOOK_S)
     at_first, at_last = world.rate(300, 600), world.rate(1500, 1800)
@@ -253,102 +274,102 @@ def test_long_tools_do_not_leave_engines_with_few_requests() -> None:
 
 
 @pytest.mark.parametrize(("for_each", "limit"), [(4.0, "cache"), (1.2, "kv")])
-def test_an_evaluation_on_the_same_engines_leaves_training_its_share(for_each: float, limit: str) -> None:
-    """It comes on top: its requests, KV, preemptions and prompts are in what engines show, and are not training's."""
+def test_evaluation_on_the_same_engines_does_not_change_the_limit(for_each: float, limit: str) -> None:
+    """The engines' metrics include the evaluation, which runs on top of training."""
     engines = Engines("engine-r0-0", "engine-r1-0")
 
     def turn(seconds: float, evaluated: int = 0) -> None:
-        for _ in range(round(seconds / 5)):  # of so many rollouts one has a request that runs
+        for _ in range(round(seconds / 5)):  # one of `for_each` rollouts has a running request
             engines.now += 5
-            engines.inflight = dict(engines.made.shares)
-            engines.beside = {"router-0": evaluated}
+            engines.inflight = dict(engines.slots)
+            engines.evaluating = {"router-0": evaluated}
             for router, sample in zip(ROUTERS, engines.samples.values(), strict=True):
-                together = engines.inflight[router] + engines.beside.get(router, 0)
+                together = engines.inflight[router] + engines.evaluating.get(router, 0)
                 sample["running"] = min(98.0, together / for_each)
                 sample["waiting"] = together / for_each - sample["running"]
                 sample["kv_usage"] = sample["running"] * 0.01
                 sample["generated"] += 10 * together
-                sample["computed"] += 100 * together if engines.beside.get(router) else 10 * together
-                sample["preemptions"] += 5 if engines.beside.get(router) else 0
+                sample["computed"] += 100 * together if engines.evaluating.get(router) else 10 * together
+                sample["preemptions"] += 5 if engines.evaluating.get(router) else 0
                 engines.ended[router] += 100
-            engines.look()
+            engines.observe()
 
     turn(600)
-    before = dict(engines.made.shares)
-    assert engines.made.report["0"].limit == limit
+    before = dict(engines.slots)
+    assert engines.report["0"].limit == limit
     for seconds in (60, 540):
         turn(seconds, evaluated=50)
-        assert engines.made.shares["router-0"] == pytest.approx(before["router-0"], rel=0.05)
+        assert engines.slots["router-0"] == pytest.approx(before["router-0"], rel=0.05)
     turn(300)
-    assert engines.made.shares == pytest.approx(before, rel=0.05), "nothing was learned from it"
+    assert engines.slots == pytest.approx(before, rel=0.05), "it changed nothing"
 
 
-def test_prompts_that_are_new_cost_no_places_while_the_cache_is_empty() -> None:
+def test_new_prompts_do_not_lower_the_limit_of_an_empty_cache() -> None:
     engines = Engines("engine-r0-0", bound=40)
-    for look in range(120):  # short answers on engines that mostly wait: some looks see no prompt at all, others many
+    for look in range(120):  # some looks see no prompt, others many
         engines.now += 5
-        engines.inflight = {"router-0": min(40, engines.made.shares["router-0"])}
+        engines.inflight = {"router-0": min(40, engines.slots["router-0"])}
         sample = engines.samples["engine-r0-0"]
         sample["running"], sample["kv_usage"] = 4.0, 0.01
         sample["generated"] += 30
         sample["computed"] += 0 if look % 20 < 14 else 900
         engines.ended["router-0"] += 3
-        engines.look()
-    assert engines.made.shares["router-0"] >= 40
+        engines.observe()
+    assert engines.slots["router-0"] >= 40
 
 
-def test_a_lost_engine_s_share_is_gone_at_once_and_comes_back_with_it() -> None:
+def test_limit_of_a_lost_engine_is_removed_and_restored() -> None:
     engines = Engines("engine-r0-0", "engine-r0-1", "engine-r1-0")
     engines.run(300, kv_each=0.01)
-    before = dict(engines.made.shares)
+    before = dict(engines.slots)
     gone = engines.samples.pop("engine-r0-1")
-    engines.look()
-    assert engines.made.shares["router-0"] == before["router-0"] // 2
-    assert engines.made.shares["router-1"] == before["router-1"]
+    engines.observe()
+    assert engines.slots["router-0"] == before["router-0"] // 2
+    assert engines.slots["router-1"] == before["router-1"]
     engines.samples["engine-r0-1"] = gone
-    engines.look()
-    assert engines.made.shares["router-0"] == pytest.approx(before["router-0"], abs=1), "it only was late"
+    engines.observe()
+    assert engines.slots["router-0"] == pytest.approx(before["router-0"], abs=1), "the engine was only late"
     lone = engines.samples.pop("engine-r1-0")
-    engines.look()
-    assert engines.made.report["1"].limit == "lost" and engines.made.shares["router-1"] == 0
+    engines.observe()
+    assert engines.report["1"].limit == "lost" and engines.slots["router-1"] == 0
     engines.samples["engine-r1-0"] = dict.fromkeys(lone, 0.0)
-    engines.look()
-    assert engines.made.shares["router-1"] == START_PER_ENGINE, "it was restarted, and holds nothing"
+    engines.observe()
+    assert engines.slots["router-1"] == START_PER_ENGINE, "a restarted engine has an empty cache"
     engines.run(60, kv_each=0.01)
-    assert engines.made.shares["router-1"] >= 0.9 * before["router-1"], "what fits is known from before"
+    assert engines.slots["router-1"] >= 0.9 * before["router-1"], "the size of a rollout is known"
 
 
-def test_an_engine_that_was_restarted_between_two_looks_begins_anew() -> None:
+def test_engine_restarted_between_two_looks_has_the_initial_limit() -> None:
     engines = Engines("engine-r0-0")
     engines.run(300)
-    assert engines.made.shares["router-0"] > 10 * START_PER_ENGINE
+    assert engines.slots["router-0"] > 10 * START_PER_ENGINE
     engines.samples["engine-r0-0"] = dict.fromkeys(engines.samples["engine-r0-0"], 0.0)
-    engines.look()
-    assert engines.made.shares["router-0"] == START_PER_ENGINE
+    engines.observe()
+    assert engines.slots["router-0"] == START_PER_ENGINE
 
 
-def test_a_slow_replica_loses_its_share_until_it_is_well() -> None:
+def test_slow_replica_is_limited_until_it_recovers() -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
     engines.run(300, kv_each=0.01)
-    before = dict(engines.made.shares)
+    before = dict(engines.slots)
 
     def run(seconds: float, slow: float) -> None:
         engines.sample_only(seconds, lambda name: slow if name == "engine-r1-0" else 1000)
 
     run(90, 100)
-    assert engines.made.report["1"].limit == "slow"
-    assert engines.made.shares["router-1"] < before["router-1"] / 2
-    assert engines.made.shares["router-0"] >= 0.9 * before["router-0"]
+    assert engines.report["1"].limit == "slow"
+    assert engines.slots["router-1"] < before["router-1"] / 2
+    assert engines.slots["router-0"] >= 0.9 * before["router-0"]
     run(120, 1000)
-    assert engines.made.report["1"].limit != "slow"
-    assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
+    assert engines.report["1"].limit != "slow"
+    assert engines.slots["router-1"] >= 0.9 * before["router-1"]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_replica_that_gave_nothing_for_minutes_is_tried_again(restarted: bool) -> None:
+def test_replica_without_tokens_for_minutes_is_tried_again(restarted: bool) -> None:
     engines = Engines("engine-r0-0", "engine-r1-0")
     engines.run(300, kv_each=0.01)
-    before = dict(engines.made.shares)
+    before = dict(engines.slots)
 
     def run(seconds: float, each: float) -> None:
         def generated(name: str) -> float:
@@ -357,31 +378,31 @@ def test_a_replica_that_gave_nothing_for_minutes_is_tried_again(restarted: bool)
         engines.sample_only(seconds, generated)
 
     run(600, 0)
-    assert engines.made.report["1"].limit == "slow" and engines.made.shares["router-1"] == 1
+    assert engines.report["1"].limit == "slow" and engines.slots["router-1"] == 1
     if restarted:
         engines.samples["engine-r1-0"] = dict.fromkeys(engines.samples["engine-r1-0"], 0.0)
-        engines.look()
-        assert engines.made.shares["router-1"] == START_PER_ENGINE, "what the engine before it was says nothing"
+        engines.observe()
+        assert engines.slots["router-1"] == START_PER_ENGINE, "the speed of the old engine does not count"
         for _ in range(6):
             run(5, 1)
-            assert engines.made.report["1"].limit != "slow", "nor is it slow while little is known of it"
+            assert engines.report["1"].limit != "slow", "a new engine is not slow"
     else:
         run(90, 1)
-        assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
+        assert engines.slots["router-1"] >= 0.9 * before["router-1"]
 
 
-def test_the_bound_is_named_when_it_is_what_binds() -> None:
+def test_max_inflight_is_reported_as_the_limit() -> None:
     engines = Engines("engine-r0-0", bound=START_PER_ENGINE)
     engines.run(10)
     engines.inflight = {"router-0": START_PER_ENGINE}
-    engines.look()
-    assert engines.made.report["0"].limit == "bound"
-    engines.made.drop("router-0")
-    assert engines.made.shares == {}
+    engines.observe()
+    assert engines.report["0"].limit == "bound"
+    engines.controller.drop("router-0")
+    assert engines.slots == {}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
+def test_limits_stay_in_bounds_for_any_metrics(seed: int) -> None:
     source = random.Random(seed)
     engines = Engines("engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0")
     names, most = list(engines.samples), 0
@@ -400,26 +421,26 @@ def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
                 engines.samples[victim] = dict.fromkeys((*GAUGES, *COUNTERS), 0.0)
             case 2:
                 engines.samples.setdefault(victim, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
-        before = engines.made.shares
+        before = engines.slots
         most = max(most, *before.values(), 0)
-        engines.inflight = {router: source.randrange(share + 2) for router, share in before.items()}
+        engines.inflight = {router: source.randrange(limit + 2) for router, limit in before.items()}
         engines.ended["router-0"] += source.randrange(5)
-        engines.look()
-        for replica, share in engines.made.report.items():
+        engines.observe()
+        for replica, load in engines.report.items():
             answering = sum(f"-r{replica}-" in name and not name.startswith("prefill") for name in engines.samples)
-            if share.limit != "slow":
-                assert share.places >= min(FLOOR_PER_ENGINE * answering, 1)
-            assert share.places <= (GROWTH * most + START_PER_ENGINE * answering if answering else 0)
+            if load.limit != "slow":
+                assert load.places >= min(FLOOR_PER_ENGINE * answering, 1)
+            assert load.places <= (GROWTH * most + START_PER_ENGINE * answering if answering else 0)
 
 
-def dispatcher(shares: dict[str, int], max_inflight: int = 64) -> Dispatcher:
+def dispatcher(slots: dict[str, int], max_inflight: int = 64) -> Dispatcher:
     made = Dispatcher(DispatchLimits({"e": 4}, max_inflight, max_inflight, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i")
     made.version = 0
-    made.replicas.shares = shares
+    made.replicas.limits = slots
     return made
 
 
-def test_rollouts_go_to_the_replica_with_room() -> None:
+def test_rollouts_go_to_the_replica_with_free_slots() -> None:
     made = dispatcher({"router-0": 2, "router-1": 20})
     jobs = []
     while job := made.next_job({"e"}):
@@ -430,72 +451,123 @@ def test_rollouts_go_to_the_replica_with_room() -> None:
     assert made.next_job({"e"}) is not None and made.next_job({"e"}) is None
     assert made.drop_router("router-0")
     assert made.next_job({"e"}) is None, "the other one is full"
-    made.replicas.shares = {"router-1": 22}
+    made.replicas.limits = {"router-1": 22}
     again = [made.next_job({"e"}), made.next_job({"e"})]
     assert all(job is not None and job.router == "router-1" for job in again)
     assert made.counts["dispatched"] == made.inflight + made.counts["lost"]
 
 
-def test_rollouts_of_a_group_share_a_replica_if_it_has_room() -> None:
+def test_rollouts_of_a_group_share_a_replica() -> None:
     made = dispatcher({"router-0": 12, "router-1": 12})
     routers: dict[str, set[str]] = {}
     while job := made.next_job({"e"}):
         routers.setdefault(job.group, set()).add(job.router)
-    assert len(routers) == 6 and all(len(found) == 1 for found in routers.values())
+    assert len(routers) == 6 and all(len(of_group) == 1 for of_group in routers.values())
 
 
-def test_a_group_waits_for_its_replica_but_not_for_long() -> None:
-    """Its prompt is in the cache there: elsewhere it would be held twice."""
+def test_group_waits_for_its_replica_only_for_a_while() -> None:
+    """The replica's cache holds the prompt; another one would hold it twice."""
     made = dispatcher({"router-0": 5, "router-1": 5})
     jobs = {}
     while job := made.next_job({"e"}):
         jobs[job.id] = job
     home = {job.group: job.router for job in list(jobs.values())[:8]}
-    assert sorted(home.values()) == ROUTERS, "each has a group, and the beginning of another"
+    assert sorted(home.values()) == ROUTERS, "each replica has one group, and the start of another"
 
     def ends(router: str) -> Job:
         name = next(name for name, job in jobs.items() if job.router == router)
         del jobs[name]
-        if whole := made.finished(name, ()):
-            made.rejected(whole, "counted")
+        if group := made.finished(name, ()):
+            made.rejected(group, "counted")
         job = made.next_job({"e"})
         assert job is not None
         jobs[job.id] = job
         return job
 
-    begun = {job.router: job.group for job in jobs.values()}
+    started = {job.router: job.group for job in jobs.values()}
     for router in ("router-1", "router-0", "router-1", "router-0"):
         job = ends(router)
-        assert (job.group, job.router) == (begun[router], router)
-    made.replicas.shares = {"router-0": 0, "router-1": 10}
-    waiting = begun["router-0"]
+        assert (job.group, job.router) == (started[router], router)
+    made.replicas.limits = {"router-0": 0, "router-1": 10}
+    waiting = started["router-0"]
     groups = [ends("router-1").group for _ in range(24)]
-    assert waiting in groups, "a replica without room does not keep its groups"
+    assert waiting in groups, "a full replica does not hold back its groups"
 
 
-def test_places_count_what_ended() -> None:
-    places = ReplicaSlots(ROUTERS)
-    assert places.begin("a", "router-0") == "router-0" and places.least_loaded() == "router-1"
-    places.end("a")
-    assert places.ended == {"router-0": 1} and places.load == {"router-0": 0, "router-1": 0}
+def test_slots_count_ended_rollouts() -> None:
+    slots = ReplicaSlots(ROUTERS)
+    assert slots.assign("a", "router-0") == "router-0" and slots.least_loaded() == "router-1"
+    slots.release("a")
+    assert slots.ended == {"router-0": 1} and slots.load == {"router-0": 0, "router-1": 0}
 
 
-def test_a_share_grows_where_rollouts_are_at_their_tools_nearly_all_the_time() -> None:
-    """Sixteen rollouts that ask for a second in a minute keep a quarter of a request running: engines have room."""
+def test_limit_grows_while_nearly_all_rollouts_wait_for_tools() -> None:
+    """Sixteen rollouts that sample one second per minute keep a quarter of a request running."""
     engines = Engines("engine-r0-0", "prefill-r1-0", "decode-r1-0")
 
-    def asked(seconds: float, generated: float, prefill_waiting: float = 0.0) -> None:
+    def run(seconds: float, generated: float, prefill_waiting: float = 0.0) -> None:
         for _ in range(round(seconds / 5)):
             engines.now += 5
-            engines.inflight = dict(engines.made.shares)
+            engines.inflight = dict(engines.slots)
             for name, sample in engines.samples.items():
                 sample["running"] = 0.25 if not name.startswith("prefill") else 0.0
                 sample["waiting"] = prefill_waiting if name.startswith("prefill") else 0.0
                 sample["generated"] += generated if sample["running"] else 0
-            engines.look()
+            engines.observe()
 
-    asked(60, generated=0)
-    assert set(engines.made.shares.values()) == {START_PER_ENGINE}, "nothing is sampled: it is not the number"
-    asked(60, generated=100, prefill_waiting=20)
-    assert engines.made.shares["router-0"] >= START_PER_ENGINE * GROWTH**4
-    assert engines.made.shares["router-1"] == START_PER_ENGINE, "prompts wait: more of them would wait, too"
+    run(60, generated=0)
+    assert set(engines.slots.values()) == {START_PER_ENGINE}, (
+        "without tokens, the number of rollouts is not the problem"
+    )
+    run(60, generated=100, prefill_waiting=20)
+    assert engines.slots["router-0"] >= START_PER_ENGINE * GROWTH**4
+    assert engines.slots["router-1"] == START_PER_ENGINE, "more rollouts would only wait"
+
+
+@pytest.mark.parametrize("requests", [32, 64, 256])
+def test_headroom_suffices_for_few_large_and_many_small_requests(requests: int) -> None:
+    each = 1 / requests
+    fitting = int(Headroom().usable(each) / each)
+    held = np.random.default_rng(0).uniform(0, 2 * each, (20_000, fitting)).sum(axis=1)
+    assert 0.005 < (held > 1).mean() < 0.06
+
+
+def test_headroom_grows_with_preemptions_and_decays() -> None:
+    headroom = Headroom()
+    before = headroom.usable(0.01)
+    assert before == pytest.approx(1 - HEADROOM * 0.1) and not headroom.is_raised
+    headroom.learn(1.0, 10.0)
+    assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1) and headroom.is_raised
+    headroom.learn(1.0, COOLING_S / 2)
+    assert headroom.usable(0.01) == pytest.approx(before - HEADROOM_STEP * 0.1), (
+        "rollouts that started before still run"
+    )
+    for _ in range(20):
+        headroom.learn(1.0, COOLING_S)
+    assert headroom.usable(0.01) == pytest.approx(1 - MAX_HEADROOM * 0.1)
+    headroom.learn(0.0, CALM_S * (MAX_HEADROOM - HEADROOM) / HEADROOM_STEP)
+    assert headroom.usable(0.01) == pytest.approx(before) and not headroom.is_raised
+    assert Headroom().usable(1.0) == MIN_KV and Headroom().usable(1e-6) == MAX_KV
+
+
+def test_young_rollouts_are_expected_to_grow() -> None:
+    estimates: dict[str, KvOccupancy] = {}
+    estimates["0"] = occupancy = KvOccupancy(estimates.values())
+    occupancy.add(0.5, 50, 50, 0, 10.0)
+    assert occupancy.mean == pytest.approx(0.01) and occupancy.expected(50) == pytest.approx(0.01 * YOUNG)
+    for look in range(1, 200):
+        occupancy.add(0.5, 50, 50, look * 10, 10.0)
+    assert occupancy.settled(50) == 1.0 and occupancy.settled(2 * 2000 / SETTLED) < 1.0
+    assert occupancy.expected(50) == pytest.approx(0.01)
+
+
+def test_replicas_share_their_occupancy() -> None:
+    estimates: dict[str, KvOccupancy] = {}
+    for name in "012":
+        estimates[name] = KvOccupancy(estimates.values())
+    estimates["0"].add(0.6, 30, 30, 0, 10.0)
+    assert estimates["2"].mean == pytest.approx(0.02)
+    estimates["1"].add(0.3, 30, 30, 0, 10.0)
+    assert estimates["2"].mean == pytest.approx(0.015)
+    del estimates["1"]
+    assert estimates["2"].mean == pytest.approx(0.02), "a lost replica does not count"

@@ -18,7 +18,7 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, DockerConfig, PodmanConfig, Runtime, make_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments.sandbox import containers, scripts
+from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.recipe.sections.sandboxes import Limits
 from tests.support.verifiers_restored import restored
 
@@ -69,7 +69,7 @@ def _stand_in(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 async def started(config: Config, tmp_path: Path, env: dict[str, str], shown: tuple[Path, ...] = ()) -> Runtime:
     """A worker's runtime after its container was asked for."""
-    containers.mark("tasks-0", shown)
+    containers.patch_runtimes("tasks-0", shown)
     runtime = make_runtime(config)
     runtime.env = env
     if config.type == "apptainer":
@@ -130,7 +130,7 @@ def test_variables_that_harbor_tasks_may_name_are_hidden(tmp_path: Path, monkeyp
 @pytest.mark.usefixtures("_stand_in")
 async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: Path) -> None:
     """The stand-in's containers see all of this machine, so what they were told to show is looked at."""
-    shown = scripts.directories()
+    shown = uv_scripts.environment_directories()
     assert not any(path.is_relative_to(other) for path in shown for other in shown if path != other)
     runtime = await started(config, tmp_path, {}, shown)
     runtime.scripts_dir = str(tmp_path / "scripts")
@@ -177,8 +177,8 @@ async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
         monkeypatch.setenv(name, "")  # what is set below goes with the test
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
         monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
-    containers.write_below(run)
-    containers.mark("tasks-0")
+    containers.use_directory(run)
+    containers.patch_runtimes("tasks-0")
     ended, killed = (make_runtime(ApptainerConfig(image=str(image))) for _ in range(2))
     await ended.start()
     await killed.start()
@@ -190,7 +190,7 @@ async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
     assert (run / "config/config.json").read_text() == ".docker/config.json"
     await ended.stop()
     assert {path.stem for path in logs.iterdir()} == {killed._instance}
-    containers.sweep(["apptainer"], "tasks-0")
+    containers.remove_stale(["apptainer"], "tasks-0")
     assert not list(logs.iterdir())
     assert len([path for path in home.rglob("*") if path.is_file()]) == 2, "there is more at home than there was"
     shutil.rmtree(killed._dir)
@@ -220,7 +220,7 @@ async def test_limits_of_tasks_are_held_where_apptainer_may(
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
         monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
     config = ApptainerConfig(image=str(tmp_path / "image.sif"), cpu=1, memory=2)
-    containers.mark("tasks-0")
+    containers.patch_runtimes("tasks-0")
     for _ in range(2):
         runtime = make_runtime(config)
         await runtime.start()
@@ -230,7 +230,7 @@ async def test_limits_of_tasks_are_held_where_apptainer_may(
     assert len(starts) == 2
     assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (stand_in == LIMITED) for line in starts), starts
     assert len([line for line in asked if line.startswith("exec --containall --memory")]) == 1, "it is tried once"
-    containers.mark("tasks-0", limits=Limits(memory_gb=2))
+    containers.patch_runtimes("tasks-0", limits=Limits(memory_gb=2))
     runtime = make_runtime(config)
     if stand_in == LIMITED:
         await runtime.start()

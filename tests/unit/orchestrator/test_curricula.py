@@ -1,4 +1,4 @@
-"""Difficulty pools: what is drawn, what is learned, and that a restart goes on with both."""
+"""Curricula: draws, outcomes, and their state after a restart."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from primeslurm.base import durable
 from primeslurm.orchestrator.dispatch import Dispatcher, group_id
-from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
-from primeslurm.orchestrator.dispatch.pools import Pools
+from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula, DifficultyPools
 from primeslurm.orchestrator.dispatch.task_order import first_epoch
 from primeslurm.orchestrator.pipeline.progress import PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.pipeline.recovery import examples, limits
@@ -35,8 +34,8 @@ LABEL = "reverse-text"
 relaxed = settings(deadline=None)
 
 
-def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> Pools:
-    made = Pools(Curriculum.model_validate(options), "seed", order)
+def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> DifficultyPools:
+    made = DifficultyPools(Curriculum.model_validate(options), "seed", order)
     if tasks is not None:
         made.set_tasks(tasks)
     return made
@@ -48,15 +47,17 @@ def pools(tasks: int | None = 10, order: int | None = 0, **options: Any) -> Pool
     window=st.integers(1, 64),
     seed=st.integers(0, 3),
 )
-def test_the_first_epoch_has_every_task_once(tasks: int, window: int, seed: int) -> None:
+def test_first_epoch_has_every_task_once(tasks: int, window: int, seed: int) -> None:
     order = [first_epoch(position, seed, window, tasks) for position in range(tasks)]
     assert sorted(order) == list(range(tasks))
     assert all(abs(task - position) < window for position, task in enumerate(order))
     whole = tasks // window * window
-    assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], "known end or not"
+    assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], (
+        "whether or not the end is known"
+    )
 
 
-def test_a_rate_follows_the_formula_and_decides_the_pool() -> None:
+def test_solve_rate_decides_the_pool() -> None:
     made = pools(alpha=0.5)
     for solved, rate, pool in ((1.0, 1.0, "easy"), (0.0, 0.5, "normal"), (0.0, 0.25, "hard"), (1.0, 0.625, "normal")):
         made.learn(3, solved)
@@ -64,7 +65,7 @@ def test_a_rate_follows_the_formula_and_decides_the_pool() -> None:
         assert made.sizes == {**dict.fromkeys(("easy", "normal", "hard", "solved", "failed"), 0), "unseen": 9, pool: 1}
 
 
-def test_pools_are_drawn_from_by_their_shares() -> None:
+def test_draws_follow_the_shares() -> None:
     made = pools(400, shares={"unseen": 1, "easy": 1, "normal": 6, "hard": 2})
     for task in range(300):
         made.learn(task, (0.0, 0.5, 1.0)[task % 3])
@@ -74,14 +75,14 @@ def test_pools_are_drawn_from_by_their_shares() -> None:
     assert shares == pytest.approx({"unseen": 0.1, "easy": 0.1, "normal": 0.6, "hard": 0.2}, abs=0.025)
 
 
-def test_an_empty_pools_share_goes_to_the_others_and_0_is_the_last_resort() -> None:
+def test_share_of_an_empty_pool_goes_to_the_others() -> None:
     made = pools(2, shares={"unseen": 1, "easy": 0, "normal": 1, "hard": 1})
     made.learn(0, 1.0)
     made.learn(1, 1.0)
     assert {made.draw(position, ()) for position in range(50)} == {0, 1} and made.drawn == {"easy": 50}
 
 
-def test_retired_examples_come_again_only_if_nothing_else_is_left() -> None:
+def test_retired_examples_are_the_last_resort() -> None:
     made = pools(3, retire_solved=2, retire_failed=2)
     for _ in range(2):
         made.learn(0, 1.0)
@@ -95,7 +96,7 @@ def test_retired_examples_come_again_only_if_nothing_else_is_left() -> None:
     assert {made.draw(position, ()) for position in range(50)} == {0, 1, 2}
 
 
-def test_unseen_examples_come_in_the_first_epochs_order_and_dropped_ones_again() -> None:
+def test_unseen_examples_come_in_order_and_dropped_ones_again() -> None:
     made = pools(8)
     first = [made.draw(position, ()) for position in range(8)]
     assert first == [first_epoch(position, 0, 2**17, 8) for position in range(8)]
@@ -106,7 +107,7 @@ def test_unseen_examples_come_in_the_first_epochs_order_and_dropped_ones_again()
     assert first[3] in drawn and made.drawn["unseen"] > 8
 
 
-def test_without_an_end_there_is_always_something_unseen() -> None:
+def test_endless_taskset_always_has_unseen_examples() -> None:
     made = pools(None, shares={"unseen": 1, "easy": 0, "normal": 0, "hard": 0})
     drawn = []
     for position in range(3000):
@@ -118,7 +119,7 @@ def test_without_an_end_there_is_always_something_unseen() -> None:
 
 @relaxed
 @given(seed=st.integers(0, 2**16), tasks=st.integers(1, 12), retire=st.none() | st.integers(1, 3))
-def test_no_example_runs_twice_at_once_or_is_in_two_pools(seed: int, tasks: int, retire: int | None) -> None:
+def test_example_is_in_one_pool_and_runs_once_at_a_time(seed: int, tasks: int, retire: int | None) -> None:
     source, made = random.Random(seed), pools(tasks, retire_solved=retire, retire_failed=retire)
     running: list[int] = []
     for position in range(150):
@@ -128,13 +129,13 @@ def test_no_example_runs_twice_at_once_or_is_in_two_pools(seed: int, tasks: int,
             running.append(task)
         elif running:
             task = running.pop(source.randrange(len(running)))
-            if source.random() < 0.8:  # others are dropped
+            if source.random() < 0.8:  # the other groups are dropped
                 made.learn(task, source.choice([0.0, 0.5, 1.0]))
         members = [task for names in made._members.values() for task in names]
         assert sorted(members) == sorted(made._examples) and sum(made.sizes.values()) == tasks
         for name, names in made._members.items():
-            for place, task in enumerate(names):
-                assert (made._examples[task].pool, made._examples[task].place) == (name, place)
+            for index, task in enumerate(names):
+                assert (made._examples[task].pool, made._examples[task].index) == (name, index)
 
 
 RECIPE = Recipe.model_validate(
@@ -147,7 +148,7 @@ RECIPE = Recipe.model_validate(
 
 
 class Life:
-    """A run as its orchestrator lives it: it may be killed between any two events."""
+    """The dispatch side of an orchestrator that is killed between events."""
 
     def __init__(self, root: Path, seed: int) -> None:
         (root / "rollouts").mkdir()
@@ -160,8 +161,8 @@ class Life:
         progress = restore(self.root, 1)
         self.curricula = Curricula(RECIPE, self.root / OUTCOMES, progress.outcomes, progress.fresh)
         self.curricula.set_tasks({LABEL: 40})
-        known = examples(RECIPE, progress, self.curricula)
-        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=known)
+        stream = examples(RECIPE, progress, self.curricula)
+        self.dispatch = Dispatcher(limits(RECIPE), ["r0"], "run", "i", progress.next_step, examples=stream)
         self.dispatch.version = progress.next_step - 1
         self.jobs: list[Job] = []
         for group in self.finished:
@@ -171,7 +172,7 @@ class Life:
         self.forget(gone)
 
     def forget(self, names: list[str]) -> None:
-        """Delete groups that are too old, once it is on record that their examples come again."""
+        """Delete stale groups once it is recorded that their examples are sampled again."""
         if names:
             asyncio.run(self.progress.record(lambda now: {}))
             self.finished = [group for group in self.finished if group.id not in names]
@@ -192,7 +193,7 @@ class Life:
     def train(self) -> list[str]:
         step = self.dispatch.step
         self.forget([group.id for group in self.dispatch.apply_age_limit(step).stale])
-        groups = self.dispatch.cut() or []
+        groups = self.dispatch.take_batch() or []
         if groups:
             ids = [group.id for group in groups]
             formed = {"next_step": step + 1, "batches": {**self.progress.now.batches, step: ids}}
@@ -204,7 +205,7 @@ class Life:
 
 @settings(deadline=None, max_examples=10)
 @given(seed=st.integers(0, 2**16), kills=st.lists(st.integers(0, 200), max_size=4))
-def test_a_kill_at_any_moment_loses_and_doubles_nothing(
+def test_kill_at_any_moment_loses_and_repeats_no_example(
     seed: int, kills: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     life = Life(tmp_path_factory.mktemp("life"), seed)
@@ -214,18 +215,18 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(
         if moment % 9 == 0:
             trained += life.train()
         if moment in kills:
-            before = {task: known.rate for task, known in life.curricula._pools[LABEL]._examples.items()}
+            before = {task: example.rate for task, example in life.curricula._pools[LABEL]._examples.items()}
             recorded = life.progress.now
             life.start()
-            assert {task: known.rate for task, known in life.curricula._pools[LABEL]._examples.items()} == before
+            assert {task: example.rate for task, example in life.curricula._pools[LABEL]._examples.items()} == before
             again = life.dispatch.counts["examples_returned"]
-            assert recorded.drawn.items() <= life.dispatch.drawn.items(), "they will be of the same tasks"
-            assert len(life.dispatch.drawn) == len(recorded.drawn) + again, "and what is too old comes again"
+            assert recorded.drawn.items() <= life.dispatch.drawn.items(), "the unfinished groups keep their tasks"
+            assert len(life.dispatch.drawn) == len(recorded.drawn) + again, "stale groups are sampled again"
     assert len(trained) == len(set(trained)) and len(trained) >= 20
     assert sum(life.curricula._pools[LABEL].sizes.values()) == 40
 
 
-def test_what_is_drawn_after_a_restart_is_what_would_have_been(tmp_path: Path) -> None:
+def test_draws_are_the_same_after_a_restart(tmp_path: Path) -> None:
     def learned(made: Curricula, first: int, last: int) -> list[int | None]:
         drawn = []
         for position in range(first, last):
@@ -243,14 +244,14 @@ def test_what_is_drawn_after_a_restart_is_what_would_have_been(tmp_path: Path) -
     two = Curricula(RECIPE, tmp_path / "b")
     two.set_tasks({LABEL: 40})
     first = learned(two, 0, 150)
-    known, fresh = asyncio.run(two.flush()), two.fresh
+    size, fresh = asyncio.run(two.flush()), two.fresh
     learned(two, 150, 200)
-    asyncio.run(two.flush())  # undone below: a checkpoint knows less of the file
-    again = Curricula(RECIPE, tmp_path / "b", known, fresh)
+    asyncio.run(two.flush())  # undone below, by a checkpoint that counts fewer bytes
+    again = Curricula(RECIPE, tmp_path / "b", size, fresh)
     again.set_tasks({LABEL: 40})
     assert first + learned(again, 150, 300) == whole
     asyncio.run(again.flush())
-    assert len((tmp_path / "b").read_bytes().splitlines()) == 300, "what was undone is overwritten"
+    assert len((tmp_path / "b").read_bytes().splitlines()) == 300, "undone outcomes are overwritten"
 
 
 def rollout_of(reward: float) -> Rollout:
@@ -258,7 +259,7 @@ def rollout_of(reward: float) -> Rollout:
     return replace(made, info=msgspec.structs.replace(made.info, reward=reward))
 
 
-def test_a_full_disk_costs_no_outcome(tmp_path: Path) -> None:
+def test_full_disk_loses_no_outcome(tmp_path: Path) -> None:
     made = Curricula(RECIPE, tmp_path / "missing" / "outcomes")
     made.set_tasks({LABEL: 40})
     group = RolloutGroup(group_id(LABEL, 0), LABEL, 0, 0, ((rollout_of(1.0),),), 7)
@@ -269,13 +270,11 @@ def test_a_full_disk_costs_no_outcome(tmp_path: Path) -> None:
     assert size == (tmp_path / "missing" / "outcomes").stat().st_size > 0
     again = Curricula(RECIPE, tmp_path / "missing" / "outcomes", size)
     again.learn(group)
-    assert asyncio.run(again.flush()) == size, "it is known"
+    assert asyncio.run(again.flush()) == size, "the outcome is known"
     assert again.take_metrics()[f"env/{LABEL}/pool/easy"] == 1.0
 
 
-def test_what_a_checkpoint_knows_is_on_disk_before_it_and_the_event_loop_waits_for_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outcomes_are_on_disk_before_a_checkpoint_counts_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("rollouts", "checkpoint"):
         (tmp_path / name).mkdir()
     may_flush, sync, done = threading.Event(), durable.sync, []
@@ -309,11 +308,11 @@ def test_what_a_checkpoint_knows_is_on_disk_before_it_and_the_event_loop_waits_f
     assert done == ["outcomes.jsonl", "events", "checkpoint", "outcomes.jsonl", "rollouts"]
     part = value((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
     lines = (tmp_path / OUTCOMES).read_bytes().splitlines(keepends=True)
-    assert (part.next_step, part.outcomes) == (1, len(lines[0])), "what is learned meanwhile is in the next one"
+    assert (part.next_step, part.outcomes) == (1, len(lines[0])), "outcomes learned meanwhile count in the next record"
     assert (file.now.next_step, file.now.outcomes) == (2, sum(map(len, lines)))
 
 
-def test_a_step_writes_what_it_learned_however_many_examples_there_are(tmp_path: Path) -> None:
+def test_record_of_a_step_does_not_grow_with_the_examples(tmp_path: Path) -> None:
     made = Curricula(RECIPE, tmp_path / "outcomes")
     made.set_tasks({LABEL: 100_000})
     sizes = [0]

@@ -1,4 +1,4 @@
-"""The dispatcher under any order of events: never too old, and every job accounted for once."""
+"""The dispatcher: no trained group is too old, and every job is counted once, under any order of events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def limits(off_policy: int = 1, **changes: object) -> DispatchLimits:
     return DispatchLimits(max_off_policy_steps=off_policy, **{"group_sizes": sizes, **fields})  # type: ignore[arg-type]
 
 
-def dispatcher(limit: DispatchLimits, **known: object) -> Dispatcher:
-    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+def dispatcher(limit: DispatchLimits, **state: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **state)  # type: ignore[arg-type]
     made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "i", examples=examples)
     made.version = 0
     return made
@@ -45,22 +45,22 @@ def run_all(made: Dispatcher) -> list[Job]:
     return jobs
 
 
-def test_a_complete_group_is_unfinished_until_it_counts() -> None:
-    """A kill before it is on disk loses it: its example comes again, and it holds its place among what waits."""
+def test_complete_group_is_unfinished_until_it_is_on_disk() -> None:
+    """A kill before the write loses the group, so its example is sampled again. Until then it counts as waiting."""
     made = dispatcher(limits(off_policy=0))
     jobs = {job.id: job for job in run_all(made)}
-    found: list[RolloutGroup] = []
+    complete: list[RolloutGroup] = []
     for _ in range(2):
         opened = next(iter(made.open))
         done = [made.finished(job.id, rollout(job)) for job in jobs.values() if job.group == opened]
-        found += [group for group in done if group is not None]
-        assert not run_all(made), "a batch is open or waits, and no more is fresh enough"
-    assert made.unfinished == [(group.environment, group.example) for group in found]
-    made.rejected(found[0], "dull")
-    assert made.unfinished == [(found[1].environment, found[1].example)]
-    assert {job.environment for job in run_all(made)}, "one that is rejected is replaced"
-    assert made.add_ready(found[1])
-    assert (found[1].environment, found[1].example) not in made.unfinished
+        complete += [group for group in done if group is not None]
+        assert not run_all(made), "one batch is open or waits, and another would be too old"
+    assert made.unfinished == [(group.environment, group.example) for group in complete]
+    made.rejected(complete[0], "dull")
+    assert made.unfinished == [(complete[1].environment, complete[1].example)]
+    assert {job.environment for job in run_all(made)}, "a rejected group is replaced"
+    assert made.add_ready(complete[1])
+    assert (complete[1].environment, complete[1].example) not in made.unfinished
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))
@@ -78,7 +78,7 @@ def test_any_order_of_events(events: list[tuple[str, int]], off_policy: int) -> 
         running = [job for job in jobs.values() if made.runs(job.id)]
         if kind == "train":
             made.apply_age_limit(made.step)
-            for group in made.cut() or []:
+            for group in made.take_batch() or []:
                 step = made.step - 1
                 assert group.opened_version >= step - 1 - off_policy
                 assert len(group.rollouts) == 2
@@ -100,7 +100,7 @@ def test_any_order_of_events(events: list[tuple[str, int]], off_policy: int) -> 
         assert made.counts["dispatched"] == sum(made.counts[how] for how in ENDS) + made.inflight
 
 
-def test_a_group_pins_router_version_and_salt() -> None:
+def test_group_pins_router_version_and_salt() -> None:
     made = dispatcher(limits())
     first, second, third, *_ = run_all(made)
     assert first.group == second.group != third.group
@@ -114,34 +114,34 @@ def test_environments_get_their_share() -> None:
     assert labels.count("b") == 3 * labels.count("a") == 60
 
 
-def test_a_later_environment_without_worker_waits() -> None:
+def test_environment_without_worker_waits() -> None:
     made = dispatcher(limits())
     job = made.next_job({"a"})
     assert job is not None and job.environment == "a"
 
 
-def test_the_gate_opens_nothing_that_would_be_too_old() -> None:
+def test_no_group_opens_that_would_become_too_old() -> None:
     made = dispatcher(limits(off_policy=0, max_inflight=100))
-    assert len(run_all(made)) == 4, "one batch at version 0 may be trained in step 1 only"
+    assert len(run_all(made)) == 4, "only step 1 may train a group of version 0"
     made = dispatcher(limits(off_policy=2, max_inflight=100))
     assert len(run_all(made)) == 12
 
 
-def test_a_slow_trainer_gets_no_long_queue() -> None:
+def test_slow_trainer_gets_no_long_queue() -> None:
     made = dispatcher(limits(off_policy=8, max_inflight=4))
     for _ in range(10):
         for job in run_all(made):
             if done := made.finished(job.id, rollout(job)):
                 made.add_ready(done)
-    assert len(made.ready) == 4, "two batches, although eight would not be too old"
+    assert len(made.ready) == 4, "two batches, although eight would be fresh"
 
 
-def test_nothing_is_opened_beyond_the_last_step() -> None:
+def test_no_group_opens_beyond_the_last_step() -> None:
     made = dispatcher(limits(off_policy=8, max_inflight=100, max_steps=2))
     assert len(run_all(made)) == 8
 
 
-def test_open_groups_are_continued_first() -> None:
+def test_open_groups_are_dispatched_before_new_ones() -> None:
     made = dispatcher(limits())
     jobs = run_all(made)
     made.lost(jobs[0].id)
@@ -149,7 +149,7 @@ def test_open_groups_are_continued_first() -> None:
     assert again is not None and again.group == jobs[0].group and again.id != jobs[0].id
 
 
-def test_a_rollout_that_keeps_failing_ends_its_group() -> None:
+def test_repeated_failure_gives_up_the_group() -> None:
     made = dispatcher(limits(max_inflight=2))
     first, second = run_all(made)
     for _ in range(MAX_FAILURES["environment"] - 1):
@@ -159,7 +159,7 @@ def test_a_rollout_that_keeps_failing_ends_its_group() -> None:
     assert first.group not in made.open and made.counts["groups_dropped_failed"] == 1
 
 
-def test_stale_groups_go_wherever_they_are() -> None:
+def test_stale_groups_are_dropped_in_every_state() -> None:
     made = dispatcher(limits(off_policy=1))
     jobs = run_all(made)
     for job in jobs[:2]:
@@ -170,7 +170,7 @@ def test_stale_groups_go_wherever_they_are() -> None:
     assert made.inflight == 0 and made.counts["rollouts_dropped_stale"] == 2 + len(jobs[2:])
 
 
-def test_another_group_opens_in_place_of_one_that_the_algorithm_rejects() -> None:
+def test_rejected_group_is_replaced() -> None:
     made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}))
     opened = []
     for _ in range(3):
@@ -181,12 +181,12 @@ def test_another_group_opens_in_place_of_one_that_the_algorithm_rejects() -> Non
         made.rejected(done, "dull")
     assert opened == ["a-00000000", "a-00000001", "a-00000002"]
     assert made.counts["groups_rejected_dull"] == 3 and made.counts["finished"] == 6
-    assert not made.ready and not made.open and not made.unfinished, "their prompts are done with"
+    assert not made.ready and not made.open and not made.unfinished, "their prompts are not sampled again"
 
 
-def test_a_restart_opens_unfinished_groups_and_no_known_one() -> None:
-    known = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
-    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **known)
+def test_restart_opens_unfinished_groups_first() -> None:
+    state = {"cursors": {"a": 2}, "unfinished": [("a", 0), ("a", 1)], "taken": {"a-00000000", "a-00000002"}}
+    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), **state)
     groups = []
     for _ in range(2):
         jobs = run_all(made)
@@ -198,12 +198,12 @@ def test_a_restart_opens_unfinished_groups_and_no_known_one() -> None:
     assert groups == ["a-00000001", "a-00000003"]
 
 
-def test_an_unknown_job_is_an_error() -> None:
+def test_unknown_job_is_an_error() -> None:
     with pytest.raises(KeyError):
         dispatcher(limits()).lost("nobody")
 
 
-def test_a_lost_replica_s_rollouts_run_again_on_the_others() -> None:
+def test_rollouts_of_a_lost_replica_move_to_the_others() -> None:
     made = dispatcher(limits())
     jobs = run_all(made)
     lost = [job for job in jobs if job.router == "http://r0"]

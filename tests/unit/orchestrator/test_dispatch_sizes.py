@@ -1,4 +1,4 @@
-"""Groups of different sizes: batches of so many rollouts, none too old, at the size of real runs."""
+"""Batches of groups of different sizes, also at the scale of real runs."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ relaxed = settings(deadline=None)
 
 @relaxed
 @given(sizes=st.lists(st.integers(1, 6), max_size=9), total=st.integers(1, 24))
-def test_a_choice_holds_so_many_or_hardly_more_and_the_first_ones(sizes: list[int], total: int) -> None:
+def test_choice_is_the_smallest_sum_of_the_first_groups(sizes: list[int], total: int) -> None:
     enough = [
         (sum(sizes[index] for index in chosen), chosen)
         for count in range(len(sizes) + 1)
         for chosen in itertools.combinations(range(len(sizes)), count)
         if sum(sizes[index] for index in chosen) >= total
     ]
-    found = choose(sizes, total)
-    assert found == (list(min(enough)[1]) if enough else []), "of the fewest rollouts, and the smallest indices"
+    choice = choose(sizes, total)
+    assert choice == (list(min(enough)[1]) if enough else []), "the smallest sum, and the smallest indices"
 
 
-def test_a_group_opens_for_a_batch_that_lacks_less_than_the_smallest_one() -> None:
+def test_group_opens_for_a_batch_that_lacks_less_than_a_group() -> None:
     limits = DispatchLimits({"a": 4, "b": 8}, 16, 99, 0, 1, {"a": 1.0, "b": 1.0})
 
     def may_open(ready: int) -> list[str]:
         return [label for label in "ab" if limits.may_open(label, 1, 0, ready, 0, 0.0)]
 
-    assert may_open(8) == ["a", "b"] and may_open(12) == ["a"], "what fits"
-    assert may_open(13) == ["a", "b"], "nothing does: it would never be full"
-    assert may_open(16) == [], "it is, and the next one is too late"
+    assert may_open(8) == ["a", "b"] and may_open(12) == ["a"], "the group fits the batch"
+    assert may_open(13) == ["a", "b"], "no group fits, but the batch must fill"
+    assert may_open(16) == [], "the batch is full, and the next one is too late"
 
 
 STEPS = 8
@@ -71,12 +71,12 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
     staleness=RULES,
     seed=st.integers(0, 2**16),
 )
-@example([2, 6], 3, 0, 1.0, Staleness(rule="carry", at_least=2, extra_rollouts=1), 26)  # two groups of one
-@example([1, 3], 3, 0, 1.5, Staleness(rule="carry", at_least=1, extra_rollouts=1), 21)  # example end at once
-def test_batches_come_whatever_happens(
+@example([2, 6], 3, 0, 1.0, Staleness(rule="carry", at_least=2, extra_rollouts=1), 26)  # two groups of one example
+@example([1, 3], 3, 0, 1.5, Staleness(rule="carry", at_least=1, extra_rollouts=1), 21)  # complete at once
+def test_batches_form_under_any_order_of_events(
     sizes: list[int], batches: int, off_policy: int, oversampling: float, staleness: Staleness, seed: int
 ) -> None:
-    """Of sizes that divide one another: full, fresh, no group twice, no rollout unaccounted for, no dead end."""
+    """Batches are full and fresh, and no group, rollout or example is lost or repeated."""
     labels = [f"e{index}" for index in range(len(sizes))]
     source, batch_size = random.Random(seed), sizes[-1] * batches
     limits = DispatchLimits(
@@ -126,7 +126,7 @@ def test_batches_come_whatever_happens(
                 assert staleness.at_least <= group.size < most
                 made.add_ready(group)
             batch, returned = made.next_batch(), made.returned
-            assert (made.cut() or []) == batch
+            assert (made.take_batch() or []) == batch
             oldest = step - 1 - off_policy
             ages = [age(group, staleness, returned) for group in batch]
             assert min(ages, default=oldest) >= oldest
@@ -135,8 +135,8 @@ def test_batches_come_whatever_happens(
                 more = sum(group.size for group in batch) - batch_size
                 assert 0 <= more < max(group.size for group in batch)
                 smaller = staleness.rule in ("partial", "carry") or staleness.surplus == "carry"
-                smaller |= made.counts["examples_returned"] > 0  # none is given up twice
-                assert not more or smaller or oldest in ages, "whole groups fill it, unless one would be lost"
+                smaller |= made.counts["examples_returned"] > 0  # an example is dropped only once
+                assert not more or smaller or oldest in ages, "whole groups fill it, unless one is at its last chance"
             made.version = made.step - 1
         ends = sum(made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
         assert made.counts["dispatched"] == ends + made.inflight
@@ -144,9 +144,9 @@ def test_batches_come_whatever_happens(
     names = [group.id for group in used]
     assert len(names) == len(set(names))
     waiting = {group.id for group in made.ready} | {group_id(*position) for position in made.unfinished}
-    begun, ruled_out = ({first(name) for name in found} for found in (opened, left_out))
+    begun, ruled_out = ({first(name) for name in ids} for ids in (opened, left_out))
     assert begun - ruled_out <= {first(name) for name in names} | waiting
-    assert not set(names) & waiting, "no example is lost, and no group is trained twice"
+    assert not set(names) & waiting, "no example is lost or trained twice"
     rollouts = [sequence.info.id for group in used for sequence in group.sequences]
     assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
     if staleness.rule == "carry":
@@ -159,19 +159,19 @@ def test_batches_come_whatever_happens(
 
 
 def age(group: RolloutGroup, staleness: Staleness, returned: Collection[tuple[str, int]]) -> int:
-    """The version that a group's age counts from: of its newest token, where tokens that are too old are masked."""
+    """Return the version from which the age of a group counts."""
     goes_on = "." in group.id or (group.environment, group.example) in returned
     return group.newest_version if staleness.counts_tokens or goes_on else group.opened_version
 
 
 def first(name: str) -> str:
-    """The first group of a group's example."""
+    """Return the id of the first group of an example."""
     return name.partition(".")[0]
 
 
 @dataclass
 class Simulation:
-    """A run on a simulated clock: rollouts of long-tailed lengths, a trainer, updates that take their time."""
+    """A run on a simulated clock, with long-tailed rollouts, a trainer and weight updates."""
 
     limits: DispatchLimits
     seed: int = 0
@@ -200,7 +200,7 @@ class Simulation:
             if idle_since is not None:
                 step = made.step
                 self.apply_age_limit(made)
-                if (groups := made.cut()) is not None:
+                if (groups := made.take_batch()) is not None:
                     self.staleness.update(step - 1 - group.opened_version for group in groups)
                     self.batches.append(Counter())
                     for group in groups:
@@ -228,7 +228,7 @@ class Simulation:
 
 
 def flagship(off_policy: int = 8, **changes: float) -> DispatchLimits:
-    """512 rollouts in flight, batches of 256, two environments with groups of 8 and 16."""
+    """Return limits with 512 rollouts in flight, batches of 256, and groups of 8 and 16."""
     oversampling = changes.get("oversampling", 1.0)
     return DispatchLimits({"a": 8, "b": 16}, 256, 512, off_policy, 10_000, {"a": 1.0, "b": 1.0}, oversampling)
 
@@ -237,22 +237,22 @@ def test_flagship_batches_are_full_fresh_and_fair() -> None:
     made = Simulation(flagship(), step_s=100.0)
     made.run(60)
     sizes = [sum(batch.values()) for batch in made.batches]
-    assert all(256 <= size < 256 + 16 for size in sizes), "larger by less than a group, where some are smaller"
+    assert all(256 <= size < 256 + 16 for size in sizes), "oversized by less than a group"
     assert sum(sizes) < 1.01 * 256 * len(sizes)
     total = sum(made.batches, Counter())
-    assert 0.47 < total["b"] / 16 / (total["a"] / 8 + total["b"] / 16) < 0.53, "shares are of groups"
+    assert 0.47 < total["b"] / 16 / (total["a"] / 8 + total["b"] / 16) < 0.53, "ratios count groups"
     assert max(made.staleness) <= 8
     assert max(made.inflight) == 512
 
 
-def test_flagship_on_policy_never_trains_an_old_group() -> None:
+def test_flagship_on_policy_trains_no_old_group() -> None:
     made = Simulation(flagship(off_policy=0))
     end = made.run(30)
     assert set(made.staleness) == {0} and all(sum(batch.values()) == 256 for batch in made.batches)
-    assert end.counts["groups_dropped_stale"] == 0, "the gate opened nothing that was too old in the end"
+    assert end.counts["groups_dropped_stale"] == 0, "no group became too old"
 
 
-def test_oversampling_shortens_the_wait_for_what_is_not_rejected() -> None:
+def test_oversampling_shortens_the_wait_for_batches() -> None:
     plain = Simulation(flagship(off_policy=0), reject=0.5)
     plain.run(30)
     more = Simulation(flagship(off_policy=0, oversampling=2.0), reject=0.5)

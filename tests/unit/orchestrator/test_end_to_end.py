@@ -20,7 +20,7 @@ from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 
 
 class FakeRun(Run):
-    """A Run on one FakeEngine, which is its own router."""
+    """A run on one FakeEngine, which is its own router."""
 
     def __init__(self, engine: FakeEngine, root: Path, changes: dict[str, Any] | None = None) -> None:
         super().__init__(
@@ -49,31 +49,31 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeRun]:
 
 
 def words(run: FakeRun) -> list[str]:
-    """The prompts of all trained rows, one entry per step and prompt."""
+    """Return the prompts of all trained rows, one entry per step and prompt."""
     tokenizer = run.engine._tokenizer
-    found = []
+    all_prompts = []
     for rows in run.trained.values():
         prompts = set()
         for row in rows:
             text = tokenizer.decode(row, skip_special_tokens=False).replace(" ", "")
             prompts |= {part.split("<eos>")[0] for part in text.split("Reverse:")[1:]}
-        found += sorted(prompts)
-    return found
+        all_prompts += sorted(prompts)
+    return all_prompts
 
 
 def check_whole_run(run: FakeRun) -> None:
     assert sorted(run.trained) == list(range(1, STEPS + 1)), run.logs()
     prompts = words(run)
-    assert len(prompts) == len(set(prompts)) == STEPS * 2, "every step trains two prompts that no other step trains"
+    assert len(prompts) == len(set(prompts)) == STEPS * 2, "every step trains two new prompts"
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     check_staleness(rows, OFF_POLICY)
     assert all(row["trainer/loss"] == 0.5 and 0 < row["reward/mean"] <= 1 for row in rows)
-    assert any(row["reward/mean"] < 1 for row in rows), "every other answer of the engine has a mistake"
+    assert any(row["reward/mean"] < 1 for row in rows), "every other answer is wrong"
     assert not list((run.run_dir / "rollouts").glob("*.damaged"))
 
 
-def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
+def test_run_from_first_to_last_step(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -106,9 +106,9 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     run.kill("worker")
     run.start("worker")
     run.train(link, 3)
-    link, trained = run.link(), run.trained[3]  # the trainer is started again, from the commit of step 2
+    link, trained = run.link(), run.trained[3]  # a restarted trainer, from the commit of step 2
     assert link.announce(2, str(run.run_dir / "2")) == 3
-    assert link.offer_transfer(2, "store:1", 2, "", time.monotonic() + 60) is None, "engines have a newer policy"
+    assert link.offer_transfer(2, "store:1", 2, "", time.monotonic() + 60) is None, "the engines have a newer policy"
     run.train(link, 3)
     assert run.trained[3] == trained
     for step in range(4, STEPS + 1):
@@ -119,7 +119,7 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
 
 
 @TRANSPORTS
-def test_a_trainer_that_starts_again_gets_every_batch_since_the_commit(run: FakeRun) -> None:
+def test_restarted_trainer_gets_every_uncommitted_batch(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -141,7 +141,7 @@ def test_a_trainer_that_starts_again_gets_every_batch_since_the_commit(run: Fake
 
 
 @TRANSPORTS
-def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
+def test_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -163,12 +163,14 @@ def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     check_whole_run(run)
     salts = [request["cache_salt"].split(":")[0] for request in run.engine.requests]
-    assert salts == sorted(salts) and salts[0] == "test-1.1", "none of the first attempt's after the second's"
-    assert set(salts) <= {"test-1.1", "test-1.2"}  # the first may have made all that the second needed
+    assert salts == sorted(salts) and salts[0] == "test-1.1", (
+        "no request of the first attempt follows one of the second"
+    )
+    assert set(salts) <= {"test-1.1", "test-1.2"}  # the first attempt may have sampled everything
     assert [path for path in run.run_dir.glob("batches/**/*") if path.is_file()] == [], "all steps are committed"
 
 
-def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) -> None:
+def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path / "model")
     with FakeEngine(tokenizer, delay_s=0.05) as engine, FakeEngine(tokenizer) as teacher:
         batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
@@ -200,10 +202,10 @@ def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) ->
                     assert row.ref_logprobs is not None
                     assert (row.ref_logprobs == np.where(row.mask, -row.positions / 16, 0)).all()
                     gap = (row.advantages - row.ref_logprobs + row.logprobs)[row.mask]
-                    assert (np.abs(gap) <= 0.5).all(), "half the reward, less the group's mean"
+                    assert (np.abs(gap) <= 0.5).all(), "the reward relative to the group's mean, halved"
                     gaps.append(gap)
-            assert np.concatenate(gaps).any(), "some groups have rollouts with and without mistakes"
-            assert len(engine.requests) == sampled, "what was sampled before the restart is what is trained"
+            assert np.concatenate(gaps).any(), "some groups have right and wrong answers"
+            assert len(engine.requests) == sampled, "rollouts from before the restart are trained"
             for step in (1, 2):
                 run.train(link, step)
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
@@ -215,19 +217,19 @@ def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) ->
 
 
 def trained_as_wanted(row: Row) -> bool:
-    """Of each answer the first token by the loss of the policy, all others by cross-entropy."""
+    """The first token of each answer has a policy loss, all others cross-entropy."""
     starts = np.flatnonzero(row.positions == 0)
     assert row.echo_weights is not None
     answers = []
     for mask, echoed in zip(np.split(row.mask, starts[1:]), np.split(row.echo_weights > 0, starts[1:]), strict=True):
         places = np.flatnonzero(mask | echoed)
-        if len(places):  # there is none in padding
+        if len(places):  # padding has none
             answers.append(mask[places].tolist() == [True, *[False] * (len(places) - 1)] and len(places) > 1)
     return all(answers)
 
 
-def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
-    """It trains every second prompt, one sampled token of each answer, and the others by cross-entropy."""
+def test_run_with_a_custom_algorithm(tmp_path: Path) -> None:
+    """It trains every second prompt: one token of each answer by policy loss, the others by cross-entropy."""
     chosen = {"function": "tests.unit.orchestrator.test_algorithms:FirstTokens", "kwargs": {"tokens": 1}}
     batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
     with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.01) as engine:
@@ -246,14 +248,14 @@ def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
         finally:
             run.stop()
-    kept = list(reverse_text.words(40, 0))[::2]
-    assert set(words(run)) <= set(kept) and len(words(run)) == 4
+    trained_words = list(reverse_text.words(40, 0))[::2]
+    assert set(words(run)) <= set(trained_words) and len(words(run)) == 4
     counts = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["counts"]
     assert counts["groups_rejected_odd"] > 0
     assert sum(row.get("groups/rejected_odd", 0) for row in run.metrics()) > 0
 
 
-def test_who_asks_for_a_batch_hears_what_is_wrong_with_an_algorithm(tmp_path: Path) -> None:
+def test_error_of_a_custom_algorithm_reaches_the_trainer(tmp_path: Path) -> None:
     name = "tests.unit.orchestrator.test_algorithms:Silent"
     batches = {"batch_size": 4, "group_size": 4}
     with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
@@ -269,7 +271,7 @@ def test_who_asks_for_a_batch_hears_what_is_wrong_with_an_algorithm(tmp_path: Pa
             run.stop()
 
 
-def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path: Path) -> None:
+def test_missing_custom_algorithm_ends_the_attempt(tmp_path: Path) -> None:
     with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
         run = FakeRun(engine, tmp_path, {"orchestrator": {"algorithm": {"function": "no_such_module:Algorithm"}}})
         for name in ("orchestrator", "worker"):
@@ -283,8 +285,8 @@ def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path:
     assert expected in (tmp_path / "worker.log").read_text()
 
 
-def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> None:
-    """One of two engines never answers its rollouts; then the head gives its replica up."""
+def test_run_continues_without_a_lost_replica(tmp_path: Path) -> None:
+    """One of two engines never answers, until the head gives up its replica."""
     tokenizer = write_tokenizer(tmp_path / "model")
     with FakeEngine(tokenizer, delay_s=0.05) as good, FakeEngine(tokenizer, delay_s=3600) as bad:
         run = FakeRun(good, tmp_path)
@@ -299,7 +301,7 @@ def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> No
                 time.sleep(0.1)
             urls = {"router-0": good.url, "router-1": bad.url} | run.engines
             publish_addresses(run.run_dir / "attempts" / "1", urls, lost=["router-1", "engine-r1-0"])
-            while not run.events("replica_lost"):  # three steps more, and its rollouts were too old to be there
+            while not run.events("replica_lost"):  # three steps later its rollouts would be too old
                 time.sleep(0.1)
             for step in range(1, STEPS + 1):
                 run.train(link, step)
@@ -311,8 +313,8 @@ def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> No
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
 
 
-def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp_path: Path) -> None:
-    """Group sizes, temperatures, filters, and pools that neither a kill nor a new attempt changes."""
+def test_two_environments_with_a_curriculum_survive_kills(tmp_path: Path) -> None:
+    """Group sizes, temperatures, filters and pools survive a kill and a new attempt."""
     small = {"min_length": 2, "max_length": 4, "n": 6}
     changes = {
         "max_steps": 4,
@@ -366,7 +368,7 @@ def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp
     assert all(sum(row[f"env/pooled/pool/{name}"] for name in pool_names) == small["n"] for row in rows)
     assert any(0 <= row.get("env/pooled/solve_rate", -1) <= 1 for row in rows)
     unseen = [row["env/pooled/pool/unseen"] for row in rows]
-    assert unseen == sorted(unseen, reverse=True) and unseen[-1] < small["n"], "and nothing is unseen again"
+    assert unseen == sorted(unseen, reverse=True) and unseen[-1] < small["n"], "no example is unseen again"
     outcomes = [json.loads(line) for line in (run.run_dir / "rollouts/outcomes.jsonl").read_text().splitlines()]
     assert len({name for name, _, _ in outcomes}) == len(outcomes) and all(0 <= task < 6 for _, task, _ in outcomes)
     temperatures = {request["sampling_params"]["temperature"] for request in engine.requests}

@@ -18,12 +18,12 @@ from verifiers.v1.runtimes import ApptainerConfig, PodmanConfig, make_runtime
 from primeslurm.node.agent.node_agent import AgentTimings
 from primeslurm.orchestrator.environments.sandbox import containers
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.worker import main
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import write_tokenizer
 from primeslurm.wire.transport import secret
 from tests.support.verifiers_restored import restored
+from tests.support.worker_pools import CallbackPool
 
 PATIENCE_S = 280.0
 PATIENT = "from primeslurm.orchestrator.rollouts import worker; worker.ENDING_S = 250; worker.main()"
@@ -102,7 +102,7 @@ class Started:
         self.argv += ["--orchestrator", f"ipc://{tmp_path}/envs", "--attempt-dir", attempt]
         self.results: list[object] = []
         taken = (lambda _, outcome: self.results.append(outcome), self.results.append)
-        self.pool = WorkerPool(f"ipc://{tmp_path}/envs", *taken, lambda *why: self.results.append(why))
+        self.pool = CallbackPool(f"ipc://{tmp_path}/envs", *taken, lambda *why: self.results.append(why))
 
     @contextlib.asynccontextmanager
     async def process(self) -> AsyncIterator[subprocess.Popen[bytes]]:
@@ -174,13 +174,13 @@ def test_it_has_ended_before_its_agent_kills_it() -> None:
 
 def test_podman_has_the_labels_and_apptainer_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with restored(monkeypatch):
-        containers.mark(MINE["primeslurm.worker"])
+        containers.patch_runtimes(MINE["primeslurm.worker"])
         labels = make_runtime(PodmanConfig())._label_args
         name = make_runtime(ApptainerConfig())._instance
-        containers.mark("harbor-local-1")
+        containers.patch_runtimes("harbor-local-1")
         other = make_runtime(ApptainerConfig())._instance
     assert labels == [word for label, value in MINE.items() for word in ("--label", f"{label}={value}")]
-    containers.sweep(("subprocess", "podman", "apptainer", "modal"), MINE["primeslurm.worker"])
+    containers.remove_stale(("subprocess", "podman", "apptainer", "modal"), MINE["primeslurm.worker"])
     looked, stopped = asked(stand_in)
     assert looked[:2] == ["podman", "ps"] and stopped[:4] == ["apptainer", "instance", "stop", "--force"]
     start = stopped[-1].removesuffix("*")

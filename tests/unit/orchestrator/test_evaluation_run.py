@@ -253,16 +253,16 @@ def test_a_restarted_one_goes_on_with_what_its_workers_run() -> None:
     first, second, *others = drained(before)
     ended = [before.finished(second.id, rollout(second))]
     after = evaluation(incarnation="y", ended=ended)
-    assert after.claim(first) and after.runs(first.id)
-    assert not after.claim(first), "it is already"
-    assert not after.claim(second), "its sample is there"
-    assert not evaluation(routers=["b"], incarnation="z").claim(others[0]) or others[0].router == "b"
+    assert after.adopt_job(first) and after.runs(first.id)
+    assert not after.adopt_job(first), "it is already"
+    assert not after.adopt_job(second), "its sample is there"
+    assert not evaluation(routers=["b"], incarnation="z").adopt_job(others[0]) or others[0].router == "b"
     for odd in ({"cache_salt": "run.2:evaluation-10:12"}, {"cache_salt": "run.1:12"}, {"id": "x"}, {"task": None}):
-        assert not after.claim(msgspec.structs.replace(others[0], **odd))
+        assert not after.adopt_job(msgspec.structs.replace(others[0], **odd))
     mine = drained(after)
     assert len(mine) == before.total - 2 and after.inflight == before.total - 1
-    assert not after.claim(others[0]), "its sample runs anew"
-    assert after.failed(first.id, "no") is None and not after.claim(first), "what has failed is not what goes on"
+    assert not after.adopt_job(others[0]), "its sample runs anew"
+    assert after.failed(first.id, "no") is None and not after.adopt_job(first), "what has failed is not what goes on"
     for job in [*mine, *drained(after)]:
         after.finished(job.id, rollout(job))
     assert after.complete

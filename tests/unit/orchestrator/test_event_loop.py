@@ -1,8 +1,9 @@
-"""The event loop only decides: what takes time with the size of the data is the work of threads."""
+"""Work that grows with the data runs in threads, not on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,6 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
 from primeslurm.orchestrator.rollouts.message_chunks import PIECE, cut
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import TakenOverError
@@ -33,6 +33,7 @@ from primeslurm.wire.batches.rollouts import RankShard, Rollout
 from primeslurm.wire.link.trainer_link import StepDone
 from primeslurm.wire.transport import secret
 from tests.support.recipes import recipe_data
+from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
 RECIPE = Recipe.model_validate(recipe_data())
@@ -40,7 +41,7 @@ LABEL = RECIPE.environments[0].label
 
 
 class FileWatcher:
-    """A function, and the threads that called it."""
+    """A function that records the threads that call it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -52,12 +53,12 @@ class FileWatcher:
 
 
 def elsewhere(watched: FileWatcher) -> bool:
-    """Whether it was called, and never on the event loop."""
+    """Tell whether a function was called, and only in threads."""
     return bool(watched.threads) and threading.current_thread() not in watched.threads
 
 
 def long_rollout() -> Rollout:
-    """One whose arrays travel in pieces."""
+    """Return a rollout whose arrays travel in chunks."""
     one, size = group([3], [1.0]).rollouts[0][0], 2 * PIECE
     return replace(
         one,
@@ -74,11 +75,9 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_what_came_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[tuple[str, object]] = []
-    pool = WorkerPool(
+    pool = CallbackPool(
         f"ipc://{tmp_path}/envs",
         lambda job, outcome: heard.append((job, outcome)),
         lambda job: heard.append((job, "lost")),
@@ -97,9 +96,9 @@ async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_w
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
     await worker.send_multipart(cut(encode_result("j", [long_rollout()])))
-    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # it has ended
+    await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
     await until(lambda: watched.threads)
-    assert elsewhere(watched) and not heard, "the loop goes on while it is held"
+    assert elsewhere(watched) and not heard, "the event loop is free"
     held.set()
     await until(lambda: heard)
     ((job, outcome),) = heard
@@ -109,7 +108,7 @@ async def test_a_rollout_in_pieces_is_put_together_beside_it_and_counts_before_w
     worker.close(linger=0)
 
 
-async def test_batches_leave_memory_beside_it(tmp_path: Path) -> None:
+async def test_batches_are_evicted_in_a_thread(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "rollouts")
     watched = FileWatcher(spool.on_disk)
     batches = Batches(RECIPE, from_recipe(RECIPE), watched)
@@ -119,13 +118,13 @@ async def test_batches_leave_memory_beside_it(tmp_path: Path) -> None:
         batches.add(step, [one])
         assert await batches.serve(StepShard(step, RankShard(0, 1)))
     batches.committed(2)
-    assert await batches.serve(StepShard(3, RankShard(0, 1))), "it is on disk"
+    assert await batches.serve(StepShard(3, RankShard(0, 1))), "the batch is on disk"
     assert await batches.serve(StepShard(2, RankShard(0, 1))) is None
     assert elsewhere(watched)
     batches.close()
 
 
-async def test_a_teacher_s_answer_is_read_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_teacher_answer_is_parsed_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = [None, {"6": {"logprob": -0.5}}, {"7": {"logprob": -1.0}, "8": {"logprob": -0.1}}]
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -138,7 +137,7 @@ async def test_a_teacher_s_answer_is_read_beside_it(monkeypatch: pytest.MonkeyPa
     assert elsewhere(watched)
 
 
-async def test_an_algorithm_looks_at_a_batch_beside_it(tmp_path: Path) -> None:
+async def test_algorithm_remembers_a_batch_in_a_thread(tmp_path: Path) -> None:
     arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
     server = OrchestratorPipeline(RECIPE, arguments)
 
@@ -146,22 +145,22 @@ async def test_an_algorithm_looks_at_a_batch_beside_it(tmp_path: Path) -> None:
         return {"groups": float(len(groups))}
 
     watched = FileWatcher(remember)
-    server._algorithm = type("Counting", (), {"remember": watched})()
+    server.batch._algorithm = type("Counting", (), {"remember": watched})()
     size = RECIPE.group_size(RECIPE.environments[0])
     needed = RECIPE.orchestrator.batch_size // size
     for number in range(needed):
         rollouts = group([3] * size, [0.0] * size).rollouts
-        assert server._dispatch.add_ready(RolloutGroup(f"{LABEL}-{number:08d}", LABEL, number, 0, rollouts))
-    assert await server._form_batch(False)
-    assert elsewhere(watched) and server._progress.now.memory == {2: {"groups": float(needed)}}
+        assert server.dispatcher.add_ready(RolloutGroup(f"{LABEL}-{number:08d}", LABEL, number, 0, rollouts))
+    assert await server.batch.form(early=False, deadline=math.inf)
+    assert elsewhere(watched) and server.progress.now.memory == {2: {"groups": float(needed)}}
 
 
-async def test_an_orchestrator_whose_run_was_taken_over_counts_no_step(tmp_path: Path) -> None:
+async def test_outdated_orchestrator_counts_no_step(tmp_path: Path) -> None:
     arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
     server = OrchestratorPipeline(RECIPE, arguments)
     (tmp_path / "attempts" / "2").mkdir(parents=True)
     with pytest.raises(TakenOverError, match="attempt 2 has taken over the run from attempt 1"):
-        await server._step_done(StepDone(1, {"loss": 0.5}))
-    assert not (tmp_path / "metrics.jsonl").exists() and server._progress.now.done_step == 0
+        await server.service.handle(StepDone(1, {"loss": 0.5}))
+    assert not (tmp_path / "metrics.jsonl").exists() and server.progress.now.done_step == 0
     with pytest.raises(TakenOverError):
         OrchestratorPipeline(RECIPE, arguments)

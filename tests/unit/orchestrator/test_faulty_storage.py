@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.base.errors import RunError
-from primeslurm.orchestrator.evaluation.archive import Archive, Begun
+from primeslurm.orchestrator.evaluation.archive import Archive, EvaluationHeader
 from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
@@ -111,7 +111,7 @@ def test_a_damaged_group_is_set_aside_with_its_reason(tmp_path: Path) -> None:
 @NUMBERS
 def test_an_evaluation_that_was_under_way_goes_on(number: int, tmp_path: Path) -> None:
     archive = Archive(tmp_path)
-    archive.begin(Begun(5, 5, 1.0))
+    archive.begin(EvaluationHeader(5, 5, 1.0))
     with (
         FaultyStorage(
             tmp_path, lambda operation, path: number if path.endswith("progress.jsonl") else None
@@ -120,7 +120,7 @@ def test_an_evaluation_that_was_under_way_goes_on(number: int, tmp_path: Path) -
     ):
         archive.unfinished()
     with FaultyStorage(tmp_path, once(number, number)).installed():
-        assert archive.unfinished() == (Begun(5, 5, 1.0), [])
+        assert archive.unfinished() == (EvaluationHeader(5, 5, 1.0), [])
 
 
 @pytest.fixture

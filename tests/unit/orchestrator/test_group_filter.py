@@ -1,4 +1,4 @@
-"""Which rollouts of a group are trained, and what is counted of the others."""
+"""Filters of rollouts and groups, and their counts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Algorithm, Grpo, from_recipe
 from primeslurm.orchestrator.batching.batches import documents
-from primeslurm.orchestrator.batching.filters import has_advantage, rollout_filters, sift
-from primeslurm.orchestrator.batching.group_filter import GroupFilter
+from primeslurm.orchestrator.batching.group_filter import GroupFilter, has_advantage, rollout_filters, sift
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
@@ -54,17 +53,17 @@ def group(*rollouts: Rollout | tuple[Rollout, ...], name: str = f"{LABEL}-000000
 
 
 def applies(filters: dict[str, Any], *rollouts: Rollout | tuple[Rollout, ...], model: str = "/none") -> list[bool]:
-    """Whether a filter applies to each of some rollouts."""
+    """Return whether a filter applies to each rollout."""
     options = Orchestrator.model_validate({"filters": [filters]})
     (one,) = rollout_filters(options.filters, model)
     return [one.applies(each if isinstance(each, tuple) else (each,)) for each in rollouts]
 
 
-def test_truncated_is_what_ended_for_its_length() -> None:
+def test_truncated_applies_to_finish_reason_length() -> None:
     assert applies({"type": "truncated"}, rollout(finish="length"), rollout()) == [True, False]
 
 
-def test_length_counts_the_sampled_tokens_of_all_sequences() -> None:
+def test_length_counts_sampled_tokens_of_all_sequences() -> None:
     long = (rollout(logprobs=[-1.0] * 6), rollout(logprobs=[-1.0] * 4))
     options = {"type": "length", "min_tokens": 3, "max_tokens": 7}
     assert applies(options, rollout(), rollout(logprobs=[-1.0] * 4), long, rollout(logprobs=[-1.0] * 8)) == [
@@ -78,7 +77,7 @@ def test_length_counts_the_sampled_tokens_of_all_sequences() -> None:
     mask=st.lists(st.booleans(), min_size=60, max_size=60),
     run=st.integers(1, 8),
 )
-def test_repetition_is_a_long_run_of_sure_tokens(sure: list[bool], mask: list[bool], run: int) -> None:
+def test_repetition_is_a_long_run_of_likely_tokens(sure: list[bool], mask: list[bool], run: int) -> None:
     longest = here = 0
     for each, sampled in zip(sure, mask, strict=False):
         if sampled:
@@ -88,7 +87,7 @@ def test_repetition_is_a_long_run_of_sure_tokens(sure: list[bool], mask: list[bo
     assert applies({"type": "repetition", "run": run, "probability": 0.99}, made) == [longest >= run]
 
 
-def test_gibberish_is_a_rare_token_out_of_nowhere(tmp_path: Path) -> None:
+def test_gibberish_is_an_unlikely_rare_token(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {"vocab_size": 1000}}))
     options = {"type": "gibberish", "token_id": 500, "offset": 2.0}
     low, high = -math.log(1000) - 2.1, -math.log(1000) - 1.9
@@ -100,56 +99,60 @@ def test_gibberish_is_a_rare_token_out_of_nowhere(tmp_path: Path) -> None:
     ]
     assert applies(options, *tried, model=str(tmp_path)) == [True, False, False, False]
     assert applies({**options, "vocabulary": 10_000}, *tried) == [False] * 4
-    assert applies(options, *tried) == [True, False, True, False], "an unknown vocabulary has as many ids as are usual"
+    assert applies(options, *tried) == [True, False, True, False], (
+        "without a known vocabulary, the token id is its size"
+    )
 
 
-def test_what_an_action_does() -> None:
-    """drop: the others' mean is theirs alone. mask: the mean is that of all. monitor: nothing."""
+def test_actions_mask_or_drop_a_rollout() -> None:
+    """drop: the mean is of the other rollouts. mask: the mean is of all. monitor: no effect."""
     rewards, long = [0.0, 1.0, 1.0], rollout(4.0, finish="length")
     made = group(*(rollout(reward) for reward in rewards), long)
-    found = {}
+    results = {}
     for action in ("drop", "mask", "monitor"):
         options = Orchestrator.model_validate({"filters": [{"type": "truncated", "action": action}]})
-        kept, counts = sift(made, rollout_filters(options.filters, "/none"))
-        assert counts == Counter(truncated=1) and kept is not None
-        docs = documents([kept], 128, 0, Grpo())
-        found[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
-    assert found["drop"] == [(-0.6667, 2), (0.3333, 2), (0.3333, 2)]
-    assert found["mask"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 0)]
-    assert found["monitor"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 2)]
+        rest, counts = sift(made, rollout_filters(options.filters, "/none"))
+        assert counts == Counter(truncated=1) and rest is not None
+        docs = documents([rest], 128, 0, Grpo())
+        results[action] = [(round(float(doc.advantages[1]), 4), int(doc.mask.sum())) for doc in docs]
+    assert results["drop"] == [(-0.6667, 2), (0.3333, 2), (0.3333, 2)]
+    assert results["mask"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 0)]
+    assert results["monitor"] == [(-1.5, 2), (-0.5, 2), (-0.5, 2), (2.5, 2)]
 
 
-def test_drop_comes_before_mask_and_every_filter_counts() -> None:
+def test_drop_takes_precedence_over_mask() -> None:
     filters = [{"type": "truncated"}, {"type": "length", "max_tokens": 2}]
     options = Orchestrator.model_validate({"filters": filters})
     made = group(rollout(), rollout(finish="length", logprobs=[-1.0] * 9), rollout(finish="length"))
-    kept, counts = sift(made, rollout_filters(options.filters, "/none"))
+    rest, counts = sift(made, rollout_filters(options.filters, "/none"))
     assert counts == Counter(truncated=2, length=1)
-    assert kept is not None and [int(one.mask.sum()) for one in kept.sequences] == [2, 0]
+    assert rest is not None and [int(one.mask.sum()) for one in rest.sequences] == [2, 0]
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 1 / 3, -7.3, 1e6])
 @pytest.mark.parametrize("rule", ["grpo", "max_rl"])
-def test_equal_rewards_have_no_advantage_however_they_round(reward: float, rule: str) -> None:
+def test_equal_rewards_have_no_advantage_despite_rounding(reward: float, rule: str) -> None:
     algorithm = from_recipe(Recipe.model_validate(recipe_data(orchestrator={"advantages": rule})))
     for size in (2, 3, 10, 16):
         assert not has_advantage(group(*[rollout(reward)] * size), algorithm, 128)
     assert has_advantage(group(*[rollout(reward)] * 7, rollout(reward + 0.01 + abs(reward) / 1e3)), Grpo(), 128)
 
 
-def admission(tmp_path: Path, algorithm: Algorithm | None = None, **changes: Any) -> GroupFilter:
+def group_filter(tmp_path: Path, algorithm: Algorithm | None = None, **changes: Any) -> GroupFilter:
     recipe = Recipe.model_validate(recipe_data(**changes))
     curricula = Curricula(recipe, tmp_path / OUTCOMES)
     return GroupFilter(recipe, algorithm or from_recipe(recipe), curricula, Journal(tmp_path, "orchestrator"))
 
 
 def decided(made: GroupFilter, group: RolloutGroup) -> RolloutGroup | str:
-    return made.note(group, made.judge(group))
+    """Return what is trained of a group, or why it is rejected."""
+    verdict = made.judge(group)
+    return made.note(group, verdict) or verdict.rejected
 
 
-def test_every_group_counts_whatever_becomes_of_it(tmp_path: Path) -> None:
+def test_every_group_is_counted(tmp_path: Path) -> None:
     filters = [{"type": "zero_advantage"}, {"type": "truncated", "action": "drop"}]
-    made = admission(tmp_path, orchestrator={"filters": filters})
+    made = group_filter(tmp_path, orchestrator={"filters": filters})
     good = group(rollout(1.0), rollout(0.0))
     assert decided(made, good) == good
     assert decided(made, group(rollout(1.0), rollout(1.0))) == "zero_advantage"
@@ -165,23 +168,23 @@ def test_every_group_counts_whatever_becomes_of_it(tmp_path: Path) -> None:
         f"env/{LABEL}/filters/truncated": 3.0,
         f"env/{LABEL}/filters/zero_advantage": 2.0,
     }
-    assert made.take_metrics()[f"env/{LABEL}/groups"] == 0.0, "a row counts what came since the last one"
+    assert made.take_metrics()[f"env/{LABEL}/groups"] == 0.0, "a row counts since the previous row"
 
 
-def test_an_environment_has_its_own_filters(tmp_path: Path) -> None:
+def test_environment_has_its_own_filters(tmp_path: Path) -> None:
     environments = [
         {"id": "reverse-text", "name": "a", "filters": []},
         {"id": "reverse-text", "name": "b"},
         {"id": "reverse-text", "name": "measured", "weight": 0},
     ]
-    made = admission(tmp_path, environments=environments, orchestrator={"filters": [{"type": "zero_advantage"}]})
+    made = group_filter(tmp_path, environments=environments, orchestrator={"filters": [{"type": "zero_advantage"}]})
     equal = {label: group(rollout(label=label), rollout(label=label)) for label in ("a", "b", "measured")}
     assert decided(made, equal["a"]) == equal["a"] and decided(made, equal["b"]) == "zero_advantage"
-    assert decided(made, equal["measured"]) == equal["measured"], "it has no advantages on purpose"
+    assert decided(made, equal["measured"]) == equal["measured"], "an environment of weight 0 has no advantages"
 
 
-def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:
-    made = admission(tmp_path, orchestrator={"batch_size": 4, "filters": [{"type": "zero_advantage"}]})
+def test_event_reports_that_no_rollout_is_trained(tmp_path: Path) -> None:
+    made = group_filter(tmp_path, orchestrator={"batch_size": 4, "filters": [{"type": "zero_advantage"}]})
     for _ in range(17):
         decided(made, group(*[rollout()] * 4))
     path = tmp_path / "events" / "orchestrator.jsonl"
@@ -190,4 +193,4 @@ def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:
     assert events[-1]["reasons"] == {"zero_advantage": 16}
     decided(made, group(rollout(0.0), rollout()))
     decided(made, group(*[rollout()] * 4))
-    assert len(path.read_text().splitlines()) == 4, "one that is kept starts the count anew"
+    assert len(path.read_text().splitlines()) == 4, "a trained group resets the count"

@@ -1,4 +1,4 @@
-"""What is kept of thousands of open groups is what looking through all of them would find."""
+"""Running totals of thousands of groups agree with a scan of all groups."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from primeslurm.orchestrator.dispatch.completion_forecast import REFRESH_S, CompletionForecast
-from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, group_id
-from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
+from primeslurm.orchestrator.dispatch.group_queues import OpenGroup, OpenGroups, ReadyGroups, group_id
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 
@@ -18,26 +17,26 @@ def group(example: int, version: int, environment: str = "a", size: int = 4) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_finds_what_a_look_at_every_group_finds(seed: int) -> None:
+def test_open_groups_agree_with_a_full_scan(seed: int) -> None:
     source, groups = random.Random(seed), OpenGroups()
     for example in range(300):
         action = source.choice(["add", "add", "take", "take", "take", "again", "grow", "version", "remove"])
-        known = list(groups.values())
-        if action == "add" or not known:
+        present = list(groups.values())
+        if action == "add" or not present:
             groups.add(group(example, source.randrange(5), source.choice("ab"), source.choice((2, 4))))
         elif action == "take":
-            found = groups.next(source.choice(({"a"}, {"b"}, {"a", "b"})))
-            if found is not None:
-                found.jobs[f"{found.id}/{example}"] = groups.take(found)
-        elif action == "again" and (busy := [each for each in known if each.jobs]):
+            next_group = groups.next(source.choice(({"a"}, {"b"}, {"a", "b"})))
+            if next_group is not None:
+                next_group.jobs[f"{next_group.id}/{example}"] = groups.take(next_group)
+        elif action == "again" and (busy := [each for each in present if each.jobs]):
             lost = source.choice(busy)
-            groups.again(lost, lost.jobs.popitem()[1])
+            groups.redispatch(lost, lost.jobs.popitem()[1])
         elif action == "grow":
-            groups.grow(source.choice(known))
+            groups.grow(source.choice(present))
         elif action == "version":
-            groups.reopen_at(source.choice(known), source.randrange(5))
+            groups.set_version(source.choice(present), source.randrange(5))
         elif action == "remove":
-            groups.remove(source.choice(known))
+            groups.remove(source.choice(present))
         for labels in ({"a"}, {"b"}, {"a", "b"}):
             first = next((each for each in groups.values() if each.to_dispatch and each.environment in labels), None)
             assert groups.next(labels) is first
@@ -47,7 +46,7 @@ def test_it_finds_what_a_look_at_every_group_finds(seed: int) -> None:
             assert groups.at(oldest) == sum(each.size for each in groups.values() if each.version == oldest)
 
 
-def test_what_lands_is_the_same_whether_groups_came_and_went_or_all_were_looked_at() -> None:
+def test_incremental_forecast_agrees_with_a_refresh() -> None:
     source, now = random.Random(1), 0.0
     ahead, groups = CompletionForecast(["a", "b"], lambda: now), OpenGroups()
     for example in range(400):
@@ -61,24 +60,24 @@ def test_what_lands_is_the_same_whether_groups_came_and_went_or_all_were_looked_
         if example > 20:
             gone = source.choice(list(groups.values()))
             for job in gone.jobs:
-                ahead.ended(gone, job, whole=True)
+                ahead.ended(gone, job, finished=True)
             groups.remove(gone)
             ahead.closed(gone)
-        ahead.batch_given()
+        ahead.batch_formed()
         now += 0.001
         ahead.step_done()
-        kept = ahead.landing(groups)
+        incremental = ahead.landing(groups)
         if example % 50 == 49:
             now += REFRESH_S
             assert ahead.landing(groups) >= 0
             again = ahead.landing(groups)
-            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "nothing of what is closed"
+            assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "closed groups do not count"
             assert set(ahead._landing) == set(groups)
-        assert kept == pytest.approx(sum(ahead._landing.values()))
+        assert incremental == pytest.approx(sum(ahead._landing.values()))
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_of_ready_groups_is_known_what_a_look_at_every_one_finds(seed: int) -> None:
+def test_ready_groups_agree_with_a_full_scan(seed: int) -> None:
     source = random.Random(seed)
     ready = ReadyGroups(lambda each: each.opened_version)
     for example in range(200):
@@ -88,15 +87,15 @@ def test_of_ready_groups_is_known_what_a_look_at_every_one_finds(seed: int) -> N
         if action == "add" or not some:
             ready.add(new)
         elif action == "take":
-            ready.take(some)
+            ready.remove(some)
         elif action == "put back":
-            ready.take(some)
+            ready.remove(some)
             ready.put_back(some)
             assert [*ready][: len(some)] == some
         else:
             other = replace(some[0])
             ready.replace(some[0], other)
-            assert ready[0] is other
+            assert next(iter(ready)) is other
         assert ready.rollouts == sum(each.size for each in ready)
         for version in range(6):
             assert ready.before(version) == [each for each in ready if each.opened_version < version]

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from uv_scripts.models import tiny_model
 
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import agents, host_needs
-from primeslurm.orchestrator.environments.sandbox import scripts
+from primeslurm.orchestrator.environments.sandbox import uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.worker.main import Worker
@@ -26,7 +27,6 @@ from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.stored import task_images
 from primeslurm.wire.transport.addresses import AddressBook
-from scripts.models import tiny_model
 from tests.support.verifiers_restored import restored
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
@@ -98,11 +98,11 @@ def test_a_harness_without_its_packages_is_found_out_before_a_rollout(
     env = environments.load(made.id, made.args, agents.agent_options(made))
     assert host_needs.needs(made, env) == host_needs.HostNeeds(("subprocess",), ("mini_swe_agent",))
     assert host_needs.unmet(made, env) == []
-    scripts.interpreter.cache_clear()
-    monkeypatch.setattr(scripts, "_environments", lambda: (Path(sys.prefix),))
+    uv_scripts.find_python.cache_clear()
+    monkeypatch.setattr(uv_scripts, "_environments", lambda: (Path(sys.prefix),))
     (problem,) = host_needs.unmet(made, env)
     assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "primeslurm install --harness mini_swe_agent"
-    scripts.interpreter.cache_clear()
+    uv_scripts.find_python.cache_clear()
 
 
 def test_what_rollouts_install_into_containers_is_known_before_one_is(model: str) -> None:
@@ -139,7 +139,7 @@ def test_a_container_that_nothing_is_installed_into_needs_the_packages_here(
     made = recipe(model, "mini_swe_agent", runtime={"type": "docker", "install": False}).environments[0]
     env = environments.load(made.id, made.args, agents.agent_options(made))
     assert host_needs.needs(made, env) == host_needs.HostNeeds(("docker",), ("mini_swe_agent",))
-    monkeypatch.setattr(scripts, "directories", lambda: (Path("/usr"), Path("/opt/python")))
+    monkeypatch.setattr(uv_scripts, "directories", lambda: (Path("/usr"), Path("/opt/python")))
     monkeypatch.setattr(host_needs, "_runtime", lambda *_: ())
     monkeypatch.setattr(host_needs, "_harness", lambda _: ())
     (problem,) = host_needs.unmet(made, env)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs, pairing
+from primeslurm.orchestrator.environments import agents, harness_compatibility, host_needs
 from primeslurm.plan.checks.tool_rendering import OWN_HARNESS
 from primeslurm.recipe import sandbox_rules
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -46,7 +46,9 @@ async def test_it_plays_a_harbor_task_in_a_sandbox(harness: str, model: str, tmp
     assert ("<tools>" in engine.prompts[0]) == has_tools == sandbox_rules.offers_tools(harness)
     (environment,) = made.environments
     env = environments.load(environment.id, environment.args, agents.agent_options(environment))
-    assert pairing.tool_users(environment, env) == ([("environments.harness", harness)] if has_tools else [])
+    assert harness_compatibility.tool_users(environment, env) == (
+        [("environments.harness", harness)] if has_tools else []
+    )
     assert not list(tmp_path.rglob("*")), "the rollout left files"
 
 
@@ -61,7 +63,7 @@ def test_what_cannot_run_without_more_is_refused_in_words(
     (problem,) = host_needs.unmet(made, env)
     assert (problem.value, problem.why) == ("apptainer", "`apptainer` is not installed here")
     offered = [("environments.harness", harness)] if harness not in sandbox_rules.WITHOUT_TOOLS else []
-    assert pairing.tool_users(made, env) == offered
+    assert harness_compatibility.tool_users(made, env) == offered
 
 
 def test_one_whose_packages_have_no_lock_names_what_it_lacks(model: str) -> None:
@@ -82,4 +84,4 @@ def test_harnesses_that_bundled_tasksets_take_by_themselves_are_known_to_check(t
         args = {"path": paths[taskset]} if taskset in paths else {}
         made = Environment(id=taskset, args=args)
         env = environments.load(taskset, args, agents.agent_options(made))
-        assert bool(pairing.tool_users(made, env)) == (taskset in OWN_HARNESS), taskset
+        assert bool(harness_compatibility.tool_users(made, env)) == (taskset in OWN_HARNESS), taskset

@@ -1,4 +1,4 @@
-"""A restarted orchestrator goes on with what its workers run: nothing is lost, nothing comes twice, nothing too old."""
+"""A restarted orchestrator adopts the jobs of its workers: no rollout is lost, repeated or too old."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ RULES = [
 ]
 
 
-def restarted(limit: DispatchLimits, step: int = 1, **known: object) -> Dispatcher:
-    examples = Examples(limit.ratios, **known)  # type: ignore[arg-type]
+def restarted(limit: DispatchLimits, step: int = 1, **state: object) -> Dispatcher:
+    examples = Examples(limit.ratios, **state)  # type: ignore[arg-type]
     made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", step, examples=examples)
     made.version = 0
     return made
 
 
-def test_a_group_goes_on_where_it_was() -> None:
+def test_restarted_orchestrator_continues_a_group() -> None:
     made = dispatcher(limits())
     first, second, *_ = run_all(made)
     assert first.group == second.group
-    assert made.finished(first.id, rollout(first)) is None and made.keeps(first.id)
+    assert made.finished(first.id, rollout(first)) is None and made.holds_result(first.id)
     again = restarted(limits(), cursors={}, unfinished=made.unfinished)
-    assert again.claim(second, runs=True) and again.claim(first, runs=False)
+    assert again.adopt_job(second, runs=True) and again.adopt_job(first, runs=False)
     assert first.id not in {job.id for job in run_all(again)}
     assert again.finished(first.id, rollout(first)) is None
     group = again.finished(second.id, rollout(second))
     assert group is not None and group.id == first.group and group.opened_version == 0
-    assert again.keeps(first.id), "it is not on disk yet"
-    assert again.add_ready(group) and not again.keeps(first.id)
+    assert again.holds_result(first.id), "the group is not on disk yet"
+    assert again.add_ready(group) and not again.holds_result(first.id)
     opened = [job.group for job in run_all(again)]
-    assert first.group not in opened, "its example is not begun anew"
+    assert first.group not in opened, "the example is not opened again"
 
 
 @pytest.mark.parametrize(
     "why", ["own", "evaluation", "attempt", "environment", "replica", "old", "complete", "full", "anew"]
 )
-def test_what_nobody_wants_is_not_claimed(why: str) -> None:
+def test_unneeded_job_is_not_adopted(why: str) -> None:
     made = dispatcher(limits())
     job, other, *_ = run_all(made)
     taken = {job.group} if why == "complete" else ()
@@ -75,56 +75,60 @@ def test_what_nobody_wants_is_not_claimed(why: str) -> None:
         "replica": {"router": "http://gone"},
     }
     if why == "full":
-        assert again.claim(job, runs=True) and again.claim(other, runs=True)
+        assert again.adopt_job(job, runs=True) and again.adopt_job(other, runs=True)
         job = Job("more", *[getattr(job, name) for name in job.__struct_fields__[1:]])
     if why == "anew":
         again.version = 1
         assert job.group in {new.group for new in run_all(again)}
-    found = Job(**{name: getattr(job, name) for name in job.__struct_fields__} | changes.get(why, {}))
+    changed = Job(**{name: getattr(job, name) for name in job.__struct_fields__} | changes.get(why, {}))
     before = again.inflight
-    assert not again.claim(found, runs=True) and again.inflight == before
+    assert not again.adopt_job(changed, runs=True) and again.inflight == before
 
 
-def test_a_carried_rollout_goes_on_though_its_group_is_trained() -> None:
+def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
     rule = Staleness(rule="carry", at_least=2)
     made = restarted(limits(group_sizes={"a": 4, "b": 4}, max_inflight=8, ratios={"a": 1.0}, staleness=rule))
     jobs = [job for job in run_all(made) if job.group == "a-00000000"]
     for job in jobs[:2]:
         made.finished(job.id, rollout(job))
-    known, group = {"cursors": made.cursors, "unfinished": made.unfinished}, made.open["a-00000000"].complete()
+    positions, group = {"cursors": made.cursors, "unfinished": made.unfinished}, made.open["a-00000000"].complete()
     incarnations = iter(["a", "b"])
 
     def again(taken: set[str]) -> Dispatcher:
-        examples = Examples(made.limits.ratios, taken=taken, **known)
+        examples = Examples(made.limits.ratios, taken=taken, **positions)
         return Dispatcher(made.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, examples=examples)
 
     trained = again({"a-00000000"})
     trained._examples.mark_opened(("a", 0))
-    assert not trained.claim(jobs[1], runs=False), "what has ended may be in the group that is trained"
-    assert trained.claim(jobs[2], runs=True) and trained.claim(jobs[3], runs=True)
-    assert not trained.claim(jobs[3], runs=True)
+    assert not trained.adopt_job(jobs[1], runs=False), "an ended rollout may be in the trained group"
+    assert trained.adopt_job(jobs[2], runs=True) and trained.adopt_job(jobs[3], runs=True)
+    assert not trained.adopt_job(jobs[3], runs=True)
     (part,) = [one for one in trained.open.values() if one.jobs]
     assert (part.id, part.jobs) == ("a-00000000.2001", {jobs[2].id: 0, jobs[3].id: 1})
-    assert not part.to_dispatch, "with `at_least` rollouts it is not filled up"
+    assert not part.to_dispatch, "`at_least` rollouts complete it"
     more, *others = (msgspec.structs.replace(jobs[2], id=f"{group.id}/{n}-c") for n in (4, 5, 6))
-    assert trained.claim(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3, "it grows"
+    assert trained.adopt_job(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3, (
+        "the continuation grows"
+    )
     for job in [*jobs[2:], more]:
         last = trained.finished(job.id, rollout(job))
     assert last is not None and last.id == part.id and trained.add_ready(last)
-    assert all(trained.claim(job, runs=True) for job in others), "and the next part has room"
-    lost = again(set())  # the group that was complete was not on disk: its example comes again, with them in it
+    assert all(trained.adopt_job(job, runs=True) for job in others), "the next continuation has room"
+    lost = again(set())  # the complete group was not on disk, so its example is sampled again
     carried = msgspec.structs.replace(more, group=part.id)
-    assert lost.claim(carried, runs=True) and not lost.claim(msgspec.structs.replace(carried, id="ended"), runs=False)
+    assert lost.adopt_job(carried, runs=True) and not lost.adopt_job(
+        msgspec.structs.replace(carried, id="ended"), runs=False
+    )
     assert list(lost.open) == [group.id]
     dropped = limits(group_sizes={"a": 4}, ratios={"a": 1.0})
-    examples = Examples(dropped.ratios, taken={group.id}, **known)
+    examples = Examples(dropped.ratios, taken={group.id}, **positions)
     examples.mark_opened(("a", 0))
     plain = Dispatcher(dropped, ["http://r0", "http://r1"], "run.1", "c", 2, examples=examples)
-    assert not plain.claim(jobs[2], runs=True), "nothing is carried by this rule"
+    assert not plain.adopt_job(jobs[2], runs=True), "this rule carries no rollout"
 
 
 class Campaign:
-    """A dispatcher and its workers, whose orchestrator is killed now and then."""
+    """A dispatcher and its workers. The orchestrator is killed now and then."""
 
     def __init__(self, limit: DispatchLimits, source: random.Random) -> None:
         self.limits, self.source = limit, source
@@ -145,9 +149,9 @@ class Campaign:
         self.record()
 
     def record(self) -> None:
-        """What a batch's record says of positions."""
+        """Record the positions, as with a batch."""
         made = self.made
-        self.known = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
+        self.recorded = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
 
     def end(self, job: Job) -> None:
         group = self.made.finished(job.id, rollout(job, max(0, self.made.version)))
@@ -169,7 +173,7 @@ class Campaign:
             self.add(self.writing.pop(0))
 
     def add(self, group: RolloutGroup) -> None:
-        """A group is on disk; one that is too old is deleted when it is on record that its example comes again."""
+        """Add a group that is on disk. A stale one is deleted once its example is recorded as unfinished."""
         if not self.made.add_ready(group):
             self.stale.add(group.id)
             self.record()
@@ -177,18 +181,18 @@ class Campaign:
     def kill(self) -> None:
         self.kills += 1
         before = self.made
-        held = [job for name, job in self.held.items() if before.keeps(name) and self.source.random() < 0.9]
+        held = [job for name, job in self.held.items() if before.holds_result(name) and self.source.random() < 0.9]
         self.writing = []
         version, ready = before.version, before.ready
         incarnation = f"i{self.kills}"
         taken = {name for names in self.uncommitted for name in names}
-        examples = Examples(self.limits.ratios, taken=taken, **self.known)
+        examples = Examples(self.limits.ratios, taken=taken, **self.recorded)
         self.made = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, examples=examples)
         for group in sorted(ready, key=lambda group: group.id):
             self.add(group)
         jobs = [*self.running.values(), *held]
         self.source.shuffle(jobs)
-        late = [job for job in jobs if self.source.random() < 0.1]  # of a worker that was not heard of in time
+        late = [job for job in jobs if self.source.random() < 0.1]  # their worker reported too late
         finished = {job.id for job in held}
         self.running = {}
         for job in jobs:
@@ -200,11 +204,11 @@ class Campaign:
             self.late[job.group.partition(".")[0]] += self.claim(job, finished)
 
     def claim(self, job: Job, finished: set[str]) -> bool:
-        """Whether it was claimed."""
+        """Adopt a job, and return whether that succeeded."""
         runs = job.id not in finished
-        if not self.made.claim(job, runs=runs):
+        if not self.made.adopt_job(job, runs=runs):
             return False
-        assert not self.made.claim(job, runs=runs), "it is already"
+        assert not self.made.adopt_job(job, runs=runs), "it was adopted before"
         self.claimed += 1
         self.running[job.id] = job
         if job.id in finished:
@@ -215,7 +219,7 @@ class Campaign:
         while job := self.made.next_job(self.limits.ratios):
             self.running[job.id] = job
 
-    def cut(self) -> None:
+    def form_batch(self) -> None:
         step = self.made.step
         swept = self.made.apply_age_limit(step)
         self.stale |= {group.id for group in swept.stale}
@@ -224,7 +228,7 @@ class Campaign:
         for group in swept.early:
             self.writing.append(group)
         returned = self.made.returned
-        batch = self.made.cut() or []
+        batch = self.made.take_batch() or []
         if batch:
             self.uncommitted = [*self.uncommitted[-1:], [group.id for group in batch]]
         for group in batch:
@@ -262,7 +266,7 @@ def test_any_order_of_ends_failures_and_kills(
         if run.running and event < 0.75:
             run.end(source.choice(list(run.running.values())))
         elif run.running and event < 0.8:
-            run.fail(min(run.running))  # of a group that was begun early: some are given up
+            run.fail(min(run.running))  # of an early group, so that some groups are given up
         elif run.running and event < 0.85:
             run.made.lost(job := source.choice(list(run.running)))
             del run.running[job]
@@ -271,15 +275,15 @@ def test_any_order_of_ends_failures_and_kills(
         elif event < 0.93:
             run.write()
         else:
-            run.cut()
+            run.form_batch()
         assert set(run.running) == set(run.made._jobs)
         ends = sum(run.made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
         assert run.made.counts["dispatched"] == ends + run.made.inflight
-    assert run.made.step == LAST + 1, "no dead end"
+    assert run.made.step == LAST + 1, "the run ends"
     rollouts = [sequence.info.id for group in run.used for sequence in group.sequences]
     assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
     names = [group.id for group in run.used]
-    assert len(names) == len(set(names)), "no group is"
+    assert len(names) == len(set(names)), "no group is trained twice"
     if rule.rule == "carry":
         for name in {name.partition(".")[0] for name in names} - run.stale:
             mine = [group.size for group in run.used if group.id.partition(".")[0] == name]
@@ -289,12 +293,12 @@ def test_any_order_of_ends_failures_and_kills(
     for label, cursor in run.made.cursors.items():
         every = {f"{label}-{example:08d}" for example in range(cursor)}
         unfinished = {f"{name}-{example:08d}" for name, example in run.made.unfinished}
-        known = {name.partition(".")[0] for name in (*names, *run.given_up)} | waiting | unfinished
-        assert every <= known, "no example is lost"
+        covered = {name.partition(".")[0] for name in (*names, *run.given_up)} | waiting | unfinished
+        assert every <= covered, "no example is lost"
 
 
-def test_a_killed_orchestrator_finds_its_rollouts_where_they_were(tmp_path: Path) -> None:
-    """Real processes: what was in flight goes on in its worker."""
+def test_killed_orchestrator_adopts_running_rollouts(tmp_path: Path) -> None:
+    """With real processes, rollouts in flight continue in their worker."""
     with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
         run = FakeRun(engine, tmp_path)
         state = run.run_dir / "attempts/1/state/orchestrator.json"

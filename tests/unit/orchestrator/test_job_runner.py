@@ -27,9 +27,9 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     nearest,
     on_this_node,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
+from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
 
@@ -172,7 +172,7 @@ async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, mon
         return (sent,)
 
     assert nearest(bind) == bind, "nobody is there yet"
-    pool = WorkerPool(bind, lambda *result: results.put_nowait(result), lambda job: None, lambda *unusable: None)
+    pool = CallbackPool(bind, lambda *result: results.put_nowait(result), lambda job: None, lambda *unusable: None)
     assert nearest(bind.replace("127.0.0.1", "localhost")).startswith("tcp://localhost"), "perhaps another node"
     worker = JobRunner("e", 0, bind, done)
     assert worker._socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"ipc://")

@@ -1,4 +1,4 @@
-"""Length penalties against their papers' formulas in float64, and what is made of them."""
+"""Length penalties, compared with the formulas of their papers in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.length_penalties import penalised
+from primeslurm.orchestrator.batching.length_penalties import apply_length_penalty
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
@@ -25,7 +25,7 @@ members = st.lists(st.tuples(st.integers(1, 60), st.floats(-1, 2, width=32), st.
 
 
 def group_of(made: list[Member]) -> RolloutGroup:
-    """A rollout of two sequences for each (sampled tokens, reward, turns); the tokens are spread over both."""
+    """Return one rollout with two sequences for each (sampled tokens, reward, turns)."""
     return RolloutGroup("g", "e", 0, 0, tuple(rollout(*member) for member in made))
 
 
@@ -45,11 +45,11 @@ def sequence(info: RolloutInfo, tokens: int) -> Rollout:
 def lost(made: list[Member], penalty: dict[str, Any]) -> list[float]:
     environment = Environment(id="e", length_penalty=penalty)
     before = group_of(made)
-    after = penalised(before, environment)
+    after = apply_length_penalty(before, environment)
     assert [trace[0].info.reward for trace in after.traces] == [reward for _, reward, _ in made]
-    found = [{one.info.length_penalty for one in trace} for trace in after.traces]
-    assert all(len(values) == 1 for values in found), "all sequences of a trace lose the same"
-    amounts = [value for values in found for value in values]
+    penalties = [{one.info.length_penalty for one in trace} for trace in after.traces]
+    assert all(len(values) == 1 for values in penalties), "all sequences of a trace have the same penalty"
+    amounts = [value for values in penalties for value in values]
     assert after.rewards == [reward - amount for (_, reward, _), amount in zip(made, amounts, strict=True)]
     assert RolloutGroup.from_bytes(after.to_bytes()).rewards == after.rewards, "a stored group keeps its penalty"
     return amounts
@@ -57,9 +57,9 @@ def lost(made: list[Member], penalty: dict[str, Any]) -> list[float]:
 
 @relaxed
 @given(made=members, buffer=st.integers(1, 20), factor=st.sampled_from([1.0, 0.3]))
-def test_overlong_is_the_punishment_of_dapo(made: list[Member], buffer: int, factor: float) -> None:
+def test_overlong_follows_dapo(made: list[Member], buffer: int, factor: float) -> None:
     longest = 30
-    for (tokens, _, _), found in zip(
+    for (tokens, _, _), amount in zip(
         made, lost(made, {"type": "overlong", "max_tokens": longest, "buffer": buffer, "factor": factor}), strict=True
     ):
         if tokens <= longest - buffer:
@@ -68,41 +68,41 @@ def test_overlong_is_the_punishment_of_dapo(made: list[Member], buffer: int, fac
             exact = ((longest - buffer) - tokens) / buffer
         else:
             exact = -1.0
-        assert found == pytest.approx(-factor * exact)
+        assert amount == pytest.approx(-factor * exact)
 
 
 @relaxed
 @given(made=members)
-def test_relative_is_the_length_reward_of_kimi(made: list[Member]) -> None:
+def test_relative_follows_kimi(made: list[Member]) -> None:
     lengths = [tokens for tokens, _, _ in made]
     shortest, longest = min(lengths), max(lengths)
-    for (tokens, reward, _), found in zip(made, lost(made, {"type": "relative", "factor": 0.2}), strict=True):
+    for (tokens, reward, _), amount in zip(made, lost(made, {"type": "relative", "factor": 0.2}), strict=True):
         share = 0.5 - (tokens - shortest) / (longest - shortest) if longest > shortest else 0.0
-        assert -found == pytest.approx(0.2 * (share if reward >= 0.5 else min(0.0, share)))
+        assert -amount == pytest.approx(0.2 * (share if reward >= 0.5 else min(0.0, share)))
 
 
 @relaxed
 @given(made=members)
-def test_cost_takes_more_the_better_a_group_does(made: list[Member]) -> None:
+def test_cost_grows_with_the_solve_rate(made: list[Member]) -> None:
     rate = np.clip(np.mean([np.float64(reward) for _, reward, _ in made]), 0, 1)
     longest, most = (max(member[i] for member in made) for i in (0, 2))
-    for (tokens, _, turns), found in zip(made, lost(made, {"type": "cost", "tokens": 0.4, "turns": 0.2}), strict=True):
-        assert found == pytest.approx(rate * (0.4 * tokens / longest + 0.2 * turns / most))
+    for (tokens, _, turns), amount in zip(made, lost(made, {"type": "cost", "tokens": 0.4, "turns": 0.2}), strict=True):
+        assert amount == pytest.approx(rate * (0.4 * tokens / longest + 0.2 * turns / most))
 
 
-def test_advantages_are_made_of_what_is_left_and_metrics_of_what_was_given() -> None:
+def test_advantages_use_net_rewards_and_metrics_given_ones() -> None:
     environment = Environment.model_validate({"id": "e", "length_penalty": {"type": "relative", "factor": 1.0}})
     group = group_of([(10, 1.0, 1), (30, 1.0, 1)])
     assert not group.has_signal
-    after = penalised(group, environment)
-    assert after.has_signal, "a group that solves all can still learn to be brief"
+    after = apply_length_penalty(group, environment)
+    assert after.has_signal, "a group that solves the task still differs in length"
     (credits,) = Grpo().assign([after])
     assert [float(credit.advantages[0]) for credit in credits] == [0.5, 0.5, -0.5, -0.5]
     metrics = batch_metrics([after], 1, 64)
     assert metrics["reward/mean"] == 1.0 and metrics["e/reward"] == 1.0
-    assert after.given_rewards == [1.0, 1.0], "what is solved stays solved"
+    assert after.given_rewards == [1.0, 1.0], "the given reward is unchanged"
     assert metrics["length_penalty/mean"] == 0.0 and metrics["length_penalty/fraction"] == 0.5
-    assert penalised(group, Environment(id="e")) is group
+    assert apply_length_penalty(group, Environment(id="e")) is group
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,7 @@ def test_advantages_are_made_of_what_is_left_and_metrics_of_what_was_given() -> 
         ({}, {"type": "overlong", "max_tokens": 8, "buffer": 9}, "environments.0.length_penalty.buffer"),
     ],
 )
-def test_penalties_that_make_no_sense_are_refused(
-    orchestrator: dict[str, Any], penalty: dict[str, Any], field: str
-) -> None:
+def test_contradictory_penalties_are_refused(orchestrator: dict[str, Any], penalty: dict[str, Any], field: str) -> None:
     sizes = {"batch_size": 8, "group_size": 4}
     data = recipe_data(
         orchestrator=sizes | orchestrator, environments=[{"id": "reverse-text", "length_penalty": penalty}]

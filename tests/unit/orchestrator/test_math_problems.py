@@ -34,7 +34,7 @@ def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
 def test_what_is_wrong_with_the_file_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no file .*absent\.jsonl"):
         environments.load("math-problems", {"path": str(tmp_path / "absent.jsonl")})
-    with pytest.raises(ValueError, match=r"math\.jsonl, line 2: answer: KeyError\('answer'\)"):
+    with pytest.raises(ValueError, match=r"math\.jsonl, line 2: there is no answer, only question"):
         problems(tmp_path, {"question": "?", "answer": "1"}, {"question": "?"})
 
 
@@ -70,7 +70,8 @@ def test_public_data_sets_are_read_as_they_are(
     ("record", "args", "why"),
     [
         ({"question": "?", "answer": "72"}, {"answer_marker": "####"}, "line 1: the answer has no marker '####'"),
-        (DAPO, {"question": "prompt.1.content", "answer": "prompt"}, "line 1: prompt.1.content: IndexError"),
+        (DAPO, {"question": "prompt.1.content", "answer": "prompt"}, "line 1: there is no prompt.1.content"),
+        ({"question": "?", "answer": " "}, {}, "line 1: answer is empty"),
         (DAPO, {"question": "prompt", "answer": "prompt"}, "line 1: prompt = .* is neither text nor a number"),
         ({"question": "?", "answer": None}, {}, "line 1: answer = None is neither text nor a number"),
     ],

@@ -28,8 +28,8 @@ def document(start: int, length: int) -> Document:
     return Document(tokens, mask, -tokens.astype(np.float32), np.full(length, start, np.float32), on_policy=False)
 
 
-def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
-    """The documents of a row, cut where positions restart; the last may be padding."""
+def documents_of(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
+    """Return the documents of a row, cut where positions restart. The last one may be padding."""
     starts = [i for i, position in enumerate(row.positions) if position == 0]
     pieces = [slice(a, b) for a, b in zip(starts, [*starts[1:], SEQ_LEN], strict=True)]
     return [
@@ -45,14 +45,14 @@ def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]
 
 @settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), max_size=30), ranks=st.integers(1, 4))
-def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
+def test_every_token_is_packed_once(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     packed = pack(docs, SEQ_LEN, ranks, temperature=0.7)
     assert len({len(rows) for rows in packed}) == 1 and len(packed) == ranks
     rows = [row for mine in packed for row in mine]
     assert all(len(getattr(row, name)) == SEQ_LEN for row in rows for name in ("token_ids", "positions", "mask"))
     assert all((row.temperatures == np.float32(0.7)).all() for row in rows)
-    pieces = sorted(piece for row in rows for piece in found(row) if any(piece[0]))
+    pieces = sorted(piece for row in rows for piece in documents_of(row) if any(piece[0]))
     expected = sorted(
         (doc.token_ids.tolist(), doc.mask.tolist(), doc.logprobs.tolist(), set(doc.advantages.tolist())) for doc in docs
     )
@@ -67,7 +67,7 @@ def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     pieces=st.sampled_from([2, 4]),
     quantum=st.sampled_from([None, 4, 8]),
 )
-def test_pieces_are_the_rows_and_the_token_after_each(lengths: list[int], pieces: int, quantum: int | None) -> None:
+def test_pieces_are_the_rows_and_one_more_token(lengths: list[int], pieces: int, quantum: int | None) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     routed = [np.full((len(doc), 3, 2), i, np.uint8) for i, doc in enumerate(docs)]
     docs = [replace(doc, routed_experts=routed[i] if i % 3 else None) for i, doc in enumerate(docs)]
@@ -77,26 +77,26 @@ def test_pieces_are_the_rows_and_the_token_after_each(lengths: list[int], pieces
         length = len(row.positions) // pieces
         for cp in range(pieces):
             mine, expected = cut[cp][number], row.piece(cp, pieces)
-            assert np.array_equal(mine.positions, row.positions), "documents are known whole"
-            assert len(mine.token_ids) == length + (cp < pieces - 1), "and what the last token predicts"
+            assert np.array_equal(mine.positions, row.positions), "positions are of the whole row"
+            assert len(mine.token_ids) == length + (cp < pieces - 1), "with the target of the last token"
             for name, array in expected.arrays().items():
                 assert np.array_equal(array, getattr(mine, name)), name
 
 
 @settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=40), ranks=st.integers(1, 5))
-def test_rows_are_as_long_as_they_have_to_be(lengths: list[int], ranks: int) -> None:
+def test_rows_are_no_longer_than_needed(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
     fixed, packed = (pack(docs, SEQ_LEN, ranks, 0.7, quantum) for quantum in (None, 4))
-    assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more to do than before"
-    found = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
-    assert found == sorted(int(token) for doc in docs for token in doc.token_ids)
+    assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more rows"
+    tokens = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
+    assert tokens == sorted(int(token) for doc in docs for token in doc.token_ids)
     for row in (row for mine in packed for row in mine):
         used = int(np.flatnonzero(row.token_ids)[-1]) + 1 if row.token_ids.any() else 0
         assert len(row.positions) == max(4, -(-used // 4) * 4) <= SEQ_LEN
 
 
-def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
+def test_documents_are_spread_over_all_ranks() -> None:
     docs = [document(1 + 100 * i, 8) for i in range(13)]  # 104 tokens: four rows of 32, for three ranks
     packed = packing.pack(docs, SEQ_LEN, 3, 4)
     assert sorted(row.length for mine in packed for row in mine) == [16, 16, 16, 16, 16, 24]
@@ -104,7 +104,7 @@ def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
     assert max(costs) - min(costs) <= cost([8]) * 1.001
     for mine in packed:
         lengths = [row.length for row in mine]
-        assert lengths == sorted(lengths, reverse=True), "ranks that wait for one another have like rows"
+        assert lengths == sorted(lengths, reverse=True), "rows of a round cost about the same"
 
 
 @pytest.mark.parametrize(
@@ -119,9 +119,7 @@ def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
         (4096, {}, None),
     ],
 )
-def test_rows_differ_in_length_where_the_trainer_can_take_it(
-    seq_len: int, trainer: dict[str, object], expected: int | None
-) -> None:
+def test_quantum_of_row_lengths(seq_len: int, trainer: dict[str, object], expected: int | None) -> None:
     fields = {"name": "test", "max_steps": 10, "seq_len": seq_len, "model": {"path": "m"}, "trainer": trainer}
     assert packing.quantum(Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})) == expected
 
@@ -143,11 +141,11 @@ def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
 
 
 def advantages(whole: RolloutGroup, algorithm: Algorithm) -> list[float]:
-    """One per rollout."""
+    """Return one advantage per rollout."""
     (credits,) = algorithm.assign([whole])
-    found = [set(credit.advantages.tolist()) for credit in credits]
-    assert all(len(values) == 1 for values in found)
-    return [value for values in found for value in values]
+    per_rollout = [set(credit.advantages.tolist()) for credit in credits]
+    assert all(len(values) == 1 for values in per_rollout)
+    return [value for values in per_rollout for value in values]
 
 
 def test_advantages_follow_the_algorithm() -> None:
@@ -157,12 +155,12 @@ def test_advantages_follow_the_algorithm() -> None:
     assert advantages(rare, MaxRl()) == [-1.0, -1.0, -1.0, 3.0]
     assert advantages(group(lengths, [0.5] * 4), MaxRl()) == [0.0] * 4
     assert advantages(group(lengths, [-1.0, 0.0, 0.0, 1.0]), MaxRl()) == [0.0] * 4
-    found = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
-    assert found == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
+    centred = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
+    assert centred == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
 
 
 def scored(whole: RolloutGroup) -> RolloutGroup:
-    """The token at position i has the log-probability -i / 4 by the teacher."""
+    """Give the token at position i the teacher log-probability -i / 4."""
     rollouts = []
     for (branch,) in whole.rollouts:
         ref = np.where(branch.mask, -np.arange(len(branch.mask)) / 4, 0).astype(np.float32)
@@ -171,7 +169,7 @@ def scored(whole: RolloutGroup) -> RolloutGroup:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float) -> None:
+def test_distillation_advantage_is_the_distance_to_the_teacher(share: float) -> None:
     long = 2 * SEQ_LEN
     whole = group([5, long], [1.0, 0.0])
     (first,), (second,) = whole.rollouts
@@ -183,12 +181,12 @@ def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float
         exact = np.where(doc.mask, -position / 4 - doc.logprobs.astype(np.float64), 0) + share * reward
         assert doc.advantages.dtype == np.float32
         assert np.abs(doc.advantages - exact).max() < 1e-6
-    assert not docs[0].advantages[[0, 1, 4]].any() or share, "tokens that are not trained are not distilled"
+    assert not docs[0].advantages[[0, 1, 4]].any() or share, "masked tokens have no advantage"
     with pytest.raises(ValueError, match="r0: no teacher was asked"):
         documents([whole], SEQ_LEN, 0, Opd())
 
 
-def test_the_teachers_part_stays_with_its_tokens() -> None:
+def test_teacher_logprobs_stay_with_their_tokens() -> None:
     whole = group([6, 3 * SEQ_LEN], [1.0, 0.0])
     docs = documents([scored(whole)], SEQ_LEN, 0, Grpo())
     assert {tuple(set(doc.advantages.tolist())) for doc in docs} == {(0.5,), (-0.5,)}
@@ -200,7 +198,7 @@ def test_the_teachers_part_stays_with_its_tokens() -> None:
     assert pack(documents([whole], SEQ_LEN, 0, Grpo()), SEQ_LEN, 1, 1.0)[0][0].ref_logprobs is None
 
 
-def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:
+def test_echo_weights_average_over_observed_tokens() -> None:
     whole = group([8, 12], [1.0, 0.0])
     first, second = (branches[0] for branches in whole.rollouts)
     observed = np.arange(8) >= 6
@@ -222,7 +220,7 @@ def test_routed_experts_stay_with_their_tokens() -> None:
     def choices(length: int, start: int) -> np.ndarray:
         return (np.arange(start, start + length, dtype=np.uint16)[:, None, None] + np.zeros((3, 2), np.uint16)).copy()
 
-    # the third comes from before the run replayed
+    # the third has no routed experts
     replayed = [replace(first, routed_experts=choices(6, 100)), replace(second, routed_experts=choices(96, 500)), third]
     docs = documents([replace(whole, rollouts=tuple((r,) for r in replayed))], SEQ_LEN, 0, Grpo())
     long, short = (rows[0] for rows in pack(docs, SEQ_LEN, 2, 1.0))
@@ -234,7 +232,7 @@ def test_routed_experts_stay_with_their_tokens() -> None:
     assert all(row.routed_experts is None for rows in pack(docs[2:], SEQ_LEN, 2, 1.0) for row in rows)
 
 
-def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
+def test_mixed_rollouts_are_not_on_policy() -> None:
     whole = group([6, 6], [1.0, 0.0])
     mixed = whole.rollouts[1][0]
     versions = np.array([0, 0, 0, 1, 1, 1], np.int32)
@@ -245,7 +243,7 @@ def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
     assert row.on_policy.tolist() == [True] * 6 + [False] * (SEQ_LEN - 6)
 
 
-def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
+def test_batch_is_the_same_at_every_request() -> None:
     groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
     fields = {"name": "test", "max_steps": 10, "seq_len": SEQ_LEN, "model": {"path": "m"}}
     recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
@@ -255,7 +253,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     for rank in range(2):
         a, b = first.get(StepShard(1, RankShard(rank, 2))), second.get(StepShard(1, RankShard(rank, 2)))
         assert a is not None and b is not None and [*map(bytes, a)] == [*map(bytes, b)]
-        assert first.get(StepShard(1, RankShard(rank, 2))) is a, "a repeat is answered with what is encoded"
+        assert first.get(StepShard(1, RankShard(rank, 2))) is a, "a repeat returns the encoded shard"
         info = received(a).info
         assert info.loss_tokens == 4 + 8 + 29 and info.max_steps == 10
     first.add(2, groups)
@@ -264,12 +262,12 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     assert first.encoded(StepShard(1, RankShard(0, 2))) is None and first.get(StepShard(1, RankShard(0, 2))) is None
 
 
-def test_each_environment_s_tokens_keep_the_temperature_they_were_sampled_at() -> None:
+def test_tokens_keep_the_temperature_of_their_environment() -> None:
     groups = [replace(group([3, 2], [1.0, 0.0]), environment=label) for label in ("cold", "warm", "usual")]
     docs = documents(groups, SEQ_LEN, 0, Grpo(), {"cold": 0.25, "warm": 1.5})
     ((row,),) = pack(docs, SEQ_LEN, 1, 0.7)
     starts = np.flatnonzero(row.positions == 0)
-    found = [float(row.temperatures[start]) for start in starts]
+    temperatures = [float(row.temperatures[start]) for start in starts]
     ends = [*starts[1:], SEQ_LEN]
     assert all((row.temperatures[a:b] == row.temperatures[a]).all() for a, b in zip(starts, ends, strict=True))
-    assert sorted(found) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])
+    assert sorted(temperatures) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])

@@ -7,15 +7,12 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import msgspec
 import pytest
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Claims,
@@ -28,7 +25,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     give_notice,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, UNSEEN_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, UNSEEN_S
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor, StallError
 from primeslurm.recipe import Recipe
@@ -36,6 +33,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
+from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
 RECIPE = Recipe.model_validate(
@@ -102,9 +100,8 @@ def test_a_row_says_how_busy_the_engines_of_a_role_were(tmp_path: Path) -> None:
     watch = ProgressMonitor(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
     for running in (8.0, 0.0, 8.0, 8.0):
         watch.engines_seen({"decode-r0-0": {"running": running, "waiting": 0.0, "kv_usage": 0.1}})
-    dispatch = SimpleNamespace(counts=Counter[str](), ready=[], open=[], inflight=0)
-    row = watch.step_metrics(cast(Dispatcher, dispatch), version=3)
-    assert row["engines/decode/busy_mean"] == 0.75 and row["policy/version"] == 3
+    row = watch.step_metrics(Counter(), {"inflight": 7}, version=3)
+    assert row["engines/decode/busy_mean"] == 0.75 and row["policy/version"] == 3 and row["queue/inflight"] == 7
 
 
 def test_the_head_is_told_that_engines_compute(tmp_path: Path) -> None:
@@ -190,7 +187,7 @@ class Peers:
         self.claims: list[Job] = []
         told = (self._result, self.lost.append, self._unusable)
         asked = {"claim": self._claim, "keeps": self.kept.__contains__}
-        self.workers = WorkerPool(address, *told, clock=self.clock, **asked)
+        self.workers = CallbackPool(address, *told, clock=self.clock, **asked)
 
     def _claim(self, job: Job, runs: bool) -> bool:
         self.claims.append(job)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.environments.sandbox import containers, scripts
+from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.recipe.sections.sandboxes import Limits
 from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from tests.support import docker_daemon, small_images
@@ -64,7 +64,7 @@ async def played(
     """A rollout whose model gives these commands, one a turn. Returns its reward, and what each of them said."""
     asked = {"limits": {"wall_time_s": 300}, **runtime, "install": False}
     made = test_harbor.recipe(model, "bash", args={"path": str(tasks)}, runtime=asked)
-    containers.mark("tasks-0", scripts.directories(), Limits.model_validate(asked["limits"]))
+    containers.patch_runtimes("tasks-0", uv_scripts.environment_directories(), Limits.model_validate(asked["limits"]))
     script = [*(tool_call("bash", command=command) for command in commands), "Done."]
     with ScriptedEngine(Path(model), script) as engine:
         engine.version = 3

@@ -10,8 +10,9 @@ import pytest
 
 from primeslurm.orchestrator.rollouts.job_protocol import Ended, Job, JobRunner, Result, Send, Status
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
-from primeslurm.orchestrator.rollouts.worker_pool import RESENT_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import RESENT_S
 from primeslurm.wire.batches.rollouts import Rollout
+from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 from tests.unit.orchestrator.test_worker_pool import Pool, job
 
@@ -99,7 +100,7 @@ async def test_rollouts_that_end_together_all_come(tmp_path: Path, monkeypatch: 
     """Through a real worker, with room for one at a time."""
     came: list[str] = []
     address, made = f"ipc://{tmp_path}/envs", group([5], [1.0]).rollouts[0]
-    pool = WorkerPool(address, lambda name, outcome: came.append(name), came.append, lambda *unusable: None)
+    pool = CallbackPool(address, lambda name, outcome: came.append(name), came.append, lambda *unusable: None)
     pool._window = ReceiveWindow(1)
     most, admit = 0, pool._window.admit
 

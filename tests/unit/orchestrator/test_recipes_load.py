@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs, pairing, probe
+from primeslurm.orchestrator.environments import agents, harness_compatibility, host_needs, probe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import sees_packages
@@ -37,7 +37,7 @@ def test_it_loads(environment: Environment, tmp_path: Path) -> None:
     env = environments.load(environment.id, args, agents.agent_options(environment))
     task = next(iter(env.taskset))
     assert task.data.prompt
-    assert pairing.unrewarded(environment, env, task) == []
+    assert harness_compatibility.unrewarded(environment, env, task) == []
     assert host_needs.notes(environment, env) == [], "its rollouts download their harness"
 
 

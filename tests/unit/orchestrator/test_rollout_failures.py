@@ -12,8 +12,9 @@ import pytest
 from benchmarks.support.ports import free_port
 from primeslurm.base.errors import signature
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
+from primeslurm.orchestrator.evaluation.evaluation_orchestrator import EvaluationOrchestrator
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job, JobFailure
+from primeslurm.orchestrator.rollouts.worker_events import RolloutEnded, WorkerUnusable
 from primeslurm.orchestrator.telemetry.progress_monitor import UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import (
     FEW_FAILURES,
@@ -236,18 +237,18 @@ def test_an_evaluation_alone_ends_where_its_environment_cannot_work(starts: bool
 
     async def ends() -> None:
         nonlocal now
-        server = EvaluationServer(Recipe.model_validate(fields), arguments, clock=lambda: now)
+        server = EvaluationOrchestrator(Recipe.model_validate(fields), arguments, clock=lambda: now)
         server._evaluator.follow(0, {})
         for _ in range(FEW_FAILURES):
             server._check()
             if not starts:
-                server._on_unusable("held-out", 0, "no such table")
+                server._handle(WorkerUnusable("held-out", 0, "no such table"))
                 continue
             job = server._evaluator.next_job({"held-out"}, 0)
             assert job is not None
             server._failures.started(job, now)
             now += 1
-            server._on_result(job.id, JobFailure(ERROR))
+            server._handle(RolloutEnded(job.id, JobFailure(ERROR)))
         now += 60
         server._check()
 

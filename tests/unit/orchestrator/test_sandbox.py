@@ -17,7 +17,7 @@ import pytest
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
-from primeslurm.orchestrator.environments.sandbox import box, crossing, limits
+from primeslurm.orchestrator.environments.sandbox import bwrap_sandbox, limits, port_forwarding
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits, bubblewrap_works
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime, _Pipes
@@ -225,7 +225,7 @@ async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_
 ) -> None:
     # The kernel's whole table of sockets is read for each connection, one after the other, and the rollout's own one
     # waits for that: the fewer there are, the less a busy machine with many sockets matters.
-    monkeypatch.setattr(crossing, "CONNECTIONS", 4)
+    monkeypatch.setattr(port_forwarding, "CONNECTIONS", 4)
     echo = "import socket as s; l = s.create_server(('127.0.0.1', 8000), backlog=100); print('well', flush=True)"
     echo += "\nwhile c := l.accept()[0]: c.recv(1) and c.sendall(b'an answer')"
     async with sandbox(run_dir) as tools:
@@ -246,8 +246,8 @@ async def test_other_users_reach_no_server_within_and_take_no_connection_of_its_
                 return kept[-1].recv(9).decode()
             return ""
 
-        with stranger(lambda: len([connected() for _ in range(crossing.CONNECTIONS)])) as silent:
-            assert silent.value == crossing.CONNECTIONS
+        with stranger(lambda: len([connected() for _ in range(port_forwarding.CONNECTIONS)])) as silent:
+            assert silent.value == port_forwarding.CONNECTIONS
             assert await asyncio.to_thread(asks) == "an answer"
         assert (await asyncio.to_thread(attempted, asks)).value == ""
 
@@ -283,8 +283,10 @@ async def test_a_sandbox_that_dies_leaves_no_descriptor(at_once: bool, monkeypat
     """Neither of what nobody reads yet, nor of what nobody reads any more."""
     held: list[int] = []
 
-    async def spawn(runtime: SandboxedRuntime, argv: list[str], env: dict[str, str], pipes: _Pipes) -> box.BoxProcess:
-        process, gone = box.BoxProcess(made, 1), crossing.SandboxGoneError("it has ended")
+    async def spawn(
+        runtime: SandboxedRuntime, argv: list[str], env: dict[str, str], pipes: _Pipes
+    ) -> bwrap_sandbox.SandboxProcess:
+        process, gone = bwrap_sandbox.SandboxProcess(made, 1), port_forwarding.SandboxGoneError("it has ended")
         held.append(os.dup(pipes.inner[0]))  # as by what it started
         if at_once:
             process.exited.set_exception(gone)
@@ -292,7 +294,7 @@ async def test_a_sandbox_that_dies_leaves_no_descriptor(at_once: bool, monkeypat
             asyncio.get_running_loop().call_later(0.05, process.exited.set_exception, gone)
         return process
 
-    made = box.Box(SandboxLimits(), (), ())
+    made = bwrap_sandbox.Sandbox(SandboxLimits(), (), ())
     monkeypatch.setattr(SandboxedRuntime, "_spawn", spawn)
     runtime = SandboxedRuntime(SubprocessConfig())
     before = set(Path("/proc/self/fd").iterdir())
@@ -353,7 +355,7 @@ async def test_a_killed_worker_leaves_nothing(run_dir: Path) -> None:
         worker.wait()
     assert len(pids.split()) >= 3
     await _gone([int(pid) for pid in pids.split()])
-    limits.sweep()  # as the next worker does
+    limits.remove_stale_groups()  # as the next worker does
     assert not [path for path in groups.split() if Path(path).exists()]
     assert not list((run_dir / "attempts/1").rglob("*"))
 
@@ -369,9 +371,11 @@ def _of(runtime: SandboxedRuntime) -> list[int]:
     """Processes of a sandbox, as the node numbers them."""
     from primeslurm.orchestrator.environments.sandbox.watch import uses
 
-    box = runtime._box
-    assert box is not None
-    return [pid for pid in uses([box.first_pid])[box.first_pid].pids if Path(f"/proc/{pid}").exists()]
+    bwrap_sandbox = runtime._box
+    assert bwrap_sandbox is not None
+    return [
+        pid for pid in uses([bwrap_sandbox.first_pid])[bwrap_sandbox.first_pid].pids if Path(f"/proc/{pid}").exists()
+    ]
 
 
 async def _gone(pids: list[int]) -> None:

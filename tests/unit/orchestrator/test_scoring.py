@@ -301,7 +301,7 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
     assert all(isinstance(one, SpooledGroup) for one in made.unscored.values()), "it is read when it is asked about"
     assert gone == ["undone"] and "undone" in {one.id for one in spool.load()}, "deleted when it is on record"
-    again = made.ready[0].rollouts[1][0].ref_logprobs
+    again = next(iter(made.ready)).rollouts[1][0].ref_logprobs
     assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
     assert batch_of(batches, 1) is not None and batch_of(batches, 2) is None
     without = RECIPE.model_copy(update={"teacher": None})

@@ -1,4 +1,4 @@
-"""Shares of batches as files: written once, there until the commit, the same for whoever asks again."""
+"""Batch shards as files: written once, and kept until the commit."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def files_of(run: Path, batches: Batches, attempt: int = 1, committed: int = 0) 
     return ShardFiles(run, attempt, batches, committed, retry_s=0.01)
 
 
-async def asked(files: ShardFiles, share: StepShard, *, unreadable: bool = False) -> Path:
+async def path_of(files: ShardFiles, shard: StepShard, *, unreadable: bool = False) -> Path:
     while True:
-        answer = await files.answer(share, unreadable=unreadable, within_s=60)
+        answer = await files.answer(shard, unreadable=unreadable, within_s=60)
         assert answer is not None
         if answer.kind == "file":
             return Path(answer.path)
@@ -68,30 +68,32 @@ def run_with(run: Path, scenario: Callable[[ShardFiles, Batches], object]) -> No
     asyncio.run(whole())
 
 
-def test_every_rank_reads_its_own_piece_and_nothing_else(tmp_path: Path) -> None:
+def test_every_rank_reads_its_own_shard(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
-        shares = [StepShard(4, RankShard(dp, 2, cp, 2)) for dp in range(2) for cp in range(2)]
-        sent = {share: batches.get(share) for share in shares}
-        paths = await asyncio.gather(*(asked(files, share) for share in shares))
-        for share, path in zip(shares, paths, strict=True):
-            frames = sent[share]
+        shards = [StepShard(4, RankShard(dp, 2, cp, 2)) for dp in range(2) for cp in range(2)]
+        sent = {shard: batches.get(shard) for shard in shards}
+        paths = await asyncio.gather(*(path_of(files, shard) for shard in shards))
+        for shard, path in zip(shards, paths, strict=True):
+            frames = sent[shard]
             assert frames is not None
-            found = batch_files.read(path, empty, LARGEST_BATCH)
-            assert [*map(bytes, found.encode())] == [*map(bytes, received(frames).encode())]
-            assert batches.encoded(share) is None, "it is asked for no more"
+            batch = batch_files.read(path, empty, LARGEST_BATCH)
+            assert [*map(bytes, batch.encode())] == [*map(bytes, received(frames).encode())]
+            assert batches.encoded(shard) is None, "the shard is dropped from memory"
 
     run_with(tmp_path, scenario)
 
 
-def test_a_share_is_written_once_whoever_asks_however_often(tmp_path: Path) -> None:
+def test_shard_is_written_once(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
-        share = StepShard(4, RankShard(0, 2))
-        paths = await asyncio.gather(*(asked(files, share) for _ in range(5)))
+        shard = StepShard(4, RankShard(0, 2))
+        paths = await asyncio.gather(*(path_of(files, shard) for _ in range(5)))
         first = paths[0].stat()
         assert set(paths) == {paths[0]}
-        restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # which has no groups at all
-        assert await asked(restarted, share) == paths[0]
-        assert await asked(restarted, share, unreadable=True) == paths[0], "it is whole: the reader's fault has passed"
+        restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
+        assert await path_of(restarted, shard) == paths[0]
+        assert await path_of(restarted, shard, unreadable=True) == paths[0], (
+            "the file is whole; the reader had a temporary fault"
+        )
         assert paths[0].stat().st_ino == first.st_ino
         assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
         restarted.close()
@@ -99,24 +101,24 @@ def test_a_share_is_written_once_whoever_asks_however_often(tmp_path: Path) -> N
     run_with(tmp_path, scenario)
 
 
-def test_a_damaged_file_is_written_anew(tmp_path: Path) -> None:
+def test_damaged_file_is_rewritten(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
-        share = StepShard(1, RankShard(0, 2))
-        path = await asked(files, share)
+        shard = StepShard(1, RankShard(0, 2))
+        path = await path_of(files, shard)
         before = path.read_bytes()
         path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-        assert await asked(files, share) == path, "who does not say so gets what there is"
-        assert await asked(files, share, unreadable=True) == path
+        assert await path_of(files, shard) == path, "without a report, the file is not checked"
+        assert await path_of(files, shard, unreadable=True) == path
         assert path.read_bytes() == before
         path.unlink()
-        assert await asked(files, share, unreadable=True) == path and path.read_bytes() == before
+        assert await path_of(files, shard, unreadable=True) == path and path.read_bytes() == before
 
     run_with(tmp_path, scenario)
 
 
 def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
-        paths = {step: await asked(files, StepShard(step, RankShard(0, 1))) for step in (1, 2, 3, 4)}
+        paths = {step: await path_of(files, StepShard(step, RankShard(0, 1))) for step in (1, 2, 3, 4)}
         old = tmp_path / "batches" / "7" / "step_000009" / "rank_0_of_1.0_of_1"
         old.parent.mkdir(parents=True)
         old.write_text("of another attempt")
@@ -128,7 +130,7 @@ def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
-def test_a_full_or_read_only_disk_is_waited_for_and_said(
+def test_write_waits_for_a_full_or_read_only_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     full, write = [True], batch_files.write
@@ -141,31 +143,33 @@ def test_a_full_or_read_only_disk_is_waited_for_and_said(
     monkeypatch.setattr(batch_files, "write", written)
 
     async def scenario(files: ShardFiles, batches: Batches) -> None:
-        share = StepShard(4, RankShard(0, 1))
+        shard = StepShard(4, RankShard(0, 1))
         for _ in range(3):
-            assert await files.answer(share, unreadable=False, within_s=0.05) == Answer("wait")
+            assert await files.answer(shard, unreadable=False, within_s=0.05) == Answer("wait")
         while not caplog.records:
             await asyncio.sleep(0.01)
         assert [record.message for record in caplog.records].count(
-            f"a share of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
+            f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
         reserve = Reserve(tmp_path, size=1 << 20)
         assert reserve.fill() and reserve.give_up()
         full[0] = False
-        assert (await files.answer(share, unreadable=False, within_s=0.2)) == Answer("wait"), "space is for records"
+        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), (
+            "the reserve is for records"
+        )
         (tmp_path / ".reserve").unlink()
-        assert (await asked(files, share)).exists()
+        assert (await path_of(files, shard)).exists()
 
     run_with(tmp_path, scenario)
 
 
-def test_another_fault_of_the_disk_is_told(tmp_path: Path) -> None:
+def test_other_disk_faults_are_raised(tmp_path: Path) -> None:
     async def scenario(files: ShardFiles, batches: Batches) -> None:
         (tmp_path / "batches").write_text("no directory")
         with pytest.raises(OSError, match="batches"):
-            await asked(files, StepShard(4, RankShard(0, 1)))
+            await path_of(files, StepShard(4, RankShard(0, 1)))
         (tmp_path / "batches").unlink()
-        assert (await asked(files, StepShard(4, RankShard(0, 1)))).exists(), "it is tried again"
+        assert (await path_of(files, StepShard(4, RankShard(0, 1)))).exists(), "a later request tries again"
 
     run_with(tmp_path, scenario)
 
@@ -178,29 +182,27 @@ def batches(tmp_path: Path) -> Iterator[Batches]:
 
 
 def held(batches: Batches) -> set[int]:
-    """Steps whose rollouts are in memory."""
+    """Return the steps whose rollouts are in memory."""
     return {
         step for step, groups in batches._groups.items() if not all(isinstance(one, SpooledGroup) for one in groups)
     }
 
 
-def test_all_steps_since_the_commit_can_be_repeated_and_two_are_in_memory(tmp_path: Path, batches: Batches) -> None:
+def test_uncommitted_steps_can_be_repeated_with_two_in_memory(tmp_path: Path, batches: Batches) -> None:
     batches.get(StepShard(4, RankShard(0, 1)))
     assert held(batches) == {3, 4}
     first = {step: [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] for step in (1, 2, 3, 4)}
     assert all(first.values())
     for step in (1, 2, 3, 4, 1):
         assert [*map(bytes, batches.get(StepShard(step, RankShard(0, 1))) or [])] == first[step]
-        assert held(batches) <= {3, 4}, "what was given back stays on disk"
+        assert held(batches) <= {3, 4}, "evicted batches stay on disk"
         packed = {key[0] for key in batches._packed}
-        assert len(packed) <= 2 and step in packed and {share.step for share in batches._encoded} <= packed
+        assert len(packed) <= 2 and step in packed and {shard.step for shard in batches._encoded} <= packed
     batches.committed(3)
     assert batches.get(StepShard(2, RankShard(0, 1))) is None and batches.get(StepShard(4, RankShard(0, 1))) is not None
 
 
-async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_groups_of_a_batch_on_disk_are_read_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool, routed = Spool(tmp_path / "rollouts"), np.zeros((10, 3, 2), np.uint8)
     for number in range(3):
         (first,), *others = group([5, 9], [1.0, 0.0]).rollouts
@@ -211,16 +213,16 @@ async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
     read, whole = list[ReferenceType[RolloutGroup]](), SpooledGroup.whole
 
     def watched(one: SpooledGroup) -> RolloutGroup:
-        assert all(before() is None for before in read), "it is still in memory"
-        found = whole(one)
-        read.append(ref(found))
-        return found
+        assert all(before() is None for before in read), "the previous group is still in memory"
+        loaded = whole(one)
+        read.append(ref(loaded))
+        return loaded
 
     monkeypatch.setattr(SpooledGroup, "whole", watched)
-    told = await restarted.read(1)
+    groups = await restarted.read(1)
     assert len(read) == 3 and held(restarted) == set()
     monkeypatch.undo()
-    for mine, one in zip(told, spool.load(), strict=True):
+    for mine, one in zip(groups, spool.load(), strict=True):
         for slim, sequence in zip(mine.sequences, one.sequences, strict=True):
             assert slim.routed_experts is None and slim.info == sequence.info
             for name in ("token_ids", "mask", "logprobs", "versions"):
@@ -231,7 +233,7 @@ async def test_what_is_said_about_a_batch_on_disk_is_read_group_by_group(
     restarted.close()
 
 
-def test_a_file_that_stays_unreadable_ends_the_wait_with_its_name(tmp_path: Path) -> None:
+def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     from primeslurm.wire.link import trainer_link
     from tests.unit.wire.test_wire import Server
 
@@ -249,14 +251,14 @@ def test_a_file_that_stays_unreadable_ends_the_wait_with_its_name(tmp_path: Path
     batch_files.write(tmp_path / "share", frames)
     with pytest.raises(LinkError, match="it holds BatchInfo"):
         client.get_batch(2, RankShard(0, 2), timeout_s=0)
-    asked = [request.unreadable for request in server.seen if isinstance(request, trainer_link.GetBatch)]
-    assert client.get_batch(1, RankShard(0, 2), timeout_s=0) is not None and asked == [False, False]
+    unreadable = [request.unreadable for request in server.seen if isinstance(request, trainer_link.GetBatch)]
+    assert client.get_batch(1, RankShard(0, 2), timeout_s=0) is not None and unreadable == [False, False]
     client.close()
     ahead = Prefetch(client, RankShard(0, 2, 0, 1), 60)
     ahead.begin(1)
     assert ahead._fetch is not None
     ahead._fetch._thread.join(60)
-    found = ahead.take(1)
-    assert found is not None and [*map(bytes, found.encode())] == [*map(bytes, received(frames).encode())]
+    batch = ahead.take(1)
+    assert batch is not None and [*map(bytes, batch.encode())] == [*map(bytes, received(frames).encode())]
     assert isinstance(last := server.seen[-1], trainer_link.GetBatch) and last.ahead
     server.stop()

@@ -108,7 +108,7 @@ def commit(run_dir: Path, step: int, progress: RunProgress) -> None:
     checkpoints.commit(directory, step, progress.attempt)
 
 
-def test_the_same_attempt_continues_from_its_own_progress(tmp_path: Path) -> None:
+def test_attempt_continues_from_its_own_progress(tmp_path: Path) -> None:
     progress = RunProgress(1, 4, 3, NewPolicy(3, "/w"), {"a": 9}, [("a", 7)], {3: ["a-00000001"]})
     commit(tmp_path, 2, RunProgress(1, 3, 2))
     progress.save(tmp_path / PROGRESS)
@@ -125,20 +125,20 @@ def test_what_was_announced_keeps_its_name_on_disk(tmp_path: Path) -> None:
     assert msgspec.msgpack.decode(path.read_bytes())["published"] == record["published"]
 
 
-def test_a_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
+def test_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
     saved = RunProgress(1, 5, 2, NewPolicy(2, "/w"), {"a": 9}, [("a", 7)], {2: ["x"], 4: ["y"]})
     commit(tmp_path, 2, saved)
     RunProgress(1, 9, 8).save(tmp_path / PROGRESS)
     assert restore(tmp_path, 2) == RunProgress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]}, committed=2)
 
 
-def test_a_run_without_a_commit_starts_at_the_beginning(tmp_path: Path) -> None:
+def test_run_without_commit_starts_at_the_beginning(tmp_path: Path) -> None:
     assert restore(tmp_path, 3) == RunProgress(3)
 
 
 @pytest.mark.parametrize("emptied", [CHECKPOINT_PART, "trainer.distcp", checkpoints.COMMITTED])
 @pytest.mark.parametrize("aside", [False, True], ids=["before", "after"])
-def test_a_new_attempt_continues_where_the_trainer_does(tmp_path: Path, emptied: str, aside: bool) -> None:
+def test_new_attempt_skips_a_damaged_checkpoint(tmp_path: Path, emptied: str, aside: bool) -> None:
     """The trainer sets the damaged checkpoint aside, before or after the orchestrator has looked."""
     for step in (2, 4):
         directory = checkpoints.step_dir(tmp_path, step)
@@ -154,7 +154,7 @@ def test_a_new_attempt_continues_where_the_trainer_does(tmp_path: Path, emptied:
     assert emptied in (tmp_path / "checkpoints" / "step_000004.damaged-2.txt").read_text()
 
 
-def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
+def test_commit_without_orchestrator_part_is_refused(tmp_path: Path) -> None:
     directory = checkpoints.step_dir(tmp_path, 2)
     directory.mkdir(parents=True)
     checkpoints.commit(directory, 2, 1)
@@ -162,7 +162,7 @@ def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
         restore(tmp_path, 2)
 
 
-def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
+def test_progress_is_on_disk_before_it_counts(tmp_path: Path) -> None:
     dispatch = dispatcher(limits())
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
@@ -181,9 +181,7 @@ def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
     assert (file.now.done_step, file.now.next_step, file.now.unfinished) == (1, 2, dispatch.unfinished)
 
 
-def test_records_are_written_in_order_while_the_event_loop_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_written_in_order_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch, may_write = dispatcher(limits()), threading.Event()
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)

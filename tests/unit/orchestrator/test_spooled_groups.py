@@ -1,4 +1,4 @@
-"""A restart reads heads alone; whatever of a spool file is damaged costs that group, whose example comes again."""
+"""Recovery reads only the heads of groups, and a damaged file costs one group."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def recovered(run: Path) -> tuple[Dispatcher, list[str], Spool]:
 
 
 def refuse_groups(path: Path) -> bytes:
-    """Read small files, but fail for a group: only its head may be read."""
+    """Fail if more than the head of a group is read."""
     if "rollouts" in path.parts:
         pytest.fail(f"{path} was read whole")
     with path.open("rb") as file:
         return file.read()
 
 
-def test_heads_say_what_a_restart_decides_by(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_restart_reads_only_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(3):
         Spool(tmp_path / "rollouts").put(example(number))
     with monkeypatch.context() as patched:
@@ -56,7 +56,7 @@ def test_heads_say_what_a_restart_decides_by(tmp_path: Path, monkeypatch: pytest
         made, gone, _ = recovered(tmp_path)
     assert not gone and all(isinstance(one, SpooledGroup) for one in made.ready)
     whole = example(0)
-    head = made.ready[0]
+    head = next(iter(made.ready))
     for name in ("id", "environment", "example", "opened_version", "task", "size"):
         assert getattr(head, name) == getattr(whole, name)
     assert (head.newest_version, head.given_rewards, head.scored) == (whole.newest_version, [0.25, 1.0], False)
@@ -65,7 +65,7 @@ def test_heads_say_what_a_restart_decides_by(tmp_path: Path, monkeypatch: pytest
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_any_damage_costs_one_group_whose_example_comes_again(data: st.DataObject) -> None:
+def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
     with TemporaryDirectory() as directory:
         run = Path(directory)
         for number in range(3):
@@ -81,10 +81,10 @@ def test_any_damage_costs_one_group_whose_example_comes_again(data: st.DataObjec
         made, gone, spool = recovered(run)
         broken = f"{LABEL}-00000001"
         if len(made.ready) == 3:
-            with pytest.raises(DamagedError) as found:
+            with pytest.raises(DamagedError) as error:
                 next(one for one in made.ready if one.id == broken).whole()
-            spool.note_damaged(broken, found.value)
-            made.unreadable(broken)
+            spool.note_damaged(broken, error.value)
+            made.give_up_damaged(broken)
             gone = [broken]
         assert gone == [broken] and [one.example for one in made.ready] == [0, 2]
         assert made.unfinished == [(LABEL, 1)] and made.counts["groups_damaged"] == 1
@@ -93,7 +93,7 @@ def test_any_damage_costs_one_group_whose_example_comes_again(data: st.DataObjec
         assert spool.put(example(1)) and [one.id for one in spool.load()][1] == broken
 
 
-def test_what_a_kill_left_of_a_write_is_no_group(tmp_path: Path) -> None:
+def test_interrupted_write_is_no_group(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "rollouts")
     spool.put(example(0))
     (tmp_path / "rollouts" / f".{LABEL}-00000001.group.abc.tmp").write_bytes(example(1).to_bytes()[:50])
@@ -101,12 +101,12 @@ def test_what_a_kill_left_of_a_write_is_no_group(tmp_path: Path) -> None:
     assert [one.example for one in made.ready] == [0] and not gone and not again.damaged
 
 
-def test_a_group_that_is_read_takes_its_own_place(tmp_path: Path) -> None:
+def test_loaded_group_replaces_the_spooled_one(tmp_path: Path) -> None:
     for number in range(3):
         Spool(tmp_path / "rollouts").put(example(number))
     made, _, _ = recovered(tmp_path)
-    head = made.ready[1]
+    head = [*made.ready][1]
     made.replace_with_loaded(head, head.whole())
     assert [one.example for one in made.ready] == [0, 1, 2]
     assert [isinstance(one, SpooledGroup) for one in made.ready] == [True, False, True]
-    assert np.array_equal(made.ready[1].sequences[0].token_ids, example(1).sequences[0].token_ids)
+    assert np.array_equal([*made.ready][1].sequences[0].token_ids, example(1).sequences[0].token_ids)

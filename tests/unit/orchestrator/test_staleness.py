@@ -1,4 +1,4 @@
-"""What becomes of groups that get too old, and of stragglers; and what the dispatcher learns of durations."""
+"""The age limit, stragglers, and the forecast of completions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits, Examples
-from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast
-from primeslurm.orchestrator.dispatch.durations import Durations
+from primeslurm.orchestrator.dispatch.completion_forecast import CompletionForecast, Durations
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
@@ -22,7 +21,7 @@ from tests.unit.orchestrator.test_dispatch import rollout, run_all
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -46,7 +45,7 @@ def finish(made: Dispatcher, jobs: list[Job], version: int = 0) -> RolloutGroup 
     return groups[-1]
 
 
-def test_a_dropped_example_comes_again_and_is_counted() -> None:
+def test_dropped_example_is_sampled_again() -> None:
     made = dispatcher()
     jobs = run_all(made)
     finish(made, jobs[:3])
@@ -55,27 +54,29 @@ def test_a_dropped_example_comes_again_and_is_counted() -> None:
     assert made.unfinished == [("a", 0)] and made.counts["examples_returned"] == 1
     made.version = 2
     again = run_all(made)
-    assert {job.group for job in again} == {jobs[0].group} and not made.holds(jobs[0].group)
+    assert {job.group for job in again} == {jobs[0].group} and not made.exists(jobs[0].group)
     group = finish(made, again, 2)
-    assert group is not None and made.holds(group.id), "its file is not deleted any more"
-    assert made.add_ready(group) and made.holds(group.id)
+    assert group is not None and made.exists(group.id), "its new file must not be deleted"
+    assert made.add_ready(group) and made.exists(group.id)
     made.step = 3
-    assert [group.id for group in made.cut() or []] == [jobs[0].group], "an id that was given up is not taken"
+    assert [group.id for group in made.take_batch() or []] == [jobs[0].group], (
+        "the id of a group that was given up is free again"
+    )
 
 
-def test_a_batch_waits_for_its_groups_that_are_on_their_way_to_disk() -> None:
+def test_batch_waits_for_groups_that_are_being_written() -> None:
     made, newer = dispatcher(rule="partial"), RolloutGroup("a-00000007", "a", 7, 1, ((),) * 4)
     finish(made, run_all(made)[:3])
     assert made.add_ready(newer)
     made.step = 2
     (early,) = made.apply_age_limit(2).early
-    assert made.cut() is None and not made.may_form_early(), "it may be in no later one"
-    assert made.add_ready(early) and made.cut() == [early, newer]
+    assert made.take_batch() is None and not made.may_form_early(), "no later batch may train it"
+    assert made.add_ready(early) and made.take_batch() == [early, newer]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("done", [1, 3])
-def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
+def test_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     made = dispatcher(batch=2)
     run_all(made)
     assert len(made.apply_age_limit(3).cancelled) == 4 and made.returned == [("a", 0)]
@@ -90,12 +91,14 @@ def test_an_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     swept = made.apply_age_limit(6)
     assert not swept.cancelled and made.inflight == 4 - done and made.returned == [("a", 0)]
     if done == 1:
-        assert not early and [group.version for group in made.open.values()] == [5], "it goes on"
+        assert not early and [group.version for group in made.open.values()] == [5], "the group continues"
     else:
-        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], "and in a part"
+        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], (
+            "the rest continues in another group"
+        )
 
 
-def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
+def test_returned_example_is_recorded_until_its_commit() -> None:
     made = dispatcher()
     run_all(made)
     made.apply_age_limit(3)
@@ -104,23 +107,23 @@ def test_what_was_given_up_once_is_known_until_its_batch_is_committed() -> None:
     assert group is not None and made.add_ready(group)
     made.step = 5
     state = {"cursors": made.cursors, "unfinished": made.unfinished}
-    assert made.cut() == [group] and made.returned == [("a", 0)], "it is on no record yet"
+    assert made.take_batch() == [group] and made.returned == [("a", 0)], "no record has it yet"
     examples = Examples(made.limits.ratios, returned=made.returned, **state)
     resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
-    assert resumed.add_ready(group), "from a checkpoint of the step before: its newest token counts"
+    assert resumed.add_ready(group), "resumed from the step before, its newest token counts"
     examples = Examples(made.limits.ratios, taken={group.id}, returned=made.returned, **state)
     restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
     made.return_batch([group])
-    assert made.cut() == [group]
+    assert made.take_batch() == [group]
     for later in (made, restarted):
         later.committed({group.id})
         assert later.returned == []
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial"])
-def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> None:
-    """Its rollouts take 4 steps, those of the others one, and groups are fresh for two."""
+def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> None:
+    """Rollouts of one example take 4 steps, all others one. Groups are fresh for two steps."""
     made = dispatcher(inflight=8, rule=rule)
     jobs: list[Job] = []
     trained: list[str] = []
@@ -132,35 +135,37 @@ def test_an_example_that_takes_longer_than_the_bound_is_trained(rule: str) -> No
                 assert done is None or made.add_ready(done)
         for early in made.apply_age_limit(made.step).early:
             made.add_ready(early)
-        trained += [group.id for group in made.cut() or []]
+        trained += [group.id for group in made.take_batch() or []]
         made.version += 1
     assert trained.count("a-00000000") == 1 and made.counts["examples_returned"] == 1
     assert {f"a-{example:08d}" for example in range(10)} <= set(trained)
 
 
-def test_a_complete_group_that_got_too_old_comes_again() -> None:
+def test_stale_complete_group_is_sampled_again() -> None:
     made = dispatcher()
     group = finish(made, run_all(made))
     assert group is not None and made.add_ready(group)
     assert made.apply_age_limit(3).stale == [group] and made.unfinished == [("a", 0)]
 
 
-def test_a_group_is_trained_with_what_is_done_at_its_last_chance() -> None:
+def test_group_completes_early_at_its_last_chance() -> None:
     made = dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(made)
     finish(made, [*jobs[:3], jobs[4]])
-    assert made.apply_age_limit(2).early == [], "one rollout is not enough, and the other group's are no batch"
+    assert made.apply_age_limit(2).early == [], "one rollout is too few for a group, and the other group is no batch"
     finish(made, jobs[5:6])
-    assert made.apply_age_limit(1).early == [], "they have another chance"
+    assert made.apply_age_limit(1).early == [], "a later batch may train them"
     first, second = (swept := made.apply_age_limit(2)).early
     assert (first.size, second.size) == (3, 2) and made.inflight == 0
     assert swept.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
     made.step = 2
-    assert made.add_ready(first) and made.cut() is None, "a group fills the places of those that it has"
-    assert made.add_ready(second) and made.cut() == [first, second], "and a batch is larger by what does not fit"
+    assert made.add_ready(first) and made.take_batch() is None, (
+        "it fills only as many slots of the batch as it has rollouts"
+    )
+    assert made.add_ready(second) and made.take_batch() == [first, second], "the batch is oversized instead"
 
 
-def test_a_batch_had_better_be_larger_than_what_may_be_in_no_later_one_be_lost() -> None:
+def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
     made = dispatcher()
     sizes = {0: 3, 1: 4, 2: 4}
     groups = [
@@ -168,11 +173,11 @@ def test_a_batch_had_better_be_larger_than_what_may_be_in_no_later_one_be_lost()
     ]
     for group in groups:
         assert made.add_ready(group)
-    assert made.cut() == groups[1:2] and made.step == 2
-    assert made.next_batch() == groups[::2], "else four of one group would do"
+    assert made.take_batch() == groups[1:2] and made.step == 2
+    assert made.next_batch() == groups[::2], "although one group of four would suffice"
 
 
-def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
+def test_no_group_completes_early_unless_a_batch_forms() -> None:
     made = dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
     jobs = run_all(made)
     finish(made, [*jobs[:2], *jobs[4:5]])
@@ -182,7 +187,7 @@ def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
 
 
 @pytest.mark.parametrize("done", [2, 3])
-def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
+def test_running_rollouts_continue_in_another_group(done: int) -> None:
     made = dispatcher(batch=2, rule="carry", at_least=2)
     jobs = run_all(made)
     finish(made, jobs[:done])
@@ -190,19 +195,21 @@ def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
     (early,) = (swept := made.apply_age_limit(2)).early
     assert early.size == done and not swept.cancelled and made.inflight == 4 - done
     (later,) = made.open.values()
-    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), "it is not filled up"
-    assert made.unfinished == [("a", 0)], "it is not on disk yet"
+    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), (
+        "the continuation needs no more than it lacks"
+    )
+    assert made.unfinished == [("a", 0)], "the group is not on disk yet"
     assert made.add_ready(early)
-    assert not made.unfinished, "after a restart the example counts as trained"
+    assert not made.unfinished, "the example counts as trained"
     more = [job for job in run_all(made) if job.group == later.id]
-    assert len(more) == done - 2, "a single one would be compared with nothing"
+    assert len(more) == done - 2, "one rollout alone has no advantage"
     group = finish(made, [*jobs[done:], *more], 1)
     assert group is not None and group.size == 2 and made.add_ready(group)
     assert made.ready_rollouts == done + 2
     assert made.counts["rollouts_carried"] == 4 - done and made.counts["cancelled"] == 0
 
 
-def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
+def test_group_with_too_few_finished_rollouts_is_carried_as_a_whole() -> None:
     made = dispatcher(rule="carry", at_least=2)
     jobs = run_all(made)
     finish(made, jobs[:1])
@@ -212,7 +219,7 @@ def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
     assert [group.version for group in made.open.values()] == [2]
 
 
-def test_tokens_that_are_too_old_are_not_trained() -> None:
+def test_old_tokens_are_masked() -> None:
     made = dispatcher(rule="mask")
     jobs = run_all(made)
     finish(made, jobs[:3], 0)
@@ -220,13 +227,13 @@ def test_tokens_that_are_too_old_are_not_trained() -> None:
     assert made.apply_age_limit(6) == ([], [], [])
     group = finish(made, jobs[3:], 5)
     assert group is not None and made.add_ready(group)
-    fresh = group.without_older(made.limits.oldest_version(6))
+    fresh = group.without_older(made.age_limit.oldest_version(6))
     assert [bool(sequence.mask.any()) for sequence in fresh.sequences] == [False, False, False, True]
-    assert made.apply_age_limit(8).stale == [group], "of which nothing would be trained"
+    assert made.apply_age_limit(8).stale == [group], "no token of it would be trained"
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])
-def test_nobody_waits_for_stragglers(surplus: str) -> None:
+def test_group_does_not_wait_for_stragglers(surplus: str) -> None:
     made = dispatcher(inflight=6, extra_rollouts=2, surplus=surplus)
     jobs = run_all(made)
     assert len(jobs) == 6 and len({job.group for job in jobs}) == 1
@@ -241,11 +248,11 @@ def test_nobody_waits_for_stragglers(surplus: str) -> None:
         assert carried.size == 2 and not carried.to_dispatch
 
 
-def test_no_group_has_the_name_of_one_that_was_trained() -> None:
-    """A restart forgets the names of committed steps, and opens an example anew whose group was not on disk."""
+def test_continuation_ids_are_unique_over_restarts() -> None:
+    """A restart forgets the ids of committed groups, and opens an example again whose group was not on disk."""
     made = dispatcher(inflight=6, extra_rollouts=2, surplus="carry")
     jobs = run_all(made)
-    assert finish(made, jobs[:4]) is not None, "the group is not on disk, what is carried is trained"
+    assert finish(made, jobs[:4]) is not None, "the group is not on disk; the carried rollouts are trained"
     (part,) = made.open
     examples = Examples(made.limits.ratios, cursors={"a": 1}, unfinished=[("a", 0)])
     later = Dispatcher(made.limits, ["r0"], "run", "later", 4, examples=examples)
@@ -256,8 +263,8 @@ def test_no_group_has_the_name_of_one_that_was_trained() -> None:
     assert len(later.open) == 1 and part not in later.open
 
 
-def test_places_are_rollouts_not_groups() -> None:
-    """A group that waits for its last rollout holds one place; what is done holds none."""
+def test_slots_are_rollouts_not_groups() -> None:
+    """A group that waits for its last rollout occupies one slot."""
     clock = Clock()
     made = dispatcher(clock, batch=8, inflight=16, off_policy=8)
     stragglers: set[str] = set()
@@ -269,11 +276,11 @@ def test_places_are_rollouts_not_groups() -> None:
         for job in jobs:
             if job.id not in stragglers:
                 made.finished(job.id, rollout(job))
-    assert len(made.open) > 4, "more groups than have places for all their rollouts"
+    assert len(made.open) > 4, "more groups than slots for all their rollouts"
 
 
-def test_running_rollouts_say_that_they_take_longer() -> None:
-    """Of log-normal durations, half of the way through: those that ended are the short ones."""
+def test_running_rollouts_count_in_the_survival_function() -> None:
+    """Halfway through log-normal durations, mostly short rollouts have ended."""
     source = np.random.default_rng(0)
     lengths = source.lognormal(0.0, 1.0, 2000)
     learned = Durations()
@@ -282,38 +289,38 @@ def test_running_rollouts_say_that_they_take_longer() -> None:
         learned.started(str(index), float(begun[index]))
     for index in np.argsort(begun + lengths):
         if begun[index] + lengths[index] <= 3.0:
-            learned.ended(str(index), float(begun[index] + lengths[index]), whole=True)
+            learned.ended(str(index), float(begun[index] + lengths[index]), finished=True)
     likely = learned.ending_within([0.0, 0.0, 1.0], 1.0, 3.0)[[0, 2]]
     half = 0.5
     after_one = (lengths <= 2.0)[lengths > 1.0].mean()
     assert likely == pytest.approx([half, after_one], abs=0.05)
     naive = np.mean((lengths <= 1.0)[begun + lengths <= 3.0])
-    assert abs(naive - half) > 0.1, "without those that run one would expect too much"
+    assert abs(naive - half) > 0.1, "without running rollouts, the estimate is too high"
 
 
-def test_of_thousands_in_flight_the_long_ones_are_learned_from_as_well() -> None:
-    """Every other of 50 that begin in a second takes 50 s, the others 150 s: 5,000 run."""
+def test_window_of_durations_covers_long_rollouts() -> None:
+    """50 rollouts start per second; half take 50 s, half 150 s. 5,000 run at once."""
     learned = Durations()
     events = [(index / 50 + took, index, took) for index in range(30_000) for took in (0, 150 if index % 2 else 50)]
     for now, index, took in sorted(event for event in events if event[0] < 600):
         if took:
-            learned.ended(str(index), now, whole=True)
+            learned.ended(str(index), now, finished=True)
         else:
             learned.started(str(index), now)
     assert learned.ending_within([0.0, 49.0, 100.0, 149.0], 10.0, 600.0) == pytest.approx([0, 0.5, 0, 1], abs=0.05)
 
 
-def test_nothing_is_expected_of_what_nobody_has_seen_end() -> None:
+def test_forecast_is_zero_before_any_rollout_ended() -> None:
     learned = Durations()
     learned.started("a", 0.0)
     assert learned.ending_within([5.0, 0.0], 1e9, 5.0).tolist() == [0.0, 0.0]
 
 
-def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> None:
+def test_cold_start_fills_the_engines() -> None:
     clock = Clock()
     made = dispatcher(clock, batch=4, inflight=16, off_policy=8)
-    assert len(run_all(made)) == 16, "hour-long rollouts are not waited for"
-    for _ in range(50):  # rollouts of a second, and a trainer that never asks
+    assert len(run_all(made)) == 16, "the first rollouts do not have to end first"
+    for _ in range(50):  # rollouts of one second, and no request of the trainer
         clock.now += 1
         for group in list(made.open.values()):
             for name in list(group.jobs):
@@ -321,11 +328,11 @@ def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> No
                 if done is not None:
                     made.add_ready(done)
         run_all(made)
-    assert made.ready_rollouts == 16 and not made.open, "what was begun before anything was known, and no more"
+    assert made.ready_rollouts == 16 and not made.open, "only the rollouts that started before durations were known"
 
 
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])
-def test_a_batch_trains_no_token_that_is_too_old(rule: str) -> None:
+def test_batch_trains_no_old_token(rule: str) -> None:
     fields = {"batch_size": 4, "group_size": 4, "max_off_policy_steps": 1, "staleness": {"rule": rule}}
     recipe = Recipe.model_validate(
         {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
@@ -335,36 +342,36 @@ def test_a_batch_trains_no_token_that_is_too_old(rule: str) -> None:
     batches = Batches(recipe, Grpo())
     batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
     batch = batch_of(batches, 6)
-    assert batch is not None and batch.info.loss_tokens == 1, "of two tokens each, of which the first has no loss"
+    assert batch is not None and batch.info.loss_tokens == 1, "each rollout has two tokens, and the first has no loss"
 
 
-def test_more_rollouts_than_a_group_has_are_refused() -> None:
+def test_at_least_above_the_group_size_is_refused() -> None:
     fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "at_least": 5}}
     data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
-    (found,) = violations(Recipe.model_validate(data))
-    assert (found.field, found.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
+    (violation,) = violations(Recipe.model_validate(data))
+    assert (violation.field, violation.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
     fields["staleness"] = {"rule": "drop", "at_least": 5}
     assert not violations(Recipe.model_validate(data))
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry", "mask"])
-def test_before_it_is_known_how_long_steps_take_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
+def test_batch_forms_early_without_known_step_time_only_if_nothing_is_lost(rule: str) -> None:
     made = dispatcher(inflight=8, rule=rule)
     jobs = run_all(made)
-    assert len(jobs) == 8 and not made.may_form_early(), "nothing is complete"
+    assert len(jobs) == 8 and not made.may_form_early(), "no group is complete"
     group = finish(made, jobs[:4])
     assert group is not None and made.add_ready(group)
-    assert made.may_form_early(), "the other group lands in the next batch"
+    assert made.may_form_early(), "the next batch may train the other group"
     made.step = 2
-    assert made.may_form_early() == (rule == "mask"), "this is the last batch that the other group may be in"
+    assert made.may_form_early() == (rule == "mask"), "this batch is the last chance of the other group"
     other = finish(made, jobs[4:])
     assert other is not None and made.add_unscored(other)
-    assert not made.may_form_early(), "nor is the teacher asked in vain"
+    assert not made.may_form_early(), "a group at the teacher would be lost"
     assert made.scored(other) and made.may_form_early()
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry"])
-def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_time(rule: str) -> None:
+def test_batch_forms_early_if_its_last_groups_will_not_finish_in_time(rule: str) -> None:
     """Rollouts take 10, 30 or 50 s, a step of the trainer 30 s."""
     made = dispatcher(clock := Clock(), inflight=8, rule=rule)
 
@@ -373,7 +380,7 @@ def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_t
         return finish(made, jobs, version)
 
     def cuts(group: RolloutGroup | None) -> None:
-        assert group is not None and made.add_ready(group) and made.cut() == [group]
+        assert group is not None and made.add_ready(group) and made.take_batch() == [group]
 
     jobs = run_all(made)
     cuts(ends(jobs[:4], 10))
@@ -389,26 +396,26 @@ def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_t
     made.version = 2
     group = ends(run_all(made), 65, 2)
     assert group is not None and made.add_ready(group) and len(made.open) == 1
-    assert not made.may_form_early(), "half of those that run for 15 s end within the next 25 s"
+    assert not made.may_form_early(), "half of the rollouts that run for 15 s end within 25 s"
     clock.now = 85
-    assert made.may_form_early(), "none of those that run for 35 s ends within 5 s"
+    assert made.may_form_early(), "no rollout that runs for 35 s ends within 5 s"
 
 
-def test_what_was_cut_ahead_waits_for_the_trainer_and_its_step_begins_with_the_one_before() -> None:
+def test_step_of_an_early_batch_starts_when_the_previous_one_ends() -> None:
     ahead = CompletionForecast(["a"], clock := Clock())
-    ahead.batch_given()
+    ahead.batch_formed()
     clock.now = 5.0
-    ahead.batch_given(ahead=True)
-    assert ahead.given_ahead == 1
+    ahead.batch_formed(early=True)
+    assert ahead.early_batches == 1
     clock.now = 10.0
     ahead.step_done()
-    assert ahead.given_ahead == 0 and ahead.horizon_s == 10.0
+    assert ahead.early_batches == 0 and ahead.horizon_s == 10.0
     clock.now = 14.0
     ahead.step_done()
     ahead.step_done()
-    assert ahead.horizon_s == 7.0, "of 10 s and 4 s; nothing is known of a step whose batch another process gave"
-    ahead.batch_given(ahead=True)
-    assert ahead.given_ahead == 0, "the trainer has no other"
-    ahead.batch_taken_back()
+    assert ahead.horizon_s == 7.0, "the median of 10 s and 4 s; the batch of the third step is unknown"
+    ahead.batch_formed(early=True)
+    assert ahead.early_batches == 0, "the trainer has no other batch"
+    ahead.batch_returned()
     ahead.step_done()
     assert ahead.horizon_s == 7.0

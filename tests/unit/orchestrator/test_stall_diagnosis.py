@@ -1,4 +1,4 @@
-"""Who a run waits for: the first in the order in which they depend on one another."""
+"""The suspect of a stall is the first process in the order of dependence."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tests.unit.orchestrator.test_packing import group
 CURRENT = EngineRecord("CURRENT")
 
 
-def test_whom_the_others_wait_for() -> None:
+def test_suspect_is_the_process_that_others_wait_for() -> None:
     dispatch = dispatcher(limits())
     engines = {"e0": CURRENT, "e1": CURRENT}
-    assert suspect(engines, {"a", "b"}, dispatch, None) == "trainer (asks for nothing)"
+    assert suspect(engines, {"a", "b"}, dispatch, None) == "trainer (requests nothing)"
     assert suspect(engines, {"a", "b"}, dispatch, 3) == "trainer (has the batch of step 3)"
     jobs = run_all(dispatch)
-    in_flight = f"{len(jobs)} rollouts that are in flight, through http://r0, http://r1"
+    in_flight = f"{len(jobs)} rollouts in flight, through http://r0, http://r1"
     assert jobs and suspect(engines, {"a", "b"}, dispatch, 3) == in_flight
     assert dispatch.add_unscored(group([1, 1], [0.0, 1.0]))
     assert suspect(engines, {"a", "b"}, dispatch, 3) == "teacher (1 groups wait for its log-probabilities)"

@@ -1,4 +1,4 @@
-"""A batch whose groups are on disk alone is given again, and not held: routed experts are read as they are sent."""
+"""Batches whose groups are on disk: routed experts are read only when they are sent."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS, TOP_K, SHARES = 3, 2, [RankShard(dp, 2, cp, 2) for dp in range(2) for cp
 
 
 class Looking(Grpo):
-    """Assigns credit, and notes which sequences had routed experts."""
+    """Assigns credit, and records which sequences had routed experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,9 +50,9 @@ def with_experts(sequence: Rollout, seed: int) -> Rollout:
 
 
 def example(number: int) -> RolloutGroup:
-    """One sequence is longer than a row, and of one the engines do not say which experts they chose."""
-    found = group([5 + number, 2 * RECIPE.seq_len, 9], [0.0, 1.0, 0.5])
-    (first,), (second,), last = found.rollouts
+    """Return a group with one sequence longer than a row, and one without routed experts."""
+    made = group([5 + number, 2 * RECIPE.seq_len, 9], [0.0, 1.0, 0.5])
+    (first,), (second,), last = made.rollouts
     rollouts = ((with_experts(first, number),), (with_experts(second, 10 + number),), last)
     return RolloutGroup(f"g-{number}", "reverse-text", number, 0, rollouts)
 
@@ -79,30 +79,30 @@ def stored(tmp_path: Path, groups: list[RolloutGroup]) -> Iterator[Batches]:
 
 
 def parts_of(batches: Batches, shard: RankShard) -> list[Part]:
-    found = batches.get(StepShard(1, shard))
-    assert found is not None
-    return found
+    parts = batches.get(StepShard(1, shard))
+    assert parts is not None
+    return parts
 
 
 def test_every_rank_gets_the_same_as_from_memory(stored: Batches, groups: list[RolloutGroup]) -> None:
     memory = batches_of(groups)
     for shard in SHARES:
-        mine, known = parts_of(stored, shard), parts_of(memory, shard)
-        assert any(isinstance(part, FileRange) for part in mine), "they are on disk"
-        assert not any(isinstance(part, FileRange) for part in known)
-        assert b"".join(loaded(mine[1:])) == b"".join(known[1:]) and mine[0] == known[0]
+        mine, expected = parts_of(stored, shard), parts_of(memory, shard)
+        assert any(isinstance(part, FileRange) for part in mine), "routed experts stay on disk"
+        assert not any(isinstance(part, FileRange) for part in expected)
+        assert b"".join(loaded(mine[1:])) == b"".join(expected[1:]) and mine[0] == expected[0]
         assert received(list(loaded(mine))).rows[0].routed_experts is not None
     memory.close()
 
 
-def test_groups_are_read_one_after_another_and_once(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_are_read_once_and_one_at_a_time(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     read, decoded = list[ReferenceType[RolloutGroup]](), SpooledGroup._decoded
 
     def watched(one: SpooledGroup, data: memoryview) -> RolloutGroup:
-        assert all(before() is None for before in read), "another one is still in memory"
-        found = decoded(one, data)
-        read.append(ref(found))
-        return found
+        assert all(before() is None for before in read), "the previous group is still in memory"
+        loaded = decoded(one, data)
+        read.append(ref(loaded))
+        return loaded
 
     monkeypatch.setattr(SpooledGroup, "_decoded", watched)
     for shard in SHARES:
@@ -114,9 +114,7 @@ def test_groups_are_read_one_after_another_and_once(stored: Batches, monkeypatch
     assert len(experts) == 6 and all(isinstance(each, StoredArray) for each in experts)
 
 
-async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
-    stored: Batches, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_rank_waits_while_a_batch_is_read(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> None:
     may_read, read = Event(), SpooledGroup._read
     begun = list[SpooledGroup]()
 
@@ -126,30 +124,28 @@ async def test_a_rank_is_told_to_ask_again_while_a_batch_is_read(
         return read(one)
 
     monkeypatch.setattr(SpooledGroup, "_read", held)
-    shares = [StepShard(1, shard) for shard in SHARES]
+    shards = [StepShard(1, shard) for shard in SHARES]
     for _ in range(3):
-        assert [await stored.answer(share, 0) for share in shares] == [trainer_link.Answer("wait")] * len(shares)
+        assert [await stored.answer(shard, 0) for shard in shards] == [trainer_link.Answer("wait")] * len(shards)
     may_read.set()
-    found = [await stored.answer(share, 60) for share in shares]
-    assert found == [stored.encoded(share) for share in shares] and None not in found
-    assert len(begun) == 3, "of three groups each once"
+    answers = [await stored.answer(shard, 60) for shard in shards]
+    assert answers == [stored.encoded(shard) for shard in shards] and None not in answers
+    assert len(begun) == 3, "each of three groups once"
 
 
-def test_an_algorithm_sees_the_same_whether_a_batch_is_in_memory_or_not(
-    tmp_path: Path, groups: list[RolloutGroup]
-) -> None:
+def test_algorithm_sees_the_same_batch_from_disk(tmp_path: Path, groups: list[RolloutGroup]) -> None:
     spool, looking = Spool(tmp_path / "rollouts"), Looking()
     for one in groups:
         spool.put(one)
-    for kept in (groups, spool.load()):
-        batches = batches_of(kept, looking)
+    for some_groups in (groups, spool.load()):
+        batches = batches_of(some_groups, looking)
         parts_of(batches, SHARES[0])
         batches.close()
     assert looking.seen == [False] * 18
 
 
 class Giving(Server):
-    """Answers with a batch of `batches`, in chunks of a few bytes."""
+    """Serves a batch in chunks of a few bytes."""
 
     batches: Batches
 
@@ -168,9 +164,7 @@ def giving(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giving]
     made.stop()
 
 
-def test_a_chunk_is_read_when_it_is_asked_for(
-    giving: Giving, groups: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunk_is_read_on_request(giving: Giving, groups: list[RolloutGroup], monkeypatch: pytest.MonkeyPatch) -> None:
     longest, read = [0], FileRange.read
 
     def watched(part: FileRange) -> memoryview:
@@ -180,16 +174,16 @@ def test_a_chunk_is_read_when_it_is_asked_for(
     monkeypatch.setattr(FileRange, "read", watched)
     memory, client = batches_of(groups), trainer_link.TrainerLink(giving.address)
     for shard in SHARES:
-        found = client.get_batch(1, shard, timeout_s=60)
-        assert found is not None
-        known = received([*loaded(parts_of(memory, shard))])
-        assert [*map(bytes, found.encode())] == [*map(bytes, known.encode())]
+        batch = client.get_batch(1, shard, timeout_s=60)
+        assert batch is not None
+        expected = received([*loaded(parts_of(memory, shard))])
+        assert [*map(bytes, batch.encode())] == [*map(bytes, expected.encode())]
     assert 0 < max(longest) <= 50
     client.close()
     memory.close()
 
 
-def test_a_file_that_was_cut_short_meanwhile_is_said_to_be(giving: Giving, tmp_path: Path) -> None:
+def test_truncated_file_is_reported(giving: Giving, tmp_path: Path) -> None:
     for shard in SHARES:
         parts_of(giving.batches, shard)
     for path in (tmp_path / "rollouts").glob("*.group"):
@@ -200,14 +194,14 @@ def test_a_file_that_was_cut_short_meanwhile_is_said_to_be(giving: Giving, tmp_p
     client.close()
 
 
-def test_a_share_becomes_a_file_piece_by_piece(
+def test_shard_is_written_in_chunks(
     stored: Batches, groups: list[RolloutGroup], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, path = batches_of(groups), tmp_path / "share"
     batch_files.write(path, parts_of(stored, SHARES[0]))
-    found = batch_files.read(path, empty, 1 << 20)
-    known = received([*loaded(parts_of(memory, SHARES[0]))])
-    assert [*map(bytes, found.encode())] == [*map(bytes, known.encode())]
+    batch = batch_files.read(path, empty, 1 << 20)
+    expected = received([*loaded(parts_of(memory, SHARES[0]))])
+    assert [*map(bytes, batch.encode())] == [*map(bytes, expected.encode())]
     memory.close()
     path.unlink()
     parts = parts_of(stored, SHARES[0])
@@ -220,10 +214,10 @@ def test_a_share_becomes_a_file_piece_by_piece(
     monkeypatch.setattr(FileRange, "read", once)
     with pytest.raises(DamagedError, match="No such file"):
         batch_files.write(path, parts)
-    assert [one.name for one in tmp_path.iterdir()] == ["rollouts"], "nothing is left of it"
+    assert [one.name for one in tmp_path.iterdir()] == ["rollouts"], "the encoded shard is dropped"
 
 
-def test_a_range_of_rows_of_an_array_in_a_file(tmp_path: Path) -> None:
+def test_rows_of_a_stored_array(tmp_path: Path) -> None:
     array, path = np.arange(24, dtype=np.uint16).reshape(6, 2, 2), tmp_path / "array"
     path.write_bytes(b"head" + array.tobytes() + b"tail")
     whole = StoredArray(FileRange(path, 4, 4 + array.nbytes), array.dtype, array.shape)

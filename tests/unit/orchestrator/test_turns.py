@@ -53,12 +53,12 @@ THINKING: dict[str, dict[str, Any]] = {
     "laguna-m.1": {"enable_thinking": True},
 }
 """Renderers that have to be told."""
-DEEPSEEK_V3_1 = "primeslurm.models.deepseek_v3.deepseek_v31_renderer:DeepSeekV31Renderer"
+DEEPSEEK_V3_1 = "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer"
 THOUGHTLESS = {DEEPSEEK_V3_1, "deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
 """Templates of models that do not think, unless they are told to."""
 SEQUENCES = {"deepseek-r1": TURNS}
 """Its template drops the thoughts of every answer."""
-INTELLECT_3 = "primeslurm.models.glm4_moe.intellect3_renderer:Intellect3Renderer"
+INTELLECT_3 = "primeslurm.models.glm4_moe.renderer:Intellect3Renderer"
 ONE_SEQUENCE = {"deepseek-v4", "laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3", INTELLECT_3}
 """Templates that keep all thoughts."""
 

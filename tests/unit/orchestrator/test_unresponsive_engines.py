@@ -40,7 +40,7 @@ class Looks:
             Journal(directory, "orchestrator"),
             dict,
             lambda: self.now,
-            looked=lambda samples: self.concurrency.look(samples, ROUTERS, {}),
+            looked=lambda samples: self.concurrency.observe(samples, ROUTERS, {}),
         )
         self.samples: dict[str, Sample] = {name: dict.fromkeys((*GAUGES, *COUNTERS), 0.0) for name in NAMES}
 
@@ -50,7 +50,7 @@ class Looks:
             sample |= {"running": 20.0, "kv_usage": 0.5, "generated": sample["generated"] + 1000}
         answer = {name: dict(one) for name, one in self.samples.items() if name not in (*silent, *gone)}
         self.watch.engines_seen(answer, silent)
-        return self.concurrency.shares
+        return self.concurrency.slots
 
 
 def test_shares_outlast_a_missed_look_and_not_a_silence(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_one_silent_engine_costs_its_replica_nothing_and_one_that_is_gone_its_pa
     for _ in range(6):
         before = looks.look()
     assert looks.look(silent=["engine-r0-0"])["router-0"] >= before["router-0"]
-    assert looks.look(gone=["engine-r0-0"])["router-0"] <= 0.75 * looks.concurrency.shares["router-1"] * 2
+    assert looks.look(gone=["engine-r0-0"])["router-0"] <= 0.75 * looks.concurrency.slots["router-1"] * 2
     gone = looks.look(gone=["engine-r0-0", "engine-r0-1"])
     assert gone["router-0"] == 0 and gone["router-1"] > 0
     assert looks.look(silent=["engine-r0-0", "engine-r0-1"])["router-0"] == 0, "what it said before is no more"

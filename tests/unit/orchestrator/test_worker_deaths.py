@@ -16,8 +16,8 @@ from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, JobFailure, Result, Status, ToOrchestrator
 from primeslurm.orchestrator.rollouts.worker_deaths import PATH, WorkerDeaths
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from tests.support.worker_pools import CallbackPool
 
 SIZE = 4
 HANG_S = 300
@@ -72,7 +72,7 @@ class Simulation:
         self.dispatch = Dispatcher(limits, ["router-0"], "run.1", "i", examples=Examples({"e": 1.0}, taken=guilty))
         self.dispatch.version = 0
         self.workers = [SimulatedWorker(number, str(number % nodes)) for number in range(workers)]
-        self.pool = WorkerPool(
+        self.pool = CallbackPool(
             address,
             self._result,
             self._lost,

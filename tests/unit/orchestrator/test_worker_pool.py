@@ -26,9 +26,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToOrchestrator,
     ToWorker,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
+from tests.support.worker_pools import CallbackPool
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
 
@@ -50,7 +51,7 @@ class Pool:
         self.lost: list[str] = []
         self.results: list[str] = []
         told = (self._result, self.lost.append, self._unusable)
-        self.pool = WorkerPool(address, *told, clock=self.clock, max_per_node=max_per_node)
+        self.pool = CallbackPool(address, *told, clock=self.clock, max_per_node=max_per_node)
         self.sockets: dict[int, zmq.asyncio.Socket] = {}
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.transport import secret
+from tests.support.worker_pools import CallbackPool
 
 PATIENCE_S = 280.0
 
@@ -30,7 +30,7 @@ async def test_it_serves_from_another_node_and_clears_what_a_killed_one_left_the
     (tmp_path / "recipe.json").write_text(made.model_dump_json(by_alias=True))
     results: list[object] = []
     taken = (lambda _, outcome: results.append(outcome), results.append, lambda *why: results.append(why))
-    pool = WorkerPool(f"ipc://{tmp_path}/envs", *taken)
+    pool = CallbackPool(f"ipc://{tmp_path}/envs", *taken)
     serving = asyncio.create_task(pool.serve())
     with FakeEngine(tmp_path / "model") as engine:
         engine.version = 0

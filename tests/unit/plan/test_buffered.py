@@ -100,7 +100,7 @@ def test_a_trainer_on_the_head_node_leaves_less_of_it() -> None:
 
 def test_it_is_counted_as_the_orchestrator_keeps_it() -> None:
     asked = DispatchLimits({"e": 16}, 256, 512, 8, 10, {"e": 1.0})
-    assert TRAINED_BATCHES == KEPT_STEPS and BATCHES_AHEAD * asked.batch_size == asked.ahead
+    assert TRAINED_BATCHES == KEPT_STEPS and BATCHES_AHEAD * asked.batch_size == asked.max_ahead
     one = group([30], [1.0]).sequences[0]
     frames = one.encode()[1:]
     assert sum(memoryview(frame).nbytes for frame in frames) == ROLLOUT_BYTES * 30

@@ -68,7 +68,7 @@ def test_a_template_without_an_end_is_refused_for_conversations_alone(tmp_path: 
     answer = looked(tmp_path / "a", (UNENDING, "<|end|>"), GOOD, GOOD, {"messages": [ASKED]})
     assert [each.field for each in answer.violations] == ["model.path", "sft.data.path"]
     assert "writes '\\n\\n' after an answer" in answer.violations[0].why
-    assert "line 3: no message is the assistant's" in answer.violations[1].why
+    assert "line 3: no message has role assistant" in answer.violations[1].why
     (tmp_path / "b").mkdir()
     assert not looked(tmp_path / "b", (UNENDING, "<|end|>"), {"prompt": "a", "completion": "b"}).violations
 
@@ -101,7 +101,7 @@ def test_train_all_is_refused_where_the_template_drops_thoughts(tmp_path: Path) 
     talk = {"messages": [ASKED, ANSWERED, ASKED, ANSWERED]}
     (found,) = told(looked(tmp_path, (QWEN_3, "<|im_end|>"), GOOD, talk, talk, every=True))
     assert found.startswith("line 2: message 2: the chat template renders this answer differently once messages")
-    assert found.endswith("(`train: last`)")
+    assert found.endswith("(use `train: last`)")
 
 
 def test_thoughts_that_are_not_shown_are_a_warning(tmp_path: Path) -> None:

@@ -229,7 +229,7 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
     plan = serve({"type": "vllm-router"})
     assert {process.role for process in plan.processes()} == {"engine", "router"}
     for engine in engines(plan):
-        assert option(engine, "--middleware") == "primeslurm.inference.liveness_gate.CoreGate"
+        assert option(engine, "--middleware") == "primeslurm.inference.liveness_gate.LivenessGate"
         assert engine.health and engine.health.path == "/health"
 
 

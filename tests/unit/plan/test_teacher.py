@@ -68,7 +68,7 @@ def test_its_command_is_that_of_a_served_model() -> None:
     assert option(process, "--model") == "/models/teacher" and option(process, "--dtype") == "float32"
     assert option(process, "--max-model-len") == "129", "the longest sequence, and the token that must be asked for"
     assert option(process, "--max-num-batched-tokens") == "512" and option(process, "--swap-space") == "1"
-    assert option(process, "--middleware").endswith(".CoreGate") and "--weight-transfer-config" not in process.argv
+    assert option(process, "--middleware").endswith(".LivenessGate") and "--weight-transfer-config" not in process.argv
     assert process.env["A"] == "b" and process.restart == "in_place" and set(process.ports) == {"http"}
     assert process.health is not None and process.health.path == "/health"
 

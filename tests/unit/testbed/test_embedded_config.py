@@ -1,4 +1,4 @@
-"""The embedded cluster's files, without any daemon."""
+"""Configuration of an embedded cluster, without daemons."""
 
 from __future__ import annotations
 
@@ -187,12 +187,12 @@ def test_clusters_with_long_names_have_nodes_of_their_own() -> None:
 
 @needs_second_user
 def test_a_stranger_does_not_keep_clusters_from_starting() -> None:
-    """The lock was a socket of an abstract name, which anybody can bind."""
+    """An abstract socket as lock could be taken by anybody."""
     held: list[Any] = []
 
     def attack() -> None:
         held.append(socket.socket(socket.AF_UNIX))
-        with contextlib.suppress(OSError):  # taken already
+        with contextlib.suppress(OSError):  # another process has this port
             held[0].bind("\0primeslurm-cluster-up")
         with contextlib.suppress(PermissionError):
             held.append(cluster._LOCK.open("rb"))

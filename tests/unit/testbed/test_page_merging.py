@@ -1,4 +1,4 @@
-"""Emulated runs of a machine whose kernel merges equal pages: their processes ask for it, and have equal pages."""
+"""Page merging for emulated runs: processes request it, and have equal pages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ LAYOUT = "import json, sys; print(id(json), id(sys.modules), hash('word'))"
 
 @pytest.fixture
 def switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for the kernel's."""
+    """Replace the kernel's switch by a file."""
     monkeypatch.setattr(page_merging, "SWITCH", tmp_path / "run")
     return tmp_path / "run"
 
 
 @pytest.mark.skipif(not merges_pages(), reason="the kernel has no PR_SET_MEMORY_MERGE")
 def test_processes_that_ask_have_equal_pages() -> None:
-    argv, env = [sys.executable, "-c", LAYOUT], unmeasured()  # coverage begins with what no two processes share
+    # coverage would begin with data that differs between processes
+    argv, env = [sys.executable, "-c", LAYOUT], unmeasured()
     same = env | page_merging.SAME_HASHES
     asked = {subprocess.check_output(argv, env=same, preexec_fn=page_merging.ask) for _ in range(3)}
     assert len(asked) == 1

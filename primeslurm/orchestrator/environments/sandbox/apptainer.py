@@ -16,23 +16,27 @@ from verifiers.v1.runtimes import ProgramResult, RuntimeProcess
 from verifiers.v1.runtimes.container import cli
 
 from primeslurm.orchestrator.environments.sandbox import namespaces
-from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, OwnLoopback, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.port_forwarding import (
+    PortForwarder,
+    PrivateLoopback,
+    SandboxGoneError,
+)
 
 log = logging.getLogger(__name__)
 
-OWN_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
+PRIVATE_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
 """Environment variables: apptainer gives an instance a network of its own, which its user may enter, also if it is
 installed setuid."""
 
 
-class OwnNetwork(OwnLoopback):
+class PrivateNetwork(PrivateLoopback):
     """Of an instance that has one: what its class does beside other things."""
 
     _instance: str
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._crossing = Crossing(self._socket)
+        self._crossing = PortForwarder(self._socket)
         self._ports: set[int] = set()
         self._lock = asyncio.Lock()
 

@@ -30,9 +30,9 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
 
-from primeslurm.orchestrator.environments.sandbox import scripts
-from primeslurm.orchestrator.environments.sandbox.apptainer import OWN_NETWORK, LimitProbe, OwnNetwork
-from primeslurm.orchestrator.environments.sandbox.disk import OwnDisk
+from primeslurm.orchestrator.environments.sandbox import uv_scripts
+from primeslurm.orchestrator.environments.sandbox.apptainer import PRIVATE_NETWORK, LimitProbe, PrivateNetwork
+from primeslurm.orchestrator.environments.sandbox.disk import FixedSizeDisk
 from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 RUN_LABEL = "verifiers.run"
 """verifiers' own, with the run's id (`VF_RUN_ID`)."""
 WORKER_LABEL = "primeslurm.worker"
-SWEEP_S = 60.0
+COMMAND_TIMEOUT_S = 60.0
 """Longest wait for an answer of an engine."""
 _hidden: set[str] = set()
 """Names of variables; see `hide`."""
@@ -60,7 +60,7 @@ class _Scripted:
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         if self.shown:
-            return await scripts.put(self, script, activate)
+            return await uv_scripts.put(self, script, activate)
         words: list[str] = await super().prepare_uv_script(script, env, activate=activate)  # type: ignore[misc]
         return words
 
@@ -96,7 +96,7 @@ class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
     """verifiers' podman is its docker with another command."""
 
 
-class _MarkedApptainer(_Scripted, OwnDisk):
+class _MarkedApptainer(_Scripted, FixedSizeDisk):
     worker: ClassVar[str]
     probe: ClassVar[LimitProbe]
 
@@ -189,7 +189,7 @@ def _making(made: Mapping[str, _Made], used: Mapping[str, str], env: Mapping[str
     return ["sh", "-c", f'export {exported}; {gone}exec "$@"', "sh"]
 
 
-def hide(names: Iterable[str]) -> None:
+def hide_secrets(names: Iterable[str]) -> None:
     """Keep values of variables of this process out of all command lines of its containers, whatever they are part of.
 
     Args:
@@ -198,7 +198,7 @@ def hide(names: Iterable[str]) -> None:
     _hidden.update(names)
 
 
-def write_below(directory: Path) -> None:
+def use_directory(directory: Path) -> None:
     """Have apptainer write below a directory what it writes at home by itself. The user's logins at registries stay.
 
     Args:
@@ -229,7 +229,7 @@ def _remove_logs(instances: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def mark(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> None:
+def patch_runtimes(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> None:
     """Have verifiers mark the containers of this process.
 
     Args:
@@ -242,8 +242,8 @@ def mark(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> Non
     runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), made)
     kinds: tuple[type, ...] = (_MarkedApptainer,)
     if limits.network == "none":
-        kinds = (OwnNetwork, _MarkedApptainer)
-        os.environ |= OWN_NETWORK
+        kinds = (PrivateNetwork, _MarkedApptainer)
+        os.environ |= PRIVATE_NETWORK
     made |= {"limits": limits, "probe": LimitProbe()}
     runtimes.ApptainerRuntime = type("Apptainer", kinds, made)
     if shown:  # apptainer adds them to the `--bind` of its command line
@@ -251,7 +251,7 @@ def mark(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> Non
         os.environ["APPTAINER_BIND"] = ",".join([*before, *(f"{path}:{path}:ro" for path in shown)])
 
 
-def sweep(kinds: Iterable[str], worker: str) -> None:
+def remove_stale(kinds: Iterable[str], worker: str) -> None:
     """Remove containers of this node that a worker of this name has left, of this run.
 
     Args:
@@ -266,7 +266,7 @@ def sweep(kinds: Iterable[str], worker: str) -> None:
                 subprocess.run(
                     [kind, "instance", "stop", "--force", f"{_instances(worker)}*"],
                     capture_output=True,
-                    timeout=SWEEP_S,
+                    timeout=COMMAND_TIMEOUT_S,
                     check=False,
                 )
                 _remove_logs(_instances(worker))
@@ -285,7 +285,7 @@ def _sweep_labelled(engine: str, worker: str) -> None:
 
 def _answer(argv: list[str]) -> str:
     return subprocess.run(
-        argv, capture_output=True, encoding="utf-8", errors="replace", timeout=SWEEP_S, check=True
+        argv, capture_output=True, encoding="utf-8", errors="replace", timeout=COMMAND_TIMEOUT_S, check=True
     ).stdout
 
 

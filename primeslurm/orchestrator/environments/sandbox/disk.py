@@ -34,7 +34,7 @@ _INODE_BYTES = 4096
 _COPY = 'if [ -d "$1" ]; then cp -R -P "$1"/. "$2"/; fi'
 
 
-class OwnDisk(ApptainerRuntime):  # type: ignore[misc]
+class FixedSizeDisk(ApptainerRuntime):  # type: ignore[misc]
     """An instance whose recipe says `disk_gb`."""
 
     config: ApptainerConfig

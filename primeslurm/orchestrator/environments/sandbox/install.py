@@ -10,7 +10,7 @@ from verifiers.v1 import runtimes
 from verifiers.v1.runtimes import apptainer, e2b, limiters
 from verifiers.v1.runtimes import subprocess as unprotected
 
-from primeslurm.orchestrator.environments.sandbox import containers, limits, scripts
+from primeslurm.orchestrator.environments.sandbox import containers, limits, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.limits import GB, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, Runtime, SubprocessRuntime
@@ -36,8 +36,8 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     apptainer._ROOT = images
     e2b._TEMPLATE_LOCK_DIR, limiters.LIMITER_DIR = files / "e2b", files / "limiter"
     os.environ["UV_CACHE_DIR"] = str(files / "uv")
-    containers.write_below(images)
-    limits.sweep()
+    containers.use_directory(images)
+    limits.remove_stale_groups()
 
 
 def sandbox_limits(asked: Limits) -> SandboxLimits:
@@ -63,7 +63,7 @@ class TrustedRuntime(unprotected.SubprocessRuntime):  # type: ignore[misc]
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         """Write a script to the rollout's directory, for a Python that has its packages. Raises SandboxError."""
-        text, python = scripts.prepared(script)
+        text, python = uv_scripts.prepared(script)
         assert self.workdir is not None
         path = self.workdir.resolve() / ".program.py"
         if not path.exists():

@@ -103,7 +103,7 @@ def make_group(name: str) -> ControlGroup | None:
     return ControlGroup(made) if made else None
 
 
-def sweep() -> None:
+def remove_stale_groups() -> None:
     """Remove groups that workers left which were killed."""
     for parent in dict.fromkeys(_parents().values()):
         for path in parent.glob(f"{_NAME}*-*"):

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 
-from primeslurm.orchestrator.environments.sandbox.crossing import SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.port_forwarding import SandboxGoneError
 
 ENTERING = "nsenter"
 """The command that enters namespaces, of util-linux."""

@@ -16,10 +16,10 @@ from typing import Any, ClassVar
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
-from primeslurm.orchestrator.environments.sandbox import scripts, view, watch
-from primeslurm.orchestrator.environments.sandbox.box import Box, BoxProcess
-from primeslurm.orchestrator.environments.sandbox.crossing import OwnLoopback, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, uv_scripts, watch
+from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox, SandboxProcess
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
+from primeslurm.orchestrator.environments.sandbox.port_forwarding import PrivateLoopback, SandboxGoneError
 
 LONGEST_OUTPUT = 16 << 20
 """Bytes of each stream of a command that are kept; a program that never stops writing must not fill the worker."""
@@ -29,21 +29,21 @@ _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "UV_OFFLINE": "1"}
 _LINGER_S = 1.0
 
 
-class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
+class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     """Programs of the node in a sandbox. Made by verifiers, which gives it nothing but its own config."""
 
     limits: ClassVar[SandboxLimits] = SandboxLimits()
     visible: ClassVar[tuple[Path, ...]] = ()
     hidden: ClassVar[tuple[Path, ...]] = ()
-    boxes: ClassVar[weakref.WeakSet[Box]] = weakref.WeakSet()
+    boxes: ClassVar[weakref.WeakSet[Sandbox]] = weakref.WeakSet()
     _watcher: ClassVar[asyncio.Task[None] | None] = None
 
     def __init__(self, config: SubprocessConfig, name: str | None = None) -> None:
         super().__init__(name)
         self.config = config
-        self.info = SubprocessRuntimeInfo(**config.model_dump(), id=view.WORKDIR)
-        self.cwd = view.WORKDIR
-        self._box: Box | None = None
+        self.info = SubprocessRuntimeInfo(**config.model_dump(), id=bwrap_args.WORKDIR)
+        self.cwd = bwrap_args.WORKDIR
+        self._box: Sandbox | None = None
         self._lock = asyncio.Lock()
         self._ports: set[int] = set()
         self._ending: asyncio.Task[None] | None = None
@@ -51,7 +51,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
     async def start(self) -> None:
         """Nothing yet: many rollouts never run a program."""
 
-    async def box(self) -> Box:
+    async def box(self) -> Sandbox:
         """Return the sandbox, made if there is none yet, in which all of the rollout's endpoints can be reached.
 
         Raises:
@@ -62,7 +62,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
                 if self._box is None:
                     if self.stopped:
                         raise SandboxGoneError("the rollout is over")
-                    made = Box(self.limits, (*view.python_paths(), *self.visible), self.hidden)
+                    made = Sandbox(self.limits, (*bwrap_args.python_paths(), *self.visible), self.hidden)
                     self._box = made
                     await made.start()
                     self._watch(made)
@@ -76,7 +76,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
         """Make the environment of a program: nothing of the worker's but what names no secret."""
         own = {name: os.environ[name] for name in _PASSED if name in os.environ}
         path = f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-        base = {"PATH": path, "HOME": view.HOME, "TMPDIR": "/tmp", "TERM": "dumb", "LANG": "C.UTF-8"}
+        base = {"PATH": path, "HOME": bwrap_args.HOME, "TMPDIR": "/tmp", "TERM": "dumb", "LANG": "C.UTF-8"}
         return {**base, **own, **_OFFLINE, **self.process_env(env)}
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
@@ -86,7 +86,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
             process = await self._spawn(argv, env, pipes)
             return await self._result(process, pipes)
 
-    async def _result(self, process: BoxProcess, pipes: _Pipes, data: bytes | None = None) -> ProgramResult:
+    async def _result(self, process: SandboxProcess, pipes: _Pipes, data: bytes | None = None) -> ProgramResult:
         kept = [asyncio.create_task(_keep(pipes.take(stream), LONGEST_OUTPUT)) for stream in (1, 2)]
         feeding = asyncio.create_task(_feed(pipes.take(0), data)) if data is not None else None
         try:
@@ -106,7 +106,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
         stdout, stderr = (b"" if task.cancelled() else task.result() for task in kept)
         return ProgramResult(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
 
-    async def _spawn(self, argv: list[str], env: dict[str, str], pipes: _Pipes) -> BoxProcess:
+    async def _spawn(self, argv: list[str], env: dict[str, str], pipes: _Pipes) -> SandboxProcess:
         variables = self.environment(env)
         for text in (*argv, *variables, *variables.values()):
             os.fsencode(text)
@@ -126,7 +126,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
         """Start a program whose streams stay open."""
         with _Pipes("r", "w", "w") as pipes:
             process = await self._spawn(argv, env, pipes)
-            return await SandboxedProcess.around(process, pipes)
+            return await SandboxRuntimeProcess.around(process, pipes)
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Start a program that runs as long as the sandbox."""
@@ -168,7 +168,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         """Put a script into the sandbox, to be run by a Python that set-up gave its packages. Raises SandboxError."""
-        return await scripts.put(self, script, activate)
+        return await uv_scripts.put(self, script, activate)
 
     async def expose(self, port: int) -> str:
         """Open the way from the node to a port within."""
@@ -186,7 +186,7 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
             self._box.abandon()
 
     @classmethod
-    def _watch(cls, box: Box) -> None:
+    def _watch(cls, box: Sandbox) -> None:
         """Look after a sandbox whose memory or processes no control group holds."""
         if box.group is not None and box.group.holds("memory") and box.group.holds("pids"):
             return
@@ -195,15 +195,15 @@ class SandboxedRuntime(OwnLoopback, Runtime):  # type: ignore[misc]
             SandboxedRuntime._watcher = asyncio.create_task(watch.watching(SandboxedRuntime.boxes))
 
 
-class SandboxedProcess(RuntimeProcess):  # type: ignore[misc]
+class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
     """A live program in a sandbox."""
 
-    def __init__(self, process: BoxProcess, stdin: asyncio.StreamWriter, stdout: Any, stderr: Any) -> None:
+    def __init__(self, process: SandboxProcess, stdin: asyncio.StreamWriter, stdout: Any, stderr: Any) -> None:
         self._process, self._stdin = process, stdin
         self.stdout, self.stderr = stdout, stderr
 
     @classmethod
-    async def around(cls, process: BoxProcess, pipes: _Pipes) -> SandboxedProcess:
+    async def around(cls, process: SandboxProcess, pipes: _Pipes) -> SandboxRuntimeProcess:
         """Take the worker's ends of a program's streams."""
         return cls(process, await _writer(pipes.take(0)), _chunks(pipes.take(1)), _chunks(pipes.take(2)))
 

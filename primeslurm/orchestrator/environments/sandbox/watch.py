@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from primeslurm.orchestrator.environments.sandbox.box import Box
+    from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox
 
 PERIOD_S = 0.25
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -67,7 +67,7 @@ def proportional(use: Use) -> int:
     return total
 
 
-async def watching(boxes: Collection[Box]) -> None:
+async def watching(boxes: Collection[Sandbox]) -> None:
     """Look at all sandboxes until there are none, and end those that use more than they may."""
     while boxes:
         await asyncio.sleep(PERIOD_S)

@@ -14,6 +14,14 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
+from primeslurm.orchestrator.rollouts.worker_events import (
+    EnginesAnswered,
+    JobLost,
+    RolloutEnded,
+    WorkerDied,
+    WorkerEvent,
+    WorkerUnusable,
+)
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.telemetry.progress_monitor import FAILED_BATCHES, StallError, UnrecoverableError
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
@@ -32,14 +40,13 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.batches.rollouts import Rollout
 
 TICK_S = 0.5
 VERSION = 0
 """Of the weights that engines loaded."""
 
 
-class EvaluationServer:
+class EvaluationOrchestrator:
     """One attempt's orchestrator. `await run()` returns when the results are on disk.
 
     Args:
@@ -60,17 +67,9 @@ class EvaluationServer:
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
         incarnation = uuid.uuid4().hex[:6]
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)
-        most = recipe.deployment.max_rollouts_per_node
         self._deaths = worker_deaths.load(arguments.run_dir)
         self._workers = WorkerPool(
-            arguments.env_bind,
-            self._on_result,
-            self._on_lost,
-            self._on_unusable,
-            max_per_node=most,
-            deaths=self._deaths,
-            on_death=self._on_death,
-            on_answers=lambda reports: self._policy.take_answers(reports),
+            arguments.env_bind, max_per_node=recipe.deployment.max_rollouts_per_node, deaths=self._deaths
         )
         workers = {each.label: each.workers for each in recipe.evaluation_environments}
         many = FAILED_BATCHES * recipe.orchestrator.batch_size
@@ -89,7 +88,7 @@ class EvaluationServer:
         self._journal.write(OrchestratorUp(VERSION))
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(part) for part in (self._workers.serve(), self._policy.run())]
+                background = [tasks.create_task(part) for part in (self._collect(), self._policy.run())]
                 await self._policy.want(PolicyVersion(VERSION, self._recipe.model.path))
                 while not self._evaluator.settled(VERSION):
                     await self._step()
@@ -103,7 +102,8 @@ class EvaluationServer:
     async def _step(self) -> None:
         liveness().enter("event loop")
         self._follow_addresses()
-        self._workers.expire()
+        for event in self._workers.expire():
+            self._handle(event)
         self._check()
         version = self._policy.current_version
         cancelled, self._cancelled = self._cancelled, []
@@ -146,35 +146,42 @@ class EvaluationServer:
             if not self._evaluator.routers:
                 raise PrimeslurmError("every inference replica was given up")
 
-    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | JobFailure) -> None:
-        if not self._evaluator.runs(job):
-            return
-        self._evaluator.result(job, outcome)
-        if isinstance(outcome, JobFailure):
-            self._failures.failed(job, outcome.error, self._clock(), outcome.cause)
-        else:
-            self._failures.finished(job, outcome[0].info.environment, self._clock())
-        self._wake.set()
+    async def _collect(self) -> None:
+        try:
+            while True:
+                for event in await self._workers.receive():
+                    self._handle(event)
+        finally:
+            self._workers.close()
 
-    def _on_unusable(self, environment: str, worker: int, error: str) -> None:
-        self._evaluator.unusable(environment, worker, error)
-        self._failures.not_started(environment, worker, error, self._clock())
-        self._wake.set()
+    def _handle(self, event: WorkerEvent) -> None:
+        match event:
+            case RolloutEnded(job, outcome) if self._evaluator.runs(job):
+                self._evaluator.result(job, outcome)
+                if isinstance(outcome, JobFailure):
+                    self._failures.failed(job, outcome.error, self._clock(), outcome.cause)
+                else:
+                    self._failures.finished(job, outcome[0].info.environment, self._clock())
+                self._wake.set()
+            case JobLost(job) if self._evaluator.runs(job):
+                self._evaluator.lost(job)
+            case WorkerUnusable(environment, worker, error):
+                self._evaluator.unusable(environment, worker, error)
+                self._failures.not_started(environment, worker, error, self._clock())
+                self._wake.set()
+            case WorkerDied(environment, _, guilty):
+                self._give_up_tasks(environment, guilty)
+            case EnginesAnswered(answers):
+                self._policy.take_answers(answers)
 
-    def _on_death(self, environment: str, worker: int, guilty: Sequence[Job]) -> None:
-        """Give up the tasks that turned out to kill workers."""
+    def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:
+        """Give up the tasks that are now known to kill workers."""
         worker_deaths.keep(self._arguments.run_dir, self._deaths)
-        jobs: list[str] = []
         for job in guilty:
             reason = self._deaths.reason(job)
             self._failures.given_up(environment, self._clock(), killer=reason)
-            jobs += self._evaluator.give_up_task(job, reason)
-        self._cancelled += jobs
+            self._cancelled += self._evaluator.give_up_task(job, reason)
         self._wake.set()
-
-    def _on_lost(self, job: str) -> None:
-        if self._evaluator.runs(job):
-            self._evaluator.lost(job)
 
     def _state(self) -> OrchestratorState:
         return OrchestratorState(

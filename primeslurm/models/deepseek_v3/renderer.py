@@ -42,7 +42,7 @@ FOOTER = (
 """Text before and after the descriptions of tools (model card of DeepSeek-V3.1)."""
 
 
-class DeepSeekV31Config(BaseRendererConfig):  # type: ignore[misc]
+class DeepSeekV31Config(BaseRendererConfig):
     """Supports the template's option `thinking`, and `thinking_retention`."""
 
     name: Literal["custom"] = "custom"
@@ -51,7 +51,7 @@ class DeepSeekV31Config(BaseRendererConfig):  # type: ignore[misc]
     _template_fields = frozenset({"thinking"})
 
 
-class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):  # type: ignore[misc]
+class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):
     """See the module."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = DeepSeekV31Config

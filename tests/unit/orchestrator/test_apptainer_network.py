@@ -76,11 +76,11 @@ async def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
     (tmp_path / "apptainer").chmod(0o755)
     (tmp_path / "image.sif").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    for name in apptainer.OWN_NETWORK:
+    for name in apptainer.PRIVATE_NETWORK:
         monkeypatch.setenv(name, "")  # what is set below goes with the test
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
         monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
-    containers.mark("tasks-0", limits=Limits(network="none"))
+    containers.patch_runtimes("tasks-0", limits=Limits(network="none"))
     made = make_runtime(ApptainerConfig(image=str(tmp_path / "image.sif")))
     await made.start()
     try:

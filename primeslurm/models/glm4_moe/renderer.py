@@ -20,13 +20,13 @@ SYSTEM = (
 )
 
 
-class Intellect3Config(BaseRendererConfig):  # type: ignore[misc]
+class Intellect3Config(BaseRendererConfig):
     """The template has no options."""
 
     name: Literal["custom"] = "custom"
 
 
-class Intellect3Renderer(ExtendingMixin, PrimeQwen3Renderer):  # type: ignore[misc]
+class Intellect3Renderer(ExtendingMixin, PrimeQwen3Renderer):
     """See the module."""
 
     config_class: ClassVar[type[BaseRendererConfig]] = Intellect3Config

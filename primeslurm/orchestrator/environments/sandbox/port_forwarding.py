@@ -22,7 +22,7 @@ class SandboxGoneError(RuntimeError):
     """The sandbox does not answer any more: ended, killed from within, or for what it used."""
 
 
-class OwnLoopback:
+class PrivateLoopback:
     """A runtime with a loopback that is not the node's: which of the node's ports are to be reached from within."""
 
     _ports: set[int]
@@ -35,7 +35,7 @@ class OwnLoopback:
         return url
 
 
-class Crossing:
+class PortForwarder:
     """The ways into and out of one sandbox.
 
     Args:

@@ -21,7 +21,7 @@ from packaging.specifiers import SpecifierSet
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import Runtime
 
-from primeslurm.orchestrator.environments.sandbox import view
+from primeslurm.orchestrator.environments.sandbox import bwrap_args
 
 _HEADER = re.compile(r"^# /// script$\n(?P<body>(?:^#(?:| .*)$\n)+?)^# ///$", re.MULTILINE)
 
@@ -41,7 +41,7 @@ class MissingPackagesError(RuntimeError):
 
 
 @functools.lru_cache(maxsize=64)
-def interpreter(script: str) -> str:
+def find_python(script: str) -> str:
     """Find the Python that a script (PEP 723) can run with.
 
     Raises:
@@ -95,7 +95,7 @@ async def put(runtime: Runtime, script: str | bytes, activate: bool) -> list[str
     return ["sh", "-c", words, "script", str(Path(python).parent.parent), python, path]
 
 
-def directories() -> tuple[Path, ...]:
+def environment_directories() -> tuple[Path, ...]:
     """The environments that scripts run in, and the installations of Python that these are made from."""
     found = dict.fromkeys(_environments())
     for place in tuple(found):
@@ -103,7 +103,7 @@ def directories() -> tuple[Path, ...]:
         found |= dict.fromkeys([python.resolve().parents[1]])
         if python.is_symlink() and python.readlink().is_absolute():  # a name that may lead to another one
             found |= dict.fromkeys([python.readlink().parents[1]])
-    return tuple(view.outermost(found))
+    return tuple(bwrap_args.outermost(found))
 
 
 def _environments() -> tuple[Path, ...]:

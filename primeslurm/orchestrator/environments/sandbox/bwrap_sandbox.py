@@ -16,15 +16,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from primeslurm.orchestrator.environments.sandbox import inside, limits, view
-from primeslurm.orchestrator.environments.sandbox.answers import (
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, limits, sandbox_init
+from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
+from primeslurm.orchestrator.environments.sandbox.port_forwarding import PortForwarder, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.protocol import (
     ProgramExited,
     RequestAnswered,
     SandboxAnswer,
     SandboxReady,
 )
-from primeslurm.orchestrator.environments.sandbox.crossing import Crossing, SandboxGoneError
-from primeslurm.orchestrator.environments.sandbox.limits import ControlGroup, SandboxLimits
 from primeslurm.wire.decoding import DamagedError, decode_json
 
 _START_S = 60
@@ -34,10 +34,10 @@ _ANSWER_S = 30
 _LONGEST_ANSWER = 4096
 
 
-class BoxProcess:
+class SandboxProcess:
     """A program in a sandbox."""
 
-    def __init__(self, box: Box, pid: int) -> None:
+    def __init__(self, box: Sandbox, pid: int) -> None:
         self.pid = pid
         self._box = box
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -58,11 +58,11 @@ class _Reply(NamedTuple):
 
     answer: RequestAnswered
     fds: list[int]
-    process: BoxProcess | None
+    process: SandboxProcess | None
     """What was started, if that was asked for."""
 
 
-class Box:
+class Sandbox:
     """A sandbox. What answers from within may be hostile: answers are only ever numbers, words and sockets.
 
     Args:
@@ -81,10 +81,10 @@ class Box:
         self._bwrap: asyncio.subprocess.Process | None = None
         self._control: socket.socket | None = None
         self._answers: dict[int, asyncio.Future[_Reply]] = {}
-        self._processes: dict[int, BoxProcess] = {}
+        self._processes: dict[int, SandboxProcess] = {}
         self._ready: asyncio.Future[None] | None = None
         self._requests = 0
-        self._crossing = Crossing(self._socket)
+        self._crossing = PortForwarder(self._socket)
 
     async def start(self) -> None:
         """Make the sandbox.
@@ -101,13 +101,15 @@ class Box:
         self._ready = loop.create_future()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         info, info_write = os.pipe()
-        files = {path: _file(text.encode()) for path, text in view.FILES.items()}
+        files = {path: _file(text.encode()) for path, text in bwrap_args.FILES.items()}
         program = [
             *(sys.executable, "-I", "-S", "-c", _source(), str(theirs.fileno())),
             json.dumps(self.allowed.for_processes(self.group)),
         ]
         doors = self.group.doors if self.group is not None else []
-        wrapped = view.bubblewrap(self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network)
+        wrapped = bwrap_args.bubblewrap(
+            self._visible, self._hidden, files, self.allowed.disk, self.allowed.open_network
+        )
         wrapped += ["--info-fd", str(info_write), "--", *program]
         given = (theirs.fileno(), info_write, *files.values())
         try:
@@ -179,7 +181,7 @@ class Box:
             case RequestAnswered(id, pid, error):
                 waiting, process = self._answers.pop(id), None
                 if pid is not None and not error:  # kept before its end may be heard of
-                    process = self._processes[pid] = BoxProcess(self, pid)
+                    process = self._processes[pid] = SandboxProcess(self, pid)
                 if waiting.done():
                     _close(fds)
                 else:
@@ -231,7 +233,7 @@ class Box:
 
     async def spawn(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: str, stdin: int, stdout: int, stderr: int
-    ) -> BoxProcess:
+    ) -> SandboxProcess:
         """Start a program.
 
         Raises:
@@ -318,5 +320,5 @@ def _close(fds: Sequence[int]) -> None:
 
 @functools.cache
 def _source() -> str:
-    assert inside.__file__ is not None
-    return Path(inside.__file__).read_text()
+    assert sandbox_init.__file__ is not None
+    return Path(sandbox_init.__file__).read_text()

@@ -17,8 +17,8 @@ _VARYING = (r".*\.cu_seq_[qk]:0", r".*\.max_[qk]", r".*\.keys\[\d+\]\[\d+\]")
 and the keys that a shard of a row sees."""
 
 RECOMPILE_LIMIT = 32
-"""Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after which
-further layers fail."""
+"""Maximum number of compiled variants: each kind of layer, with and without gradients. torch's default is 8, after
+which further layers fail."""
 
 
 def prepare() -> None:

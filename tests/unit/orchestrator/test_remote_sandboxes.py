@@ -13,7 +13,7 @@ from verifiers.v1.runtimes import E2BConfig, ModalConfig, PrimeConfig
 from primeslurm.api import environments as api_environments
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs, hosted
+from primeslurm.orchestrator.environments import agents, host_needs, remote_sandboxes
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -43,13 +43,13 @@ def nothing_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def installed(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    providers = {kind: replace(provider, module=module) for kind, provider in hosted.PROVIDERS.items()}
-    monkeypatch.setattr(hosted, "PROVIDERS", providers)
+    providers = {kind: replace(provider, module=module) for kind, provider in remote_sandboxes.PROVIDERS.items()}
+    monkeypatch.setattr(remote_sandboxes, "PROVIDERS", providers)
 
 
 def test_providers_are_those_of_recipes() -> None:
     of_recipes = {kind.model_fields["type"].default for kind in get_args(get_args(Runtime)[0])}
-    assert set(hosted.PROVIDERS) == set(PROVIDER_KEYS) == of_recipes & {"prime", "modal", "e2b"}
+    assert set(remote_sandboxes.PROVIDERS) == set(PROVIDER_KEYS) == of_recipes & {"prime", "modal", "e2b"}
 
 
 @pytest.mark.parametrize("kind", PROVIDER_KEYS)

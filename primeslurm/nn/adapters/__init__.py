@@ -1,1 +1,0 @@
-"""Between our parameter names and those of Hugging Face checkpoints."""

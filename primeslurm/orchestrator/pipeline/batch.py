@@ -1,0 +1,176 @@
+"""Stage 4, batch: forms each step's batch from finalized groups, and records it before anyone sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from primeslurm.orchestrator.algorithms import Algorithm
+from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.pipeline.context import PipelineContext
+from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGroup, GroupFinalizer
+from primeslurm.orchestrator.pipeline.progress import ProgressFile, RunProgress
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
+from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.telemetry.batch_metrics import oldest_age, reward_mean
+from primeslurm.records.events.training import BatchFormed
+from primeslurm.wire.decoding import DamagedError
+
+log = logging.getLogger(__name__)
+
+
+class BatchStage:
+    """Input: finalized groups. Output: recorded batches, in `Batches`.
+
+    Args:
+        complete: Input queue of the finalize stage, for groups that the age limit completes early.
+    """
+
+    def __init__(
+        self,
+        context: PipelineContext,
+        algorithm: Algorithm,
+        batches: Batches,
+        progress: ProgressFile,
+        spool: Spool,
+        finalizer: GroupFinalizer,
+        complete: asyncio.Queue[CompleteGroup],
+    ) -> None:
+        self._dispatcher, self._feedback = context.dispatcher, context.feedback
+        self._monitor, self._journal = context.monitor, context.journal
+        self._algorithm, self._batches, self._progress = algorithm, batches, progress
+        self._spool, self._finalizer, self._complete = spool, finalizer, complete
+        # The teacher, if the recipe has one: groups wait for it before they are ready
+        self.scoring: Scoring | None = None
+        # Notified when a batch may be formed. Its lock is held while one is formed.
+        self.changed = asyncio.Condition()
+        self._deletions: set[asyncio.Task[None]] = set()
+        self._notification: asyncio.Task[None] | None = None
+
+    def add(self, finalized: FinalizedGroup) -> None:
+        """Queue a group for a batch, or for the teacher."""
+        group, rejected, is_scored = finalized
+        self._feedback.wake()
+        if rejected:
+            self._dispatcher.rejected(group, rejected)
+            self._monitor.group_rejected(rejected, len(group.rollouts))
+            self._notify()  # a batch may have waited for this group
+            return
+        if is_scored:
+            is_fresh = self._dispatcher.scored(group)
+        else:
+            self._monitor.group_kept()
+            add = self._dispatcher.add_ready if self.scoring is None else self._dispatcher.add_unscored
+            is_fresh = add(group)
+        if not is_fresh:  # it became too old while it was written
+            self.delete([group.id])
+        elif self.scoring is None or is_scored:
+            self._notify()
+        else:
+            self.scoring.add(group)
+
+    def apply_age_limit(self, step: int) -> None:
+        """Drop the groups that are too old for `step`; send groups that complete early to the finalize stage."""
+        result = self._dispatcher.apply_age_limit(step)
+        self.delete(group.id for group in result.stale)
+        if self.scoring is not None:
+            self.scoring.drop(result.stale)
+        self._feedback.cancel(result.cancelled)
+        for group in result.early:
+            self._complete.put_nowait(CompleteGroup(group))
+
+    async def form(self, *, early: bool, deadline: float) -> bool:
+        """Form the next step's batch if there are enough groups. The caller holds the lock of `changed`.
+
+        Args:
+            early: The trainer still trains the step before.
+            deadline: Monotonic time at which loading groups from disk is interrupted.
+        """
+        # After a restart, groups are on disk only. A damaged one is noticed now, before the batch is recorded.
+        while (group := self._next_on_disk(early)) is not None:
+            await self._load(group)
+            if time.monotonic() > deadline:
+                return False
+        step = self._dispatcher.step
+        if early and not self._dispatcher.may_form_early():
+            return False
+        self.apply_age_limit(step)
+        groups = self._dispatcher.take_batch(early)
+        if groups is None:
+            return False
+        memory = self._progress.now.memory.get(step, {})
+        next_memory = dict(await asyncio.to_thread(self._algorithm.remember, memory, groups))
+
+        def formed(now: RunProgress) -> dict[str, Any]:
+            batches = {**now.batches, step: [group.id for group in groups]}
+            memories = now.memory | ({step + 1: next_memory} if next_memory else {})
+            return {"next_step": step + 1, "batches": batches, "memory": memories}
+
+        try:
+            # On disk before it is served: a restarted orchestrator must give the trainer the same batch.
+            await self._progress.record(formed)
+        except OSError as error:
+            log.warning("the batch of step %d is held back, because it cannot be recorded: %s", step, error)
+            self._dispatcher.return_batch(groups)
+            return False
+        self._batches.add(step, groups, memory)
+        self._monitor.batch_given(step)
+        self._journal.write(BatchFormed(step, reward_mean(groups), oldest_age(groups, step)))
+        return True
+
+    def give_up_damaged(self, group: RolloutGroup, error: DamagedError) -> None:
+        """Drop a group whose file is damaged. Its example is sampled again."""
+        self._spool.note_damaged(group.id, error)
+        self._dispatcher.give_up_damaged(group.id)
+        self.delete([group.id])
+        self._feedback.wake()
+
+    def delete(self, groups: Iterable[str]) -> None:
+        """Delete the files of groups that were given up, once it is recorded that their examples are sampled again."""
+        if names := list(groups):
+            task = asyncio.create_task(self._delete_once_recorded(names))
+            self._deletions.add(task)
+            task.add_done_callback(self._deletions.discard)
+
+    def close(self) -> None:
+        for task in self._deletions:
+            task.cancel()
+
+    async def _delete_once_recorded(self, names: Sequence[str]) -> None:
+        try:
+            await self._progress.record(lambda now: {})
+        except OSError as error:  # a group that is sampled again overwrites its file
+            log.warning("%d groups that were given up stay on disk: %s", len(names), error)
+        else:
+            # A group may have been sampled again and written meanwhile.
+            await self._finalizer.delete([name for name in names if not self._dispatcher.exists(name)])
+
+    def _next_on_disk(self, early: bool) -> SpooledGroup | None:
+        """Return a group of the next batch whose arrays are not in memory."""
+        if early and not self._dispatcher.may_form_early():
+            return None
+        self.apply_age_limit(self._dispatcher.step)
+        return next((group for group in self._dispatcher.next_batch() if isinstance(group, SpooledGroup)), None)
+
+    async def _load(self, group: SpooledGroup) -> None:
+        try:
+            loaded = await asyncio.to_thread(group.whole)
+        except DamagedError as error:
+            if any(other is group for other in self._dispatcher.ready):  # it was not given up meanwhile
+                self.give_up_damaged(group, error)
+        else:
+            self._dispatcher.replace_with_loaded(group, loaded)
+
+    def _notify(self) -> None:
+        if self._dispatcher.ready_rollouts < self._dispatcher.limits.batch_size:
+            return
+
+        async def notify() -> None:
+            async with self.changed:
+                self.changed.notify_all()
+
+        self._notification = asyncio.create_task(notify())
