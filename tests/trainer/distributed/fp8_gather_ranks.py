@@ -67,7 +67,7 @@ def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[lis
         local = [(p.detach().to_local().clone(), p.grad.to_local().clone()) for p in model.parameters()]  # type: ignore
         seen += [loss.detach(), *(tensor for pair in local for tensor in pair)]
         optimizer.zero_grad()
-    assert gather is None or len(gather._shared) == 2
+    assert gather is None or len(gather._by_group) == 2
     return seen, len(gather._stacks) if gather else 0
 
 
