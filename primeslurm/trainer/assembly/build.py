@@ -43,8 +43,6 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     """Build the recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
 
     Args:
-        recipe: The recipe.
-        world: The trainer's ranks.
         attention: Attention kernel. None selects one for the dtype and device.
 
     Raises:
@@ -70,11 +68,6 @@ def assemble(
     """Build the sharded model of a transformers config, without reading its weights.
 
     Args:
-        config: The model's transformers config.
-        source: Model directory.
-        recipe: The recipe.
-        world: The trainer's ranks.
-        attention: As for `build`.
         files: Files that the weights will be loaded from. None initializes the weights at random instead.
 
     Raises:

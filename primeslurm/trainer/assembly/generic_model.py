@@ -36,7 +36,6 @@ class GenericModel(nn.Module):
     """A model of transformers with the interface of our models: packed rows, and masks made from positions.
 
     Args:
-        hf: Config of transformers.
         vlm: Settings of the vision encoder. None: train on text only, and freeze everything that processes images.
 
     Raises:

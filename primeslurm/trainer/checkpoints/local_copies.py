@@ -50,7 +50,6 @@ class LocalCopies:
 
     Args:
         directory: Directory on this node, the same for all of its ranks (`LOCAL_CHECKPOINTS`).
-        world: The trainer's ranks.
         timeout: Maximum wait for one chunk from another rank.
     """
 
@@ -164,11 +163,7 @@ class LocalCopies:
 
 
 def replica_ranks(nodes: Sequence[str]) -> list[int | None]:
-    """Return, for each rank, the rank of the next node that keeps its copies. None for all ranks if there is one node.
-
-    Args:
-        nodes: Node of each rank.
-    """
+    """Return the rank on the next node that keeps the copies of each rank. None for all ranks on a single node."""
     by_node = defaultdict[str, list[int]](list)
     for rank, node in enumerate(nodes):
         by_node[node].append(rank)
@@ -186,8 +181,6 @@ def missing(nodes: Sequence[str], held: Sequence[Sizes], shards: Sizes) -> list[
     """List transfers of the files that their writer's node has lost and another node still has.
 
     Args:
-        nodes: Node of each rank.
-        held: Copies that each rank has.
         shards: Files of the checkpoint. A copy of another size does not count.
     """
     transfers = []

@@ -109,7 +109,6 @@ class ShardWriter(dcp.FileSystemWriter):
 
     Args:
         directory: Directory of the trainer's part of the checkpoint.
-        counter: Counts the bytes written.
         threads: Maximum number of files written in parallel.
         rounded: Name suffixes of float32 tensors to store in bfloat16. Loading casts them back to float32.
         copies: Directory on this node for copies of the files. None writes no copies.
@@ -182,8 +181,6 @@ class ShardReader(dcp.FileSystemReader):
 
     Args:
         directory: Directory of the trainer's part of the checkpoint.
-        counter: Counts the bytes read.
-        threads: Number of reader threads.
         copies: Local copies by file name. A piece is read from a copy if the copy's digest matches.
     """
 

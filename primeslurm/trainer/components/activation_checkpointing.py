@@ -52,10 +52,5 @@ POLICIES: dict[str, ActivationCheckpointing.Config | None] = {
 
 
 def policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
-    """Return torchtitan's config for a recipe's `activation_checkpointing`. None means no checkpointing.
-
-    Args:
-        name: Value of the recipe.
-        compiled: Whether whole layers are compiled.
-    """
+    """Return torchtitan's config for a recipe's `activation_checkpointing`. None means no checkpointing."""
     return ChosenExpertsAC.Config() if compiled and name == "full" else POLICIES[name]

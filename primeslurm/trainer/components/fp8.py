@@ -24,7 +24,6 @@ def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> 
 
     Args:
         model: The model on the meta device.
-        state_dict_adapter: Adapter to Hugging Face's format.
         stored: Names of the weights that the model's checkpoint stores in FP8. If there are any, other projections are
             not converted.
     """

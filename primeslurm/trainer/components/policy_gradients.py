@@ -34,10 +34,8 @@ def importance(
     sequence. Ratios above `ratio_cap` become a constant weight without gradient.
 
     Args:
-        config: The loss.
         logprobs: The trainer's log-probabilities, with gradient [trained tokens].
         engine: The engine's log-probabilities of the same tokens [trained tokens].
-        documents: Documents of the tokens.
     """
     difference = logprobs - engine
     fixed = difference.detach().exp()
@@ -73,7 +71,6 @@ def outside(
     - `cispo`: tokens whose weight is clipped.
 
     Args:
-        config: The loss.
         moved: As `Importance.moved` [trained tokens].
         advantages: [trained tokens].
     """

@@ -76,7 +76,6 @@ def assign(model: torch.nn.Module, routed: torch.Tensor | None) -> None:
     """Set the experts that a model's routers replay in the next forward and backward pass.
 
     Args:
-        model: The model.
         routed: Experts [rows, len, layers, top_k] after `narrow`, as in `wire.batches.routed_experts`. None replays
             nothing.
 

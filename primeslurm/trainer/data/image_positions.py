@@ -43,7 +43,6 @@ def vision_input(
         rows: The rows of a micro batch.
         images: Images of each row. None for a row without images.
         encoder: The model's vision encoder, which defines how patches become tokens.
-        device: Device of the result.
     """
     merge = encoder.merge
     present = [each for each in images if each is not None]

@@ -27,7 +27,6 @@ class ImageReader:
     """Decodes images and cuts them into patches with the model's own image processor.
 
     Args:
-        directory: Model directory.
         token: Id of the placeholder token that the chat template renders once per image.
 
     Raises:
@@ -89,7 +88,6 @@ def expand(
         mask: Whether each token is trained [n_tokens].
         sources: Images in order, as paths or data URIs.
         directory: Base directory of relative image paths.
-        reader: The model's image reader.
 
     Returns:
         Expanded token ids and mask, and the span of each image.

@@ -71,7 +71,6 @@ class Conversations:
         """Yield the examples of the lines that begin in a part of the file. None for an example that is too long.
 
         Args:
-            part: Index of the part.
             parts: Number of parts, of about equal bytes.
 
         Raises:

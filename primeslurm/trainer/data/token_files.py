@@ -85,9 +85,6 @@ def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: 
     """Return the tokenized examples of a run, after tokenizing them if necessary. A collective.
 
     Args:
-        run_dir: Run directory.
-        conversations: The recipe's conversations.
-        source: Model directory with the tokenizer.
         world: The ranks. Their number may differ from that of the attempt that wrote the files.
 
     Raises:

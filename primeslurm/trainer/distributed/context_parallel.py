@@ -195,9 +195,7 @@ def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: i
 
     Args:
         documents: Document boundaries of whole rows, one row after another. No document crosses the end of a row.
-        seq_len: Length of a row.
         rank: Rank within the group that shares the rows.
-        ranks: Size of the group.
     """
     boundaries = documents.cu_seq_q.tolist()
     piece = seq_len // ranks

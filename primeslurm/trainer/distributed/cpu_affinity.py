@@ -51,7 +51,6 @@ def move_near(gpu: str, ranks: int, sys: Path = SYS) -> CpuAffinity:
     Args:
         gpu: PCI address of the GPU, as from `pci_address`.
         ranks: Number of ranks on this node.
-        sys: Mount point of sysfs.
     """
     cores = _near(gpu, sys) & allowed() or allowed()
     if cores != allowed():

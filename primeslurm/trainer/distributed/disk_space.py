@@ -40,7 +40,6 @@ def retry_while_full(
     A collective.
 
     Args:
-        world: The ranks.
         run_dir: Run directory. Its file system is the one that may be full.
         write: Does the complete write, from the beginning on each call.
         partial: Directories to delete after a failed attempt, to free their space.

@@ -50,7 +50,6 @@ class Route:
     """An all-to-all between the ranks of a group, and its inverse. Rows are in rank order.
 
     Args:
-        group: Name of the process group.
         send: Number of rows to send to each rank.
         receive: Number of rows to receive from each rank.
     """

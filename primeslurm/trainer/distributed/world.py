@@ -197,7 +197,6 @@ def bound_memory(device: torch.device, share: float) -> None:
     """Limit this rank to a fraction of the memory of a GPU that it shares with an engine.
 
     Args:
-        device: The GPU.
         share: Fraction of the GPU's memory, 0 to 1.
     """
     # PyTorch caches freed memory. Without a limit, an engine could not restart: vLLM needs its whole share to be free.

@@ -103,7 +103,6 @@ class HostStates(Optimizers):
 
     Args:
         optimizers: One per chunk of the parameters.
-        device: Device of the parameters.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:

@@ -36,11 +36,6 @@ class Muon(torch.optim.Optimizer):
 
     Orthogonalization needs whole matrices. Matrices of equal shape exchange their shards, so that each rank
     orthogonalizes different ones. Stacks that are sharded between matrices stay where they are.
-
-    Args:
-        named: Parameters with their names.
-        momentum: Decay of the averaged gradient.
-        dtype: Dtype of the orthogonalization.
     """
 
     def __init__(

@@ -40,9 +40,6 @@ def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype, host_st
     """Build the recipe's optimizers over all trained parameters.
 
     Args:
-        config: The recipe's optimizer section.
-        model: The sharded model.
-        dtype: Dtype of Muon's orthogonalization.
         host_states: Whether to keep the optimizer state in host memory.
     """
     trained: list[Named] = [(canonical_fqn(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -189,7 +189,6 @@ def reduce_after(model: torch.nn.Module, *, last: bool, stays_gathered: bool) ->
     """Set whether FSDP reduces gradients over ranks after the next micro batch. If not, they accumulate in float32.
 
     Args:
-        model: The sharded model.
         last: Whether the next micro batch is the last one of the step. Gradients are reduced only then.
         stays_gathered: Whether weights stay gathered between forward and backward pass. They then stay gathered until
             the last micro batch.

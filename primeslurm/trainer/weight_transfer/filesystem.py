@@ -35,7 +35,6 @@ class Publisher:
     """Writes versions of the policy to `<run>/weights`. All methods are collectives.
 
     Args:
-        encoding: Format of the tensors.
         keep: Number of newest versions to keep, besides those that committed checkpoints need.
     """
 

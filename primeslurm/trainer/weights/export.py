@@ -186,7 +186,6 @@ def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
     """Return the encoding of a run's policies: the engines' format for RL, and not quantized for SFT.
 
     Args:
-        recipe: The recipe.
         stored: Names of the weights that the model's checkpoint stores in FP8.
     """
     dtype = getattr(torch, recipe.model.dtype)

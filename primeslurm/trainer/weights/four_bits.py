@@ -56,9 +56,6 @@ class FourBits:
 def unpacked(places: Mapping[str, TensorLocation]) -> tuple[dict[str, TensorLocation], dict[str, FourBits]]:
     """Find four-bit weights by the names and shapes of their stored tensors.
 
-    Args:
-        places: Locations of all stored tensors.
-
     Returns:
         Locations of all weights, and formats of the four-bit weights. The location of a four-bit weight is that of its
         codes as bytes [*rows, columns / 2].
@@ -102,7 +99,6 @@ def dequantize(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.T
     """Dequantize codes.
 
     Args:
-        code: The format.
         codes: Bytes of two codes each [..., columns / 2].
         scales: Stored scales [..., groups].
 
@@ -128,11 +124,8 @@ def columns_of(
     """Dequantize some columns on a device.
 
     Args:
-        codes: Format of the weight.
         raw: Codes of whole rows [..., columns / 2].
         scales: Scales of these rows [..., groups].
-        columns: Columns to return.
-        device: Device of the result.
     """
     size = codes.columns // scales.shape[-1]
     groups = slice(columns.start // size, -(-columns.stop // size))

@@ -77,7 +77,6 @@ class Loader:
     """Fills tensors from files, with several threads.
 
     Args:
-        files: The model's files.
         device: Device on which ranks exchange rows.
     """
 
@@ -263,8 +262,6 @@ def row_slices(place: TensorLocation, region: Region, whole_rows: bool = False) 
     """List the reads for a region of a tensor. Each has at least one row, and otherwise at most CHUNK_BYTES.
 
     Args:
-        place: Location of the tensor.
-        region: Wanted slice of each dimension.
         whole_rows: Whether to read whole rows of the first dimension.
     """
     shape, width = place.shape, place.torch_dtype.itemsize
@@ -317,8 +314,6 @@ def _store_codes(read: ShardRead, rows: RowSlice, raw: torch.Tensor, scales: tor
     """Dequantize the wanted columns of a four-bit slice, and store them.
 
     Args:
-        read: The read.
-        rows: Rows of the slice.
         raw: Codes [rows, ..., bytes of all columns].
         scales: Scales [rows of all inner dimensions, groups].
     """

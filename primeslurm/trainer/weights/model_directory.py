@@ -61,9 +61,6 @@ def write_companions(
 
     Args:
         source: Model directory that the weights come from.
-        target: Directory of the weights.
-        index: Tensor name to file name.
-        total_size: Bytes of all tensors.
         dtype: Dtype of the weights, for the config.
         quantization: `quantization_config` of the weights, for the config.
 

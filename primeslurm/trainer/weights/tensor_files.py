@@ -100,9 +100,7 @@ class OpenFiles:
         """Read consecutive elements of a tensor.
 
         Args:
-            name: Name of the tensor.
             first: Flat index of the first element.
-            count: Number of elements.
             space: Buffer for the result, used if it is large enough.
 
         Returns:
