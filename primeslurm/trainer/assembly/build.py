@@ -42,12 +42,8 @@ _DERIVED = ("rotary_emb.inv_freq",)
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> PolicyModel:
     """Build the recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
 
-    Args:
-        attention: Attention kernel. None selects one for the dtype and device.
-
-    Raises:
-        FileNotFoundError: The model does not exist.
-        ValueError: The model, the parallelism and the checkpoint do not fit together.
+    `attention` None selects a kernel for the dtype and device. Raises FileNotFoundError if there is no such model, and
+    ValueError if model, parallelism and checkpoint do not fit together.
     """
     source = locate(recipe.model.path)
     config = model_directory.load_config(source)
@@ -65,13 +61,9 @@ def assemble(
     attention: Literal["varlen", "flex"] | None = None,
     files: TensorFiles | None = None,
 ) -> PolicyModel:
-    """Build the sharded model of a transformers config, without reading its weights.
+    """Build the sharded model of a transformers config, without reading weights. Raises as `build`.
 
-    Args:
-        files: Files that the weights will be loaded from. None initializes the weights at random instead.
-
-    Raises:
-        ValueError: The model and the parallelism do not fit together.
+    If weights will be loaded from `files`, they are not initialized.
     """
     layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
     settings = SimpleNamespace(parallelism=_parallelism(recipe), training=_training(recipe))

@@ -67,11 +67,8 @@ class Checkpoints:
     """Saves, commits and restores the checkpoints of one run. All methods are collectives.
 
     In asynchronous mode, the state is copied to host memory, and training continues while a thread writes the copy.
-    Only one checkpoint is written at a time; the next one waits.
-
-    Args:
-        link: Connection to the orchestrator, which adds its own state to each checkpoint. None for SFT.
-        pause_s: Pause between attempts to save while the disk is full [s].
+    The orchestrator adds its state to each checkpoint; `link` is None for SFT. While the disk is full, saving is tried
+    again every `pause_s` [s].
     """
 
     def __init__(
@@ -114,25 +111,19 @@ class Checkpoints:
         require_newest(self._run_dir, self._attempt)
 
     def after(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
-        """Commit a finished background write, and save `step` if the interval is due.
+        """Commit a finished background write, and save `step` if the interval is due. A full disk pauses the call.
 
-        A full disk pauses the call. If a background write failed because the disk was full, `step` is saved instead.
-
-        Raises:
-            RankError: The disk or the orchestrator failed. Earlier checkpoints are intact.
+        Raises RankError if the disk or the orchestrator failed. Earlier checkpoints are intact then.
         """
         due = step % self._config.interval == 0
         if self._pending is not None and self._world.decide(int(self._pending.done.done())):
+            # A background write that failed because the disk was full is replaced by a checkpoint of this step.
             due = not self._commit_or_discard(timer) or due
         if due:
             self._save(step, train_step, timer)
 
     def finish(self, step: int, train_step: TrainStep, timer: PhaseTimer) -> None:
-        """Save `step` unless it is saved, and return when everything is committed. The last call.
-
-        Raises:
-            RankError: As for `after`.
-        """
+        """Save `step` unless it is saved, and return when everything is committed. The last call. Raises as `after`."""
         if self._copies is not None:
             self._copies.close()  # the run does not restart from its last checkpoint
             self._copies = None
@@ -147,23 +138,20 @@ class Checkpoints:
     def restore(self, train_step: TrainStep) -> int:
         """Load the newest undamaged checkpoint and return its step, or 0 if there is none.
 
-        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`, so that all processes agree on
-        the newest one. The loaded checkpoint is announced again, because the process that committed it may have been
-        killed before it could.
-
-        Raises:
-            RankError: The orchestrator failed, a newer attempt owns the run, or a rank's node does not see a committed
-                checkpoint.
+        A checkpoint that is proven to be damaged is renamed to `*.damaged-<attempt>`. Raises RankError if the
+        orchestrator failed, a newer attempt owns the run, or a node does not see a committed checkpoint.
         """
         self._on_main(self.require_owned, "restoring a checkpoint")
         partly_loaded = False
         while step := self._newest_undamaged():
             damage = self._load(step, train_step)
             if not damage:
+                # The process that committed this checkpoint may have been killed before it announced it.
                 self._on_main(lambda: self._announce(step), f"resuming at step {step}")
                 self._saved_step = step
                 return step
             partly_loaded = True
+            # Renamed, so that all processes agree on the newest checkpoint.
             self._on_main(partial(self._set_aside, step, damage), f"setting the checkpoint of step {step} aside")
         if partly_loaded:
             # Some weights and moments are already overwritten, so this process cannot start from step 0.

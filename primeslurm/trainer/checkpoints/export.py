@@ -41,12 +41,8 @@ _PREFIX = "model."
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     """Write the weights of a committed checkpoint to `out`, which must not exist.
 
-    Weights are written in the compute dtype. If the run's engines started from an FP8 checkpoint, the same weights are
-    written in FP8.
-
-    Raises:
-        OSError: A file cannot be read or written, or is damaged.
-        ValueError: The checkpoint belongs to another model, or the run trained LoRA adapters only.
+    Weights are in the compute dtype, and in FP8 where the model's own checkpoint is. Raises OSError for damaged and
+    inaccessible files, and ValueError for checkpoints of another model or of LoRA adapters.
     """
     if recipe.trainer.lora is not None:
         raise ValueError("a LoRA run's checkpoints hold adapters only; export a published version in weights/ instead")

@@ -79,14 +79,9 @@ class LocalCopies:
             self._finish(replication, "copying a checkpoint to another node")
 
     def recover(self, step: int, shards: Sizes) -> dict[str, Path]:
-        """Return the local copies of a checkpoint by file name, after fetching lost ones from other nodes.
+        """Return the local copies of a checkpoint's `shards` by file name, after fetching lost ones from other nodes.
 
-        Args:
-            step: Step of the checkpoint that is about to be loaded.
-            shards: All shard files of the checkpoint.
-
-        Raises:
-            RankError: A rank could not be reached.
+        Raises RankError if a rank could not be reached.
         """
         held = self._world.collect(_sizes(self._step_directory(step)))
         if transfers := missing(self._nodes, held, shards):

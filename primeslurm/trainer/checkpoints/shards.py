@@ -55,13 +55,7 @@ class ByteCounter:
 
 
 class CopyFile:
-    """A best-effort copy of a checkpoint file on a local disk.
-
-    Training never depends on the copy, so any failure only drops it.
-
-    Args:
-        path: Path of the copy, in an existing directory. None writes no copy.
-    """
+    """A best-effort copy of a checkpoint file on a local disk. Any failure only drops the copy. Path None: no copy."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -198,11 +192,7 @@ class ShardReader(dcp.FileSystemReader):
         return files.retrying(self._directory / ".metadata", lambda: read(*args, **options))
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:
-        """Fill the planned tensors.
-
-        Raises:
-            DamagedShardError: A piece is damaged. Tensors read before it are already overwritten.
-        """
+        """Fill the planned tensors. After DamagedShardError, tensors read before the damaged piece are overwritten."""
         pieces: dict[tuple[str, int, int], _StoredPiece] = {}
         for item in plan.items:
             place = self.storage_data[item.storage_index]
@@ -361,12 +351,7 @@ def _by_thread(pieces: Sequence[_StoredPiece], threads: int) -> list[list[_Store
 
 
 def _read_shared(path: Path, piece: _StoredPiece, data: memoryview, counter: ByteCounter) -> None:
-    """Read a piece from the shared file system.
-
-    Raises:
-        DamagedShardError: The content differs.
-        OSError: The file is missing or cannot be read.
-    """
+    """Read a piece from the shared file system. Raises DamagedShardError if it differs, and OSError."""
     failure: DamagedShardError | FileNotFoundError | None = None
 
     def look() -> bool | None:

@@ -12,11 +12,7 @@ from primeslurm.nn.layers import sparse_attention
 
 
 class MatrixProductsAC(SelectiveAC):
-    """torchtitan's selective checkpointing, except that results of `bmm` are recomputed and selected keys are saved.
-
-    Our models use `bmm` inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed queries of
-    latent attention, which are larger than everything else that the layer saves.
-    """
+    """torchtitan's selective checkpointing, except that results of `bmm` are recomputed and selected keys are saved."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -24,15 +20,13 @@ class MatrixProductsAC(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """Return the operators whose results are saved."""
+        # Our models use bmm inside the chunks of recurrent layers, which are recomputed anyway, and for absorbed
+        # queries of latent attention, which are larger than everything else that the layer saves.
         return set(super().get_save_ops()) - {torch.ops.aten.bmm.default} | {sparse_attention.SELECTING}
 
 
 class ChosenExpertsAC(SelectiveAC):
-    """Saves a layer's input and its top-k results (the chosen experts).
-
-    A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose other
-    experts there. The counts of tokens per expert are those of the forward pass and would not match.
-    """
+    """Checkpointing of whole compiled layers that saves a layer's input and its top-k results (the chosen experts)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -40,6 +34,8 @@ class ChosenExpertsAC(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """Return the operators whose results are saved."""
+        # A compiled layer rounds differently in the forward pass and in the recomputation, so the router could choose
+        # other experts there. The counts of tokens per expert are those of the forward pass and would not match.
         return {torch.ops.aten.topk.default}
 
 

@@ -22,10 +22,7 @@ def convert(draft: ModelDraft) -> None:
 def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:
     """Convert the projections and experts of a model to FP8 products, before FSDP shards it.
 
-    Args:
-        model: The model on the meta device.
-        stored: Names of the weights that the model's checkpoint stores in FP8. If there are any, other projections are
-            not converted.
+    If the model's checkpoint stores weights in FP8 (`stored`), other projections are not converted.
     """
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):

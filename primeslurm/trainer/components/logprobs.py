@@ -123,11 +123,7 @@ class _InChunks(torch.autograd.Function):
 
 
 class ScoringHead(Linear):
-    """A language model head that returns logits, or log-probabilities and entropies within `scoring`.
-
-    The scores are computed inside the head's forward pass, because FSDP has gathered the weight only there. Labels are
-    set beforehand, because the decoder passes only hidden states to the head.
-    """
+    """A language model head that returns logits, or log-probabilities and entropies within `scoring`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
@@ -144,6 +140,8 @@ class ScoringHead(Linear):
     @contextmanager
     def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
         """Make the model return `token_logprobs` instead of logits within the body. Arguments are those of it."""
+        # Scores are computed in the head's forward pass, because FSDP has gathered the weight only there. The labels
+        # are set beforehand, because the decoder passes only hidden states to its head.
         self._targets = labels, temperatures, places
         try:
             yield

@@ -33,11 +33,7 @@ _NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weig
 
 
 def convert(draft: ModelDraft) -> None:
-    """Add adapters to the layers in `trainer.lora.targets`, or to all possible layers, and freeze everything else.
-
-    Raises:
-        ValueError: The model has no layer of a target's name.
-    """
+    """Add adapters to the layers in `trainer.lora.targets` (None: all possible ones), and freeze everything else."""
     lora, model = draft.recipe.trainer.lora, draft.model
     if lora is None:
         return

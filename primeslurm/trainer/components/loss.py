@@ -73,13 +73,9 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, Targets], Sums]
 def from_recipe(config: Loss) -> LossFunction:
     """Return the recipe's loss: its policy gradient on sampled tokens, plus cross-entropy on observed tokens.
 
-    The metrics include those that all losses share; `echo_loss` is the cross-entropy term.
-
-    Sampled tokens with an impossible engine log-probability (NaN, infinite or out of range) are not trained, and the
-    metric `impossible_fraction` counts them.
-
-    Raises:
-        ValueError: The custom loss function cannot be imported.
+    Metric `echo_loss` is the cross-entropy term. `impossible_fraction` counts sampled tokens with an impossible engine
+    log-probability (NaN, infinite or out of range), which are not trained. Raises ValueError if a custom loss cannot be
+    imported.
     """
     function = _function(config)
 

@@ -31,11 +31,8 @@ def importance(
     """Return the importance weights of a loss.
 
     The weight is the ratio r = p_trainer / p_engine of the token. `cispo` clips it. `gspo` uses the ratio of the whole
-    sequence. Ratios above `ratio_cap` become a constant weight without gradient.
-
-    Args:
-        logprobs: The trainer's log-probabilities, with gradient [trained tokens].
-        engine: The engine's log-probabilities of the same tokens [trained tokens].
+    sequence. Ratios above `ratio_cap` become a constant weight without gradient. `logprobs` (of the trainer, with
+    gradient) and `engine` are [trained tokens].
     """
     difference = logprobs - engine
     fixed = difference.detach().exp()
@@ -69,10 +66,6 @@ def outside(
     - `ipo` (INTELLECT Policy Optimization, prime-rl): also tokens that it would move back, because so large a
       difference is more likely an error than learning.
     - `cispo`: tokens whose weight is clipped.
-
-    Args:
-        moved: As `Importance.moved` [trained tokens].
-        advantages: [trained tokens].
     """
     if isinstance(config, DppoLoss):
         return (advantages > 0) & (moved > config.mask_high), (advantages <= 0) & (moved < -config.mask_low)

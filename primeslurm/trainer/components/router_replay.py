@@ -73,14 +73,10 @@ def narrow(routed: torch.Tensor) -> torch.Tensor:
 
 
 def assign(model: torch.nn.Module, routed: torch.Tensor | None) -> None:
-    """Set the experts that a model's routers replay in the next forward and backward pass.
+    """Set the experts that a model's routers replay in the next forward and backward pass. None replays nothing.
 
-    Args:
-        routed: Experts [rows, len, layers, top_k] after `narrow`, as in `wire.batches.routed_experts`. None replays
-            nothing.
-
-    Raises:
-        ValueError: The number of layers or top_k differs from the model's.
+    `routed` [rows, len, layers, top_k] is as in `wire.batches.routed_experts`, after `narrow`. Raises ValueError if its
+    numbers of layers and top_k differ from the model's.
     """
     for module in model.modules():
         if isinstance(module, ReplayRouter):

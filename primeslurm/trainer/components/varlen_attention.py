@@ -22,11 +22,7 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class VarlenAttention(titan.VarlenAttention):
-    """torchtitan's varlen attention, extended to more keys than queries.
-
-    Context parallelism gives each rank a shard of the queries, which are the last tokens of the visible documents. CPUs
-    have no such kernel, so they use a dense mask.
-    """
+    """torchtitan's varlen attention, extended to more keys than queries, and to CPUs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.VarlenAttention.Config):
@@ -43,17 +39,13 @@ class VarlenAttention(titan.VarlenAttention):
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
     ) -> torch.Tensor:
-        """Compute attention. Rows are treated as one sequence of packed documents.
+        """Compute attention of queries [rows, length, heads, size] to keys and values [rows, keys, kv_heads, size].
 
-        Args:
-            q_BLNH: Queries [rows, length, heads, size].
-            k_BLNH: Keys [rows, keys, kv_heads, size].
-            v_BLNH: Values [rows, keys, kv_heads, value_size].
-            attention_masks: Document boundaries among all queries and among all keys.
-            scale: Scale of the scores. None: 1 / sqrt(size).
-            enable_gqa: Ignored, because the numbers of heads imply it.
-            out_transform: Computes the result from the outputs and the log-sum-exp of the scores [rows, length, heads].
+        `out_transform` computes the result from outputs and log-sum-exps [rows, length, heads]. `enable_gqa` is
+        ignored.
         """
+        # With context parallelism, a rank's queries are the last tokens of the visible documents, so there are more
+        # keys.
         attend = dense if compat.ON_CPU else flash
         q, k, v = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         out, lse = attend(q, k, v, attention_masks, scale, self.window_size)
@@ -120,18 +112,10 @@ def dense(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute attention with a dense mask, in the tensors' dtype.
+    """Compute attention of q [queries, heads, size] to k and v [keys, kv_heads, size] with a dense mask.
 
-    Args:
-        q: [queries, heads, head_size].
-        k: [keys, kv_heads, head_size]; `kv_heads` divides `heads`.
-        v: [keys, kv_heads, value_size].
-        documents: Document boundaries among queries and keys.
-        scale: Scale of the scores. None: 1 / sqrt(head_size).
-        window: Number of keys visible before and after a query. -1 means all.
-
-    Returns:
-        Outputs [queries, heads, value_size], and the log-sum-exp of the scores [heads, queries].
+    `scale` None is 1 / sqrt(size). `window` is the number of keys visible before and after a query, -1 for all. Returns
+    outputs [queries, heads, value_size] and log-sum-exps of the scores [heads, queries].
     """
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, k) * (scale if scale is not None else q.shape[-1] ** -0.5)

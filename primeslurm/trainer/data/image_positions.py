@@ -37,13 +37,7 @@ def read(row: Row, reader: ImageReader) -> Images | None:
 def vision_input(
     rows: Sequence[Row], images: Sequence[Images | None], encoder: VisionEncoder, device: torch.device
 ) -> VisionInput:
-    """Combine the images of some rows into the vision encoder's input on a device.
-
-    Args:
-        rows: The rows of a micro batch.
-        images: Images of each row. None for a row without images.
-        encoder: The model's vision encoder, which defines how patches become tokens.
-    """
+    """Combine the images of a micro batch into the vision encoder's input. Rows without images have None."""
     merge = encoder.merge
     present = [each for each in images if each is not None]
     # Without any image the encoder gets a blank one, which no token reads: all ranks must run the encoder together.

@@ -44,11 +44,7 @@ class ImageReader:
             raise ValueError(f"{directory}: its image processor ({kind}) does not cut images into patches with a grid")
 
     def tokens(self, source: str) -> int:
-        """Return the number of tokens of an image. Reads only its header.
-
-        Raises:
-            OSError, ValueError: The image cannot be read.
-        """
+        """Return the number of tokens of an image. Reads only its header. Raises OSError or ValueError."""
         stored = io.BytesIO(data_uri.decode(source)) if data_uri.is_inline(source) else source
         with _naming(source), Image.open(stored, formats=_formats()) as image:
             width, height = image.size
@@ -89,11 +85,8 @@ def expand(
         sources: Images in order, as paths or data URIs.
         directory: Base directory of relative image paths.
 
-    Returns:
-        Expanded token ids and mask, and the span of each image.
-
-    Raises:
-        OSError, ValueError: An image cannot be read, or the numbers of placeholders and images differ.
+    Returns the expanded token ids and mask, and the span of each image. Raises OSError or ValueError if an image cannot
+    be read, or if the numbers of placeholders and images differ.
     """
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):

@@ -68,14 +68,10 @@ class Conversations:
         return TrainingText(self.tokenizer, self.every)
 
     def read(self, part: int = 0, parts: int = 1) -> Iterator[Example | None]:
-        """Yield the examples of the lines that begin in a part of the file. None for an example that is too long.
+        """Yield the examples of the lines that begin in one of `parts` parts of the file. None: the example is too
+        long.
 
-        Args:
-            parts: Number of parts, of about equal bytes.
-
-        Raises:
-            OSError: The file cannot be read.
-            ValueError: A line cannot be used. The error names the file and the line.
+        Raises OSError, and ValueError with file and line if a line cannot be used.
         """
         for start, line in _lines(self.path, part, parts):
             if not line.strip():

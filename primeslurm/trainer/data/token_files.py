@@ -84,11 +84,7 @@ class TokenFiles:
 def tokenized(run_dir: Path, conversations: Conversations, source: Path, world: World) -> ExampleList:
     """Return the tokenized examples of a run, after tokenizing them if necessary. A collective.
 
-    Args:
-        world: The ranks. Their number may differ from that of the attempt that wrote the files.
-
-    Raises:
-        RankError: A rank cannot read its part, a line is invalid, or no example is short enough.
+    Raises RankError if a rank cannot read its part, a line is invalid, or no example is short enough.
     """
     directory = run_dir / "tokens"
     made_of = world.share(world.attempt(lambda: _made_of(conversations, source) if world.is_main else "", _DOING))

@@ -101,11 +101,7 @@ class ContextParallel:
         return local_documents(masks, seq_len, self.group.rank(), self.group.size())
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Wrap the attention and recurrent layers of a model, before FSDP shards it.
-
-        Raises:
-            ValueError: A layer cannot be split in this style.
-        """
+        """Wrap the attention and recurrent layers of a model before FSDP. Raises ValueError for unsupported layers."""
         wrap = _ulysses if self.style == "ulysses" else _allgather
         for module in model.modules():
             if isinstance(module, FlexAttention | VarlenAttention):

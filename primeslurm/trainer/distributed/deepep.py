@@ -59,11 +59,7 @@ class DeepEPDispatcher(DeepEPTokenDispatcher):
 
 
 def convert(draft: ModelDraft) -> None:
-    """Use DeepEP in every MoE layer if the recipe selects it.
-
-    Raises:
-        ValueError: deep_ep is not installed, or the recipe also compiles layers.
-    """
+    """Use DeepEP in every MoE layer if the recipe selects it. Raises ValueError if it cannot be used."""
     layout = draft.recipe.trainer.parallelism
     if layout.ep_backend != "deepep":
         return

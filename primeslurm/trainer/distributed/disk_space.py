@@ -37,16 +37,8 @@ def retry_while_full(
 ) -> T:
     """Call `write` until it succeeds. A full disk is waited for without limit, an unreachable one for MAX_ATTEMPTS.
 
-    A collective.
-
-    Args:
-        run_dir: Run directory. Its file system is the one that may be full.
-        write: Does the complete write, from the beginning on each call.
-        partial: Directories to delete after a failed attempt, to free their space.
-        pause_s: Pause between attempts [s].
-
-    Raises:
-        RankError: The write failed for another reason, or too often.
+    A collective. Directories `partial` are deleted after a failed attempt, to free their space. Raises RankError if the
+    write failed for another reason, or too often.
     """
     reserve, failed_attempts = Reserve(run_dir), 0
     while True:

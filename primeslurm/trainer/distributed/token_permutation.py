@@ -37,7 +37,6 @@ class Copies:
         return Copies(self.where, self.owner[:count])
 
     def spread(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy rows [m, dim] to [n, dim]."""
         return rows.spread(tensor, self.where, self.owner)
 
     def gathered(self, tensor: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,23 +46,16 @@ class Copies:
 
 @dataclass(frozen=True)
 class Route:
-    """An all-to-all between the ranks of a group, and its inverse. Rows are in rank order.
-
-    Args:
-        send: Number of rows to send to each rank.
-        receive: Number of rows to receive from each rank.
-    """
+    """An all-to-all between the ranks of a group, with the numbers of rows to and from each rank, and its inverse."""
 
     group: GroupName
     send: list[int]
     receive: list[int]
 
     def there(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Send rows [sum(send), ...]: [sum(receive), ...]."""
         return compat.all_to_all(tensor, self.group, self.receive, self.send)
 
     def back(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Send rows [sum(receive), ...] back: [sum(send), ...]."""
         return compat.all_to_all(tensor, self.group, self.send, self.receive)
 
 

@@ -219,11 +219,9 @@ def _pin_to_near_cores(device: torch.device) -> None:
 
 @contextmanager
 def _store_behind_gate(port: int) -> Iterator[None]:
-    """Make torch use the existing store, through a local gate that presents the run's secret.
-
-    Without these variables, torch would create an unprotected store on rank 0. They are restored at the end, so that
-    child processes do not inherit them.
-    """
+    """Make torch use the existing store, through a local gate that presents the run's secret."""
+    # Without these variables, torch would create an unprotected store on rank 0. They are restored at the end, so that
+    # child processes do not inherit them.
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     old_values = {name: os.environ.get(name) for name in variables}
     os.environ |= variables

@@ -86,11 +86,7 @@ class RlTask:
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code.
-
-        Raises:
-            RankError: A disk, the orchestrator or a rank failed. Committed checkpoints are intact.
-        """
+        """Train until max_steps, until the orchestrator stops the run, or until an interrupt. Return the exit code."""
         step = self._resume()
         choice = Choice.FINISHED
         while step < self._recipe.max_steps:

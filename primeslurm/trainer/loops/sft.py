@@ -54,11 +54,7 @@ class SftTask:
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
-        """Train until max_steps or an interrupt. Return the exit code.
-
-        Raises:
-            RankError: A disk or a rank failed. Committed checkpoints are intact.
-        """
+        """Train until max_steps or an interrupt. Return the exit code."""
         self._timer.step = step = self._saver.restore(self._learner)
         for damaged in self._saver.damaged:
             self._journal.write(damaged)

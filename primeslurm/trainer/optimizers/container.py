@@ -57,13 +57,10 @@ class Optimizers:
 
 
 def add_missing_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the initial optimizer state of each parameter that has none, so that checkpoints hold all state.
-
-    Optimizers create a parameter's state with its first gradient, which may come late: a vision encoder gets none from
-    batches without images.
-    """
-    # torchtitan's `init_optim_state` does nothing if any parameter has state. It also counts a step, so that AdamW's
-    # bias correction of the first gradient would be that of the second.
+    """Create the initial optimizer state of each parameter that has none, so that checkpoints hold all state."""
+    # Optimizers create a parameter's state with its first gradient, which may come late: a vision encoder gets none
+    # from batches without images. torchtitan's `init_optim_state` does nothing if any parameter has state. It also
+    # counts a step, so that AdamW's bias correction of the first gradient would be that of the second.
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if not optimizer.state.get(parameter) and (state := _initial_state(optimizer, group, parameter)):

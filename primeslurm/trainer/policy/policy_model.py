@@ -86,15 +86,9 @@ class PolicyModel:
     ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
-        Args:
-            tokens: [rows, seq_len].
-            positions: Positions within documents [rows, seq_len].
-            beside: Tensors [rows, seq_len] to shard in the same way.
-            routed: Experts to replay [rows, seq_len, layers, top_k], as in `wire.batches.routed_experts`.
-            images: Images of the rows. Either all ranks pass some, or none does.
-
-        Returns:
-            Logits [rows, local_len, vocab], then the shards of `beside` [rows, local_len].
+        `tokens`, `positions` and `beside` are [rows, seq_len]; `routed` are experts to replay [rows, seq_len, layers,
+        top_k]. Either all ranks pass `images`, or none does. Returns logits [rows, local_len, vocab], and the shards of
+        `beside` [rows, local_len].
         """
         replayed = None if routed is None else self.piece(router_replay.narrow(routed))
         inputs = self._inputs(self.piece(tokens), positions, replayed, images)
@@ -111,16 +105,9 @@ class PolicyModel:
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on this rank's shards of packed rows, and return the inputs of a loss.
 
-        Args:
-            tokens: [rows, local_len].
-            positions: Positions of whole rows, as for `logits`.
-            mask: Whether the token that a position predicts is trained [rows, local_len], in host memory.
-            targets: Targets [rows, local_len], in host memory.
-            routed: Experts to replay [rows, local_len, layers, top_k].
-            images: Images of whole rows, as for `logits`.
-
-        Returns:
-            Log-probabilities, entropies and targets [trained tokens] of this rank.
+        `tokens`, `mask` and `targets` are [rows, local_len], the latter two in host memory. `mask` marks the positions
+        that predict trained tokens. `positions` and `images` are those of whole rows. Returns log-probabilities,
+        entropies and targets [trained tokens].
         """
         replayed = None if routed is None else router_replay.narrow(routed)
         inputs = self._inputs(tokens, positions, replayed, images)

@@ -62,15 +62,8 @@ class TrainStep:
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Train one step on this rank's rows of a batch. A collective; all ranks must have the same number of rows.
 
-        If the gradient is not finite, all ranks leave the weights unchanged. The step still counts, and the metric
-        `skipped` is 1.
-
-        Args:
-            batch: This rank's shard of each row, or whole rows.
-            timer: Times the phases of the step.
-
-        Returns:
-            Metrics of the whole batch, the same on every rank.
+        Returns metrics of the whole batch, the same on every rank. If the gradient is not finite, all ranks leave the
+        weights unchanged. The step still counts, and the metric `skipped` is 1.
 
         Raises:
             FloatingPointError: The gradient was not finite in MAX_SKIPPED consecutive steps.

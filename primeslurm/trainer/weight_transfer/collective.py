@@ -33,9 +33,7 @@ log = logging.getLogger(__name__)
 class Sender:
     """Sends the current policy to engines. All methods are collectives.
 
-    Args:
-        link: Connection to the orchestrator. Rank 0 negotiates sessions; every waiting rank asks whether one is lost.
-        timeout_s: Maximum wait within a session, and maximum time during which new sessions start [s].
+    `timeout_s` limits each wait within a session, and the time during which new sessions start.
     """
 
     def __init__(
@@ -54,11 +52,9 @@ class Sender:
     def send(self, version: int) -> int:
         """Send `version` to every engine that waits for it. Return the number of successful sessions.
 
-        A failed session is not repeated here: engines that still need the policy ask for another session.
-
-        Raises:
-            RankError: The orchestrator does not answer.
+        Raises RankError if the orchestrator does not answer.
         """
+        # A failed session is not repeated here: engines that still need the policy ask for another session.
         deadline = time.monotonic() + self._timeout_s
         done, succeeded = "", 0
         while (session := self._next(version, done, deadline)) is not None:

@@ -34,8 +34,7 @@ FILE_BYTES = 2 * 2**30
 class Publisher:
     """Writes versions of the policy to `<run>/weights`. All methods are collectives.
 
-    Args:
-        keep: Number of newest versions to keep, besides those that committed checkpoints need.
+    It keeps the newest `keep` versions, and those that committed checkpoints need.
     """
 
     def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
@@ -48,8 +47,7 @@ class Publisher:
     def publish(self, version: int) -> Path:
         """Write the policy as `version` and return its directory. A full or read-only disk pauses the call.
 
-        Raises:
-            RankError: A rank could not write. Nothing is published, and earlier versions are intact.
+        After RankError, nothing is published, and earlier versions are intact.
         """
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
@@ -76,13 +74,8 @@ class Publisher:
         return final
 
     def flush(self, version: int) -> None:
-        """Flush a published version to disk. Do nothing if it was not published.
-
-        Only versions of committed steps need this: after a power loss, the steps of all others are repeated anyway.
-
-        Raises:
-            RankError: A rank could not flush its files.
-        """
+        """Flush a published version to disk. Do nothing if it was not published. Raises RankError."""
+        # Only versions of committed steps are flushed: after a power loss, the steps of all others are repeated anyway.
         directory = filesystem.version_dir(self._run_dir, version)
         self._world.agree(_attempt(lambda: _flush(directory, self._world.rank)), f"flushing v{version}")
 

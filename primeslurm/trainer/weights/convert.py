@@ -119,9 +119,7 @@ class Conversion:
 def convert(source: Path, out: Path) -> None:
     """Convert a model and write it to `out`, which must not exist.
 
-    Raises:
-        OSError: A file cannot be read or written, or the disk is too small.
-        ValueError: The model's files are damaged, or no weight is in a supported format.
+    Raises OSError, and ValueError if the model's files are damaged or have no weight in a supported format.
     """
     files = TensorFiles.read(source)
     fp8 = files.fp8_names()

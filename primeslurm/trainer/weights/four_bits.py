@@ -56,9 +56,8 @@ class FourBits:
 def unpacked(places: Mapping[str, TensorLocation]) -> tuple[dict[str, TensorLocation], dict[str, FourBits]]:
     """Find four-bit weights by the names and shapes of their stored tensors.
 
-    Returns:
-        Locations of all weights, and formats of the four-bit weights. The location of a four-bit weight is that of its
-        codes as bytes [*rows, columns / 2].
+    Returns the locations of all weights, of four-bit weights that of their codes as bytes [*rows, columns / 2], and the
+    formats of the four-bit weights.
     """
     weights, four_bits = dict(places), {}
     for name, place in places.items():
@@ -96,14 +95,9 @@ def _fit(scales: TensorLocation, rows: tuple[int, ...], columns: int) -> bool:
 
 @torch.no_grad()
 def dequantize(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Dequantize codes.
+    """Dequantize codes [..., columns / 2] with stored scales [..., groups].
 
-    Args:
-        codes: Bytes of two codes each [..., columns / 2].
-        scales: Stored scales [..., groups].
-
-    Returns:
-        Values [..., columns], rounded once to the dtype of the scales. MXFP4 values are exact in bfloat16.
+    Returns values [..., columns], rounded once to the dtype of the scales. MXFP4 values are exact in bfloat16.
     """
     if code == "mxfp4":
         scales = scales.view(torch.float8_e8m0fnu).to(torch.bfloat16)
@@ -121,12 +115,7 @@ def dequantize(code: Code, codes: torch.Tensor, scales: torch.Tensor) -> torch.T
 def columns_of(
     codes: FourBits, raw: torch.Tensor, scales: torch.Tensor, columns: slice, device: torch.device
 ) -> torch.Tensor:
-    """Dequantize some columns on a device.
-
-    Args:
-        raw: Codes of whole rows [..., columns / 2].
-        scales: Scales of these rows [..., groups].
-    """
+    """Dequantize some columns of rows with codes `raw` [..., columns / 2] and scales [..., groups] on a device."""
     size = codes.columns // scales.shape[-1]
     groups = slice(columns.start // size, -(-columns.stop // size))
     begin = groups.start * size

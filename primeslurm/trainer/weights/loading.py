@@ -74,11 +74,7 @@ class ShardRead:
 
 
 class Loader:
-    """Fills tensors from files, with several threads.
-
-    Args:
-        device: Device on which ranks exchange rows.
-    """
+    """Fills tensors from files, with several threads. Ranks exchange rows on `device`."""
 
     def __init__(self, files: TensorFiles, device: torch.device) -> None:
         self._files, self._device = files, device
@@ -94,13 +90,9 @@ class Loader:
         self._open.__exit__()
 
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Fill tensors, or this rank's shards of them, from the files.
+        """Fill tensors, or this rank's shards of them, from the files. Raises as `shard_read`, and OSError.
 
         A collective of the ranks that shard matrices by columns. They must pass the same names in the same order.
-
-        Raises:
-            OSError: A file cannot be read.
-            ValueError: A tensor has another shape in the files.
         """
         reads = [shard_read(self._files, name, tensor) for name, tensor in tensors.items()]
         shared = [
@@ -148,11 +140,7 @@ class Loader:
         target.copy_(_values(read, raw.to(target.device), scales, rows.row))
 
     def _read_rows(self, read: ShardRead) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read this rank's rows of a shared matrix.
-
-        Returns:
-            The rows as bytes on the exchange device, padded to the same size on all ranks, and the scales of all rows.
-        """
+        """Read this rank's rows of a shared matrix, padded to the same size on all ranks, and the scales of all rows."""
         rows, columns = read.place.shape
         share = rows_per_rank(read)
         first = min(rows, dist.get_rank(read.group) * share)
@@ -182,11 +170,7 @@ class Loader:
         return self._open.at(codes.scales, row * groups, rows * groups).view(rows, groups)
 
     def _read_codes(self, read: ShardRead, codes: FourBits, rows: RowSlice) -> torch.Tensor:
-        """Read this rank's share of the rows of a four-bit slice.
-
-        Returns:
-            Bytes on the exchange device [rows, codes then scales], padded to the same size on all ranks.
-        """
+        """Read this rank's rows of a four-bit slice as bytes [rows, codes then scales], padded to the same size."""
         width = read.place.shape[-1]
         row, count = (number // width for number in _elements(read.place, rows))
         count *= rows.rows
@@ -218,11 +202,7 @@ class Loader:
 
 
 def shard_read(files: TensorFiles, name: str, tensor: Any) -> ShardRead:
-    """Return the read of this rank's shard of a tensor, or of the whole tensor if it is not distributed.
-
-    Raises:
-        ValueError: The tensor has another shape in the files, or FP8 blocks but is not a matrix.
-    """
+    """Return the read of this rank's shard of a tensor. Raises ValueError if the stored tensor does not fit."""
     place, scaled, codes = files.places[name], name + FP8_SCALE in files.places, files.four_bits.get(name)
     stored = codes.shape if codes else place.shape
     if tuple(tensor.shape) != stored:
@@ -288,13 +268,10 @@ def rows_per_rank(read: ShardRead) -> int:
 
 
 def dequantize(raw: torch.Tensor, scales: torch.Tensor, row: int, column: int) -> torch.Tensor:
-    """Dequantize block-scaled FP8 values to float32.
+    """Dequantize block-scaled FP8 values [rows, columns] to float32.
 
-    Args:
-        raw: FP8 values [rows, columns].
-        scales: Scales of the blocks that these rows touch [blocks of rows, all blocks of columns].
-        row: Row of the first value within its block.
-        column: Column of the first value in the whole matrix.
+    `scales` are those of the blocks that these rows touch [blocks of rows, all blocks of columns]. `row` is the row of
+    the first value within its block, and `column` its column in the matrix.
     """
     rows, columns = raw.shape
     values, end_block = raw.float(), (column + columns) // FP8_BLOCK
@@ -311,12 +288,7 @@ def _values(read: ShardRead, raw: torch.Tensor, scales: torch.Tensor | None, row
 
 
 def _store_codes(read: ShardRead, rows: RowSlice, raw: torch.Tensor, scales: torch.Tensor) -> None:
-    """Dequantize the wanted columns of a four-bit slice, and store them.
-
-    Args:
-        raw: Codes [rows, ..., bytes of all columns].
-        scales: Scales [rows of all inner dimensions, groups].
-    """
+    """Dequantize the wanted columns of codes `raw` [rows, ..., bytes of all columns], and store them."""
     assert read.codes is not None
     target = _target(read, rows)
     if not target.numel():

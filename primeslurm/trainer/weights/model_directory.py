@@ -19,11 +19,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def load_config(directory: Path) -> Any:
-    """Read the transformers config of a model directory.
-
-    Raises:
-        ValueError: The model type is unknown, or the weights are stored in an unsupported format.
-    """
+    """Read the transformers config of a model directory. Raises ValueError for unsupported types and formats."""
     # Importing the family's module first registers configs that transformers lacks.
     model_builder.builder(json.loads(files.read_bytes(directory / "config.json")).get("model_type", ""))
     config = AutoConfig.from_pretrained(directory)

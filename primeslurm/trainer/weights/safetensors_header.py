@@ -70,12 +70,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """Return the locations of all tensors of a file.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: It is not a safetensors file, or is truncated.
-    """
+    """Return the locations of all tensors of a file. Raises OSError, and ValueError if the file is damaged."""
 
     def read(file: BinaryIO) -> tuple[int, int, bytes]:
         size, beginning = os.fstat(file.fileno()).st_size, file.read(_LENGTH)

@@ -45,12 +45,7 @@ class TensorFiles:
 
     @classmethod
     def read(cls, directory: Path) -> TensorFiles:
-        """Read the headers of the files in the index, or of all files if there is no index.
-
-        Raises:
-            OSError: A file is missing or cannot be read.
-            ValueError: A file is not a safetensors file, or is truncated.
-        """
+        """Read the headers of the files in the index, or of all files if there is no index. Raises as `read_header`."""
         names = _file_names(directory)
         with ThreadPoolExecutor(_PARALLEL_HEADERS, "headers") as threads:
             headers = list(threads.map(lambda name: read_header(directory / name), names))
@@ -97,17 +92,9 @@ class OpenFiles:
         return self.part(name, 0, math.prod(shape)).view(shape)
 
     def part(self, name: str, first: int, count: int, space: NDArray[np.uint8] | None = None) -> torch.Tensor:
-        """Read consecutive elements of a tensor.
+        """Read `count` elements of a tensor from flat index `first`, in the stored dtype. Raises OSError.
 
-        Args:
-            first: Flat index of the first element.
-            space: Buffer for the result, used if it is large enough.
-
-        Returns:
-            Elements [count] in the stored dtype.
-
-        Raises:
-            OSError: The file cannot be read, or is truncated.
+        The result is in `space` if that is large enough.
         """
         return self.at(self._files.places[name], first, count, space)
 

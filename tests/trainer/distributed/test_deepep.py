@@ -18,7 +18,7 @@ from primeslurm.models import model_builder
 from primeslurm.nn import compat
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.model_draft import ModelDraft
-from primeslurm.trainer.distributed.deepep import DeepEPDispatcher, convert, cut
+from primeslurm.trainer.distributed.deepep import DeepEPDispatcher, convert, split_into_chunks
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -159,7 +159,7 @@ def test_tokens_travel_in_as_many_pieces_on_every_rank_and_none_is_larger_than_a
         for ours, theirs in zip(whole.parameters(), cut_up.parameters(), strict=True):
             theirs.copy_(ours.normal_(std=0.2))
     recipe = make_recipe(moe_model, trainer=parallelism(deepep_token_chunk=20))
-    cut(ModelDraft(recipe, None, model=torch.nn.Sequential(cut_up)))
+    split_into_chunks(ModelDraft(recipe, None, model=torch.nn.Sequential(cut_up)))
     x, scores = torch.randn(2, length, 16), torch.rand(2, length, 2)
     ids = torch.rand(2, length, 4).topk(2).indices
     results = []
