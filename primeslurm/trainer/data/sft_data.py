@@ -68,8 +68,7 @@ class Conversations:
         return TrainingText(self.tokenizer, self.every)
 
     def read(self, part: int = 0, parts: int = 1) -> Iterator[Example | None]:
-        """Yield the examples of the lines that begin in one of `parts` parts of the file. None: the example is too
-        long.
+        """Yield the examples of the lines that begin in one of `parts` parts of the file; None for a too long one.
 
         Raises OSError, and ValueError with file and line if a line cannot be used.
         """

@@ -140,7 +140,7 @@ class Loader:
         target.copy_(_values(read, raw.to(target.device), scales, rows.row))
 
     def _read_rows(self, read: ShardRead) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Read this rank's rows of a shared matrix, padded to the same size on all ranks, and the scales of all rows."""
+        """Read this rank's rows of a shared matrix, padded to equal size on all ranks, and the scales of all rows."""
         rows, columns = read.place.shape
         share = rows_per_rank(read)
         first = min(rows, dist.get_rank(read.group) * share)

@@ -43,7 +43,7 @@ def loads_in_fp8(case: Case) -> bool:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if loads_in_fp8(c) and "-" not in c.name], ids=lambda c: c.name)
-def test_fp8_blocks_are_dequantised(case: Case, world: World, tmp_path: Path) -> None:
+def test_fp8_blocks_are_dequantized(case: Case, world: World, tmp_path: Path) -> None:
     # More rows than a block has, and not a multiple of them.
     wider = Case(case.name, lambda: _wider(case.config()))
     meant = to_fp8(write(wider, tmp_path))
@@ -61,7 +61,7 @@ def _wider(config: Any) -> Any:
     return config
 
 
-def test_stacked_experts_load_and_leave_one_by_one(world: World, tmp_path: Path) -> None:
+def test_stacked_experts_are_loaded_and_exported_separately(world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["qwen3_5_moe"], tmp_path)
     before = stack_experts(source)
     assert len(tensors(source)) < len(before)
@@ -71,7 +71,7 @@ def test_stacked_experts_load_and_leave_one_by_one(world: World, tmp_path: Path)
         assert torch.equal(found[name], tensor), name
 
 
-def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path: Path) -> None:
+def test_policy_from_fp8_is_published_in_compute_dtype(world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["qwen3"], tmp_path / "source")
     meant = to_fp8(source)
     path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.float32), 1, world).publish(1)
@@ -80,7 +80,7 @@ def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in RELEASED], ids=lambda c: c.name)
-def test_a_policy_from_fp8_goes_to_engines_as_it_came_to_them(case: Case, world: World, tmp_path: Path) -> None:
+def test_unchanged_policy_is_published_as_its_fp8_checkpoint(case: Case, world: World, tmp_path: Path) -> None:
     source = write(Case(case.name, lambda: _wider(case.config())), tmp_path / "source")
     to_fp8(source)
     policy = build(make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}), world)
@@ -103,7 +103,7 @@ def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:
     }
 
 
-def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tmp_path: Path) -> None:
+def test_exported_checkpoint_matches_published_fp8_policy(world: World, tmp_path: Path) -> None:
     source = write(Case("wide", lambda: _wider(BY_NAME["qwen3_moe"].config())), tmp_path / "source")
     to_fp8(source)
     run, out = tmp_path / "run", tmp_path / "out"
@@ -187,14 +187,14 @@ def _bytes(*tensors: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("change", [{"weight_block_size": None}, {"quant_method": "mxfp4"}, {"fmt": "e5m2"}])
-def test_other_quantisations_are_refused(change: dict[str, Any], world: World, tmp_path: Path) -> None:
+def test_other_quantizations_are_rejected(change: dict[str, Any], world: World, tmp_path: Path) -> None:
     path = write(BY_NAME["qwen3"], tmp_path)
     change_config(path, quantization_config=FP8 | change)
     with pytest.raises(ValueError, match="convert them to bfloat16 first"):
         build(make_recipe(path), world)
 
 
-def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: Path) -> None:
+def test_multi_token_prediction_layers_are_ignored(world: World, tmp_path: Path) -> None:
     path = write(BY_NAME["glm_moe_dsa"], tmp_path)
     tensors = load_file(path / "model.safetensors")
     beyond = {f"model.layers.{number}.eh_proj.weight": torch.zeros(2, 2) for number in (4, 5)}
@@ -207,7 +207,7 @@ def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: 
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
-def test_modules_that_draft_are_left_out(family: str, world: World, tmp_path: Path) -> None:
+def test_draft_modules_are_ignored(family: str, world: World, tmp_path: Path) -> None:
     path = write(BY_NAME[family], tmp_path)
     tensors = load_file(path / "model.safetensors")
     draft = {"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}
@@ -237,7 +237,7 @@ def same_model(one: PolicyModel, other: PolicyModel) -> None:
         assert torch.equal(one.logits(tokens, positions)[0], other.logits(tokens, positions)[0])
 
 
-def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
+def test_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
     plain = write(BY_NAME["deepseek_v3"], tmp_path / "plain")
     stored = load_file(plain / "model.safetensors")
     kimi = tmp_path / "kimi"
@@ -258,7 +258,7 @@ def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path)
 
 
 @pytest.mark.parametrize(("family", "impl"), [("deepseek_v3", "custom"), ("glm4_moe", "hf")])
-def test_the_selection_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
+def test_router_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
     path = write(BY_NAME[family], tmp_path)
     policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"

@@ -77,9 +77,7 @@ class Run:
         return {name: tensor.clone() for layer in layers for name, tensor in layer.items()}
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    moe_model: Path, world: World, disk: Disk, tmp_path: Path
-) -> None:
+def test_training_continues_during_a_checkpoint(moe_model: Path, world: World, disk: Disk, tmp_path: Path) -> None:
     run = Run(tmp_path, moe_model, world)
     run.train(1, 2)
     at_two = run.weights()
@@ -107,7 +105,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights().items())
 
 
-def test_an_attempt_that_ends_meanwhile_loses_only_what_was_not_committed(
+def test_attempt_that_ends_during_a_write_keeps_commits(
     moe_model: Path, world: World, disk: Disk, tmp_path: Path
 ) -> None:
     disk.free.set()
@@ -125,9 +123,7 @@ def test_an_attempt_that_ends_meanwhile_loses_only_what_was_not_committed(
     assert all(torch.equal(tensor, at_two[name]) for name, tensor in third.weights().items())
 
 
-def test_a_broken_disk_is_told_and_nothing_is_committed(
-    moe_model: Path, world: World, disk: Disk, tmp_path: Path
-) -> None:
+def test_broken_disk_is_reported_without_commit(moe_model: Path, world: World, disk: Disk, tmp_path: Path) -> None:
     run = Run(tmp_path, moe_model, world)
     disk.error = OSError("input/output error")
     run.train(1, 2)
@@ -138,7 +134,7 @@ def test_a_broken_disk_is_told_and_nothing_is_committed(
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes-on", "ends"])
-def test_a_checkpoint_that_there_was_no_space_for_is_made_good_by_the_next_step(
+def test_checkpoint_lost_to_full_disk_is_saved_at_the_next_step(
     ends: bool, moe_model: Path, world: World, disk: Disk, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, moe_model, world)
@@ -156,7 +152,7 @@ def test_a_checkpoint_that_there_was_no_space_for_is_made_good_by_the_next_step(
     assert checkpoints.committed(tmp_path) == [2 if ends else 3]
 
 
-def test_what_cannot_be_begun_for_want_of_space_is_begun_later(
+def test_save_waits_for_disk_space(
     moe_model: Path, world: World, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, tries, begin = Run(tmp_path, moe_model, world), [], Checkpoints._begin
@@ -180,9 +176,7 @@ def test_what_cannot_be_begun_for_want_of_space_is_begun_later(
     assert (tries, checkpoints.committed(tmp_path)) == ([2] * 5, [2])
 
 
-def test_a_trainer_whose_run_was_taken_over_commits_nothing(
-    moe_model: Path, world: World, disk: Disk, tmp_path: Path
-) -> None:
+def test_superseded_trainer_commits_nothing(moe_model: Path, world: World, disk: Disk, tmp_path: Path) -> None:
     run = Run(tmp_path, moe_model, world)
     run.train(1, 2)  # is being written
     (tmp_path / "attempts" / "2").mkdir(parents=True)

@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "host"), [("adamw", False), ("muon", True), ("sgd", False)])
-def test_a_run_resumes_before_its_first_image(kind: str, host: bool, model: Path, world: World, tmp_path: Path) -> None:
+def test_run_resumes_before_its_first_image(kind: str, host: bool, model: Path, world: World, tmp_path: Path) -> None:
     late_ranks.check(tmp_path, model, kind, host, world)
 
 
@@ -37,7 +37,7 @@ def test_two_ranks_resume_before_their_first_image(model: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("kind", ["adamw", "muon", "sgd", "sign_sgd"])
-def test_added_state_is_the_state_in_which_an_optimizer_begins(kind: str, momentum: float, world: World) -> None:
+def test_added_state_is_the_initial_optimizer_state(kind: str, momentum: float, world: World) -> None:
     begun, added = (_two_steps(kind, momentum, add) for add in (False, True))
     assert added.keys() == begun.keys()
     for name, value in begun.items():

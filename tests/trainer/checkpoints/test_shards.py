@@ -49,7 +49,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_flipped_bit_in_a_shard_is_found_while_it_is_read(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_flipped_bit_in_a_shard_is_detected_during_the_read(moe_model: Path, world: World, tmp_path: Path) -> None:
     first, _ = trained(moe_model, tmp_path, world, 1)
     at_one = weights(first)
     trained(moe_model, tmp_path, world, 2)
@@ -74,7 +74,7 @@ def test_a_flipped_bit_in_a_shard_is_found_while_it_is_read(moe_model: Path, wor
     assert saver.restore(train_step) == 0, "the next attempt is at the beginning"
 
 
-def test_what_cannot_be_read_is_not_damaged(
+def test_unreadable_checkpoint_is_not_damaged(
     moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(moe_model, tmp_path, world, 1)
@@ -92,9 +92,7 @@ def test_what_cannot_be_read_is_not_damaged(
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
-def test_every_call_of_saving_and_restoring_may_fail_once(
-    number: int, moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_every_storage_call_may_fail_once(number: int, moe_model: Path, world: World, tmp_path: Path) -> None:
     """Flushes, too: a file whose flush has failed is written again."""
     with FaultyStorage(tmp_path, once(number)).installed():
         train_step, _ = trained(moe_model, tmp_path, world, 2)
@@ -108,7 +106,7 @@ def test_every_call_of_saving_and_restoring_may_fail_once(
 
 
 @pytest.mark.parametrize("name", ["step_000002", "trainer", ".metadata", "__0_0.distcp", "COMMITTED"])
-def test_a_checkpoint_that_is_not_seen_ends_the_attempt_and_the_next_one_resumes_from_it(
+def test_invisible_checkpoint_ends_the_attempt_and_the_next_resumes_from_it(
     name: str, moe_model: Path, world: World, tmp_path: Path
 ) -> None:
     trained(moe_model, tmp_path, world, 2)
@@ -122,7 +120,7 @@ def test_a_checkpoint_that_is_not_seen_ends_the_attempt_and_the_next_one_resumes
     assert saver.restore(train_step) == 2
 
 
-def test_a_shard_that_is_read_wrongly_once_is_read_again(
+def test_stale_shard_is_read_again(
     moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(moe_model, tmp_path, world, 2)
@@ -138,7 +136,7 @@ def test_a_shard_that_is_read_wrongly_once_is_read_again(
     assert saver.restore(train_step) == 2 and saver.damaged == []
 
 
-def test_a_resume_reads_each_byte_once(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_restore_reads_each_byte_once(moe_model: Path, world: World, tmp_path: Path) -> None:
     trained(moe_model, tmp_path, world, 1)
     train_step, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
     seen: list[shards.ByteCounter] = []
@@ -201,7 +199,7 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
         assert saved == pytest.approx(2 * 2 * elements, rel=0.02), "two bytes of each moment"
 
 
-def test_torch_alone_reads_what_was_written(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_stock_dcp_reads_the_checkpoint(moe_model: Path, world: World, tmp_path: Path) -> None:
     train_step, _ = trained(moe_model, tmp_path, world, 1)
     state = checkpoint._TrainedState(train_step.policy.model).state_dict()
     empty = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
@@ -210,7 +208,7 @@ def test_torch_alone_reads_what_was_written(moe_model: Path, world: World, tmp_p
     assert all(torch.equal(tensor, whole[name]) for name, tensor in empty.items())
 
 
-def test_several_files_of_a_rank_and_parts_that_others_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_writes_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "FILE_BYTES", 1 << 12)
     state = {f"t{number}": torch.randn(100 + number, 7) for number in range(40)} | {"step": torch.tensor(3.0), "x": 5}
     (tmp_path / "trainer").mkdir()
@@ -225,7 +223,7 @@ def test_several_files_of_a_rank_and_parts_that_others_share(tmp_path: Path, mon
     assert all(torch.equal(found[n], v) for n, v in state.items() if isinstance(v, torch.Tensor))
 
 
-def test_nothing_is_committed_that_is_not_there(tmp_path: Path) -> None:
+def test_incomplete_files_are_not_committed(tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     writer = shards.ShardWriter(tmp_path / "trainer", shards.ByteCounter(), 1)
     dcp.save({"t": torch.ones(8)}, storage_writer=writer, no_dist=True)
@@ -258,7 +256,7 @@ while True:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
+def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
     """Writing, committing, pruning and reading, killed after a random number of commits and bytes."""
     rounds, choose, told = 2, random.Random(seed), 0
     for _ in range(rounds):
@@ -286,7 +284,7 @@ def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
         told = committed[-1]
 
 
-def test_kills_of_any_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
+def test_kills_of_one_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
     """Three ranks, one of them killed at some byte or file while they write, read, commit and prune, in each round."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"]
     root = Path(__file__).parents[3]

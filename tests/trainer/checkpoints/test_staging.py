@@ -23,7 +23,7 @@ def test_ranks_of_a_node_share_its_memory() -> None:
     assert nodes_short_of_memory(shared) == ["b (100.0 GB needed, 119.0 GB free)"]
 
 
-def test_what_is_copied_is_all_tensors() -> None:
+def test_tensor_bytes_counts_all_tensors() -> None:
     state = {"a": torch.zeros(10), "b": {"c": torch.zeros(3, dtype=torch.bfloat16), "step": 4}}
     assert tensor_bytes(state) == 46
 
@@ -40,7 +40,7 @@ MACHINE = {"proc/meminfo": "MemTotal: 1000 kB\nMemAvailable: 800 kB\n", "proc/se
 STEP, JOB = "sys/fs/cgroup/job/step/memory.", "sys/fs/cgroup/job/memory."
 
 
-def test_a_machine_without_limits_has_what_the_kernel_says(tmp_path: Path) -> None:
+def test_free_memory_without_cgroup_limits(tmp_path: Path) -> None:
     files(tmp_path, MACHINE)
     assert free_bytes(tmp_path) == 800 * 1024
     files(tmp_path, {f"{STEP}max": "max\n", f"{STEP}current": "9\n", f"{STEP}stat": ""})
@@ -48,14 +48,14 @@ def test_a_machine_without_limits_has_what_the_kernel_says(tmp_path: Path) -> No
     assert 0 < free_bytes() < 1 << 60, "of this machine"
 
 
-def test_the_narrowest_cgroup_above_counts_and_cached_files_are_free(tmp_path: Path) -> None:
+def test_tightest_cgroup_counts_and_page_cache_is_free(tmp_path: Path) -> None:
     wide = {f"{STEP}max": "700000", f"{STEP}current": "1000", f"{STEP}stat": "inactive_file 0"}
     narrow = {f"{JOB}max": "600000", f"{JOB}current": "500000", f"{JOB}stat": "anon 1\ninactive_file 200000\n"}
     files(tmp_path, MACHINE | wide | narrow)
     assert free_bytes(tmp_path) == 300_000
 
 
-def test_cgroups_of_the_first_version(tmp_path: Path) -> None:
+def test_cgroup_v1(tmp_path: Path) -> None:
     top = "sys/fs/cgroup/memory/slurm/memory."
     first = {
         "proc/self/cgroup": "5:cpu,cpuacct:/slurm\n4:memory:/slurm\n",
@@ -70,7 +70,7 @@ def test_cgroups_of_the_first_version(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("free", "commits_at_once"), [(1000, True), (1 << 40, False)], ids=["full", "empty"])
-def test_training_waits_for_a_checkpoint_where_there_is_no_room_for_a_copy(
+def test_checkpoint_is_synchronous_without_memory_for_a_copy(
     free: int, commits_at_once: bool, moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "free_bytes", lambda: free)

@@ -83,7 +83,7 @@ def of_document(targets: Targets, number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("config", "formula"), CASES)
-def test_losses_are_their_papers_formulas(config: Config, formula: Formula) -> None:
+def test_losses_match_the_formulas_of_their_papers(config: Config, formula: Formula) -> None:
     logp, targets = sample()
     exact = torch.zeros((), dtype=torch.float64)
     for number in range(DOCUMENTS):
@@ -108,7 +108,7 @@ def test_losses_are_their_papers_formulas(config: Config, formula: Formula) -> N
 
 
 @pytest.mark.parametrize("config", [GrpoClipLoss(ref_kl=0.3), GspoLoss(ref_kl=0.3), CispoLoss(ref_kl=0.3)])
-def test_the_kl_to_a_teacher_pulls_like_an_advantage(config: Config) -> None:
+def test_gradient_of_teacher_kl_equals_that_of_an_advantage(config: Config) -> None:
     """Its gradient is that of the loss itself, with the teacher's log-probability minus the trainer's as advantages."""
     logp, targets = sample()
     alone = from_recipe(config.model_copy(update={"ref_kl": None}))
@@ -120,7 +120,7 @@ def test_the_kl_to_a_teacher_pulls_like_an_advantage(config: Config) -> None:
     torch.testing.assert_close(found, 0.3 * gradient, rtol=1e-10, atol=1e-12)
 
 
-def test_gspo_of_packed_rows_is_the_papers_mean_over_sequences() -> None:
+def test_gspo_of_packed_rows_matches_the_paper() -> None:
     """From groups to the loss: 1/n of the sum over sequences, however long they are and however they are packed."""
     rng = np.random.default_rng(0)
     rewards = [[1.0, 0.0, 0.25], [0.5, 0.0, 0.0]]
@@ -190,7 +190,7 @@ def packed_loss(
     return from_recipe(config)(logp, torch.zeros_like(logp), trained).loss
 
 
-def test_ranks_that_share_rows_see_whole_sequences() -> None:
+def test_gspo_sees_whole_sequences_across_context_parallel_ranks() -> None:
     """Two groups of two ranks, then one of four: `loss_ranks` compares each with one rank that has all tokens."""
     outputs = finish(start_ranks(4, "tests.trainer.loss_ranks"))
     assert all("EQUAL 2 4" in output for output in outputs), outputs

@@ -50,9 +50,7 @@ def check(case: str, directory: Path, world: World, checkpointing: str, first: i
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-def test_layers_whose_recurrences_have_kernels_are_left_to_them(
-    checkpointing: str, tmp_path: Path, world: World
-) -> None:
+def test_recurrences_with_kernels_are_not_compiled(checkpointing: str, tmp_path: Path, world: World) -> None:
     case = tmp_path / "nemotron_h"
     write(BY_NAME["nemotron_h"], case)
     trainer = {"parallelism": {"activation_checkpointing": checkpointing}, "compile": True}
@@ -64,13 +62,13 @@ def test_layers_whose_recurrences_have_kernels_are_left_to_them(
 
 
 @pytest.mark.slow
-def test_gradients_of_compiled_layers_are_as_near_to_the_exact_ones(tmp_path: Path, world: World) -> None:
+def test_gradients_of_compiled_layers_are_as_exact_as_eager_ones(tmp_path: Path, world: World) -> None:
     check("qwen3_moe", tmp_path, world, "full", first=2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", COMPILED)
-def test_layers_of_every_family_that_can_be_compiled_are_traced(
+def test_compilable_layers_of_every_family_are_traced(
     case: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # without code for a CPU, which takes longest and is not what GPUs run

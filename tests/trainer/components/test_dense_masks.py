@@ -20,7 +20,7 @@ RULES = (PACKED, WINDOW, and_masks(PACKED, WINDOW), attention.get_causal_mask_mo
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("keys", [16, 12])
-def test_a_mask_is_that_of_its_rule(rule: Callable[..., torch.Tensor], keys: int) -> None:
+def test_dense_mask_matches_its_rule(rule: Callable[..., torch.Tensor], keys: int) -> None:
     asked = create_mask(rule, len(LENGTHS), 1, 16, keys, "cpu")
     found = dense(rule, len(LENGTHS), 16, keys, torch.device("cpu"))
     assert found.shape == asked.shape and torch.equal(found, asked)

@@ -20,7 +20,7 @@ from primeslurm.wire.batches.rollouts import Batch
 from tests.trainer.conftest import make_batch, make_recipe
 
 
-def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_path: Path) -> None:
+def test_observed_tokens_are_trained(dense_model: Path, world: World, tmp_path: Path) -> None:
     recipe = make_recipe(dense_model)
     policy = build(recipe, world)
     plain = make_batch(1)
@@ -44,7 +44,7 @@ def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_pa
     assert metrics["entropy"] > 1, "of sampled tokens alone"
 
 
-def test_the_teacher_s_log_probabilities_meet_their_tokens(dense_model: Path, world: World, tmp_path: Path) -> None:
+def test_teacher_logprobs_are_aligned_with_their_tokens(dense_model: Path, world: World, tmp_path: Path) -> None:
     """A teacher that finds every token half as likely as the policy gives terms of known size."""
     recipe = make_recipe(dense_model)
     policy = build(recipe, world)

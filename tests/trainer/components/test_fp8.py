@@ -70,13 +70,13 @@ def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape
     assert view.data.is_contiguous() and torch.equal(view.values(), found.values())
 
 
-def test_gradients_that_are_tiny_keep_their_precision() -> None:
+def test_tiny_gradients_keep_their_precision() -> None:
     values = matrix(128, 128)
     small = quantize(values.float() * 2.0**-40, ROWS)
     assert torch.equal(small.values() * 2.0**40, quantize(values, ROWS).values())
 
 
-def test_emulated_products_are_those_of_the_quantised_operands() -> None:
+def test_emulated_products_match_dequantized_operands() -> None:
     rows, weight, left, right = exact.operands("cpu")
     product = Emulated().product(rows, weight)
     assert relative_error(product, rows.values(torch.float64) @ weight.values(torch.float64).T) < 1e-6
@@ -96,7 +96,7 @@ def test_groups_are_padded_to_whole_blocks() -> None:
     assert groups.owners[groups.places].tolist() == [0] * 5 + [2] * 200 + [4] * 256
 
 
-def test_groups_are_quantised_one_by_one() -> None:
+def test_groups_are_quantized_separately() -> None:
     groups, rows = exact.groups_and_rows(200, "cpu")
     straight, flat = quantize_groups(rows, groups), quantize_groups_transposed(rows, groups)
     assert torch.equal(straight.values()[groups.places], quantize(rows, ROWS).values())
@@ -123,7 +123,7 @@ def test_emulated_grouped_products_with_uneven_and_empty_groups() -> None:
     assert not outer[1].any() and not outer[3].any()
 
 
-def test_rows_of_no_group_at_all() -> None:
+def test_no_rows() -> None:
     groups = Groups.of(torch.zeros(3, dtype=torch.int32))
     rows = torch.empty(0, 128, requires_grad=True)
     weight = torch.ones(3, 128, 128, requires_grad=True)
@@ -131,7 +131,7 @@ def test_rows_of_no_group_at_all() -> None:
     assert groups.sizes == [0, 0, 0] and weight.grad is not None and not weight.grad.any()
 
 
-def test_a_linear_layer_and_its_gradients_are_within_the_rounding_of_their_operands() -> None:
+def test_linear_layer_and_gradients_are_within_rounding() -> None:
     x, w = matrix(2, 100, 256).float().requires_grad_(), matrix(128, 256, seed=1).float().requires_grad_()
     gradient = matrix(2, 100, 128, seed=2).float()
     out = fp8.linear_product(x, w)
@@ -151,7 +151,7 @@ def test_a_linear_layer_and_its_gradients_are_within_the_rounding_of_their_opera
         assert relative_error(found, a @ b.T) < 0.05
 
 
-def test_grouped_rows_and_their_gradients_are_near_those_of_float32() -> None:
+def test_grouped_products_and_gradients_are_near_float32() -> None:
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     found, expected = [], []
     for product, results in ((fp8.grouped_product, found), (_grouped, expected)):
@@ -234,7 +234,7 @@ class Grouped:
 
 
 @pytest.mark.parametrize("case", IN_FP8, ids=lambda case: case.name)
-def test_a_model_computes_in_fp8_what_engines_do(
+def test_model_computes_the_same_layers_in_fp8_as_engines(
     case: Case, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write(widened(case), tmp_path)
@@ -261,7 +261,7 @@ def test_a_model_computes_in_fp8_what_engines_do(
         assert torch.cosine_similarity(theirs[name].flatten(), gradient.flatten(), dim=0) > 0.95, name
 
 
-def test_what_attention_absorbs_is_rounded_and_has_the_weights_gradient() -> None:
+def test_absorbed_weight_is_rounded_with_straight_through_gradient() -> None:
     weight = matrix(200, 160).float().requires_grad_()
     gradient = matrix(200, 160, seed=1).float()
     found = fp8.rounded(weight)
@@ -270,7 +270,7 @@ def test_what_attention_absorbs_is_rounded_and_has_the_weights_gradient() -> Non
     assert torch.equal(weight.grad, gradient)
 
 
-def test_only_what_a_checkpoint_stores_in_fp8_computes_in_it(world: World, tmp_path: Path) -> None:
+def test_only_weights_stored_in_fp8_compute_in_fp8(world: World, tmp_path: Path) -> None:
     policy = build(make_recipe(write(next(case for case in CASES if case.name == "qwen3"), tmp_path)), world)
     adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
     names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
@@ -293,7 +293,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_inputs_are_quantized_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Counter[str] = Counter()
     names = ("quantize_both_ways", "quantize_groups_both_ways")
     for name in (*names, "_quantize_rows", "quantize_transposed", "quantize_groups", "quantize_groups_transposed"):
@@ -327,7 +327,7 @@ def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: py
         module.zero_grad()
 
 
-def test_a_result_is_made_anew_for_other_values() -> None:
+def test_cache_recomputes_for_changed_values() -> None:
     last, calls = QuantizedCache[float](), []
 
     def of(tensor: torch.Tensor, beside: object = None) -> float:
@@ -345,7 +345,7 @@ def test_a_result_is_made_anew_for_other_values() -> None:
         assert of(torch.full((4, 4), float(value))) == 16 * value
 
 
-def test_a_result_does_not_keep_its_source() -> None:
+def test_cache_does_not_keep_its_source_alive() -> None:
     last, source = QuantizedCache[int](), torch.ones(4)
     storage = StorageWeakRef(source.untyped_storage())
     last.of(source, len)
@@ -353,7 +353,7 @@ def test_a_result_does_not_keep_its_source() -> None:
     assert storage.expired()
 
 
-def test_a_result_goes_once_its_source_is_gone_and_somebody_asks() -> None:
+def test_cached_result_is_freed_after_its_source() -> None:
     last, other = QuantizedCache[torch.Tensor](), QuantizedCache[int]()
     source, asked = torch.ones(4), torch.ones(5)
     result = StorageWeakRef(last.of(source, torch.neg).untyped_storage())

@@ -22,7 +22,7 @@ from tests.trainer.conftest import make_batch, make_recipe
 from tests.trainer.families import CASES, write
 
 
-def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
+def test_glm5_training_keeps_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
     path = write(next(case for case in CASES if case.name == "glm_moe_dsa"), tmp_path / "model")
     recipe = make_recipe(path)
 

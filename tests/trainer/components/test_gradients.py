@@ -120,12 +120,12 @@ def four_ranks(references: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("layout", TWO_RANKS, ids=str)
-def test_two_ranks_equal_one(layout: Layout, two_ranks: dict[str, float]) -> None:
+def test_two_ranks_match_one(layout: Layout, two_ranks: dict[str, float]) -> None:
     check(layout, two_ranks[str(layout)])
 
 
 @pytest.mark.parametrize("layout", FOUR_RANKS, ids=str)
-def test_four_ranks_equal_one(layout: Layout, four_ranks: dict[str, float]) -> None:
+def test_four_ranks_match_one(layout: Layout, four_ranks: dict[str, float]) -> None:
     check(layout, four_ranks[str(layout)])
 
 
@@ -138,12 +138,12 @@ def check(layout: Layout, difference: float) -> None:
 
 
 @pytest.mark.parametrize("case", ["qwen3_5_text", "nemotron_h", "glm_moe_dsa"])
-def test_what_selective_checkpointing_computes_anew_is_the_same(case: str, references: Path, world: World) -> None:
+def test_selective_checkpointing_does_not_change_gradients(case: str, references: Path, world: World) -> None:
     selective = gradients(Layout(case, {"activation_checkpointing": "selective"}), references, world)
     assert worst(selective, torch.load(references / f"{case}.pt"), torch.inf) < TOLERANCE
 
 
-def test_keys_are_selected_once_whatever_else_is_computed_anew(
+def test_keys_are_selected_once_with_any_checkpointing(
     references: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []

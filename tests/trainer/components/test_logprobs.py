@@ -37,25 +37,25 @@ def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_chunks_equal_whole_logits(chunk: int) -> None:
+def test_chunks_match_whole_logits(chunk: int) -> None:
     for mine, expected in zip(scores(chunk, torch.float32), scores(None, torch.float32), strict=True):
         torch.testing.assert_close(mine, expected, atol=5e-6, rtol=1e-5)
 
 
-def test_chunks_in_bfloat16_round_like_whole_logits() -> None:
+def test_bfloat16_chunks_round_like_whole_logits() -> None:
     for mine, expected in zip(scores(7, torch.bfloat16), scores(None, torch.bfloat16), strict=True):
         assert mine.dtype == expected.dtype
         torch.testing.assert_close(mine, expected, atol=3e-2, rtol=2e-2)
 
 
-def test_no_trained_token_is_no_gradient() -> None:
+def test_no_trained_token_gives_no_gradient() -> None:
     logprobs, entropy, *gradients = scores(7, torch.float32, trained=0.0)
     assert logprobs.shape == entropy.shape == (0,)
     assert all((gradient == 0).all() for gradient in gradients)
 
 
 @pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_moe"])
-def test_a_step_is_the_same_in_chunks(name: str, world: World, tmp_path: Path) -> None:
+def test_step_with_chunks_matches_step_without(name: str, world: World, tmp_path: Path) -> None:
     model = write(next(case for case in CASES if case.name == name), tmp_path / "model")
     metrics = []
     for chunk in (None, 13):

@@ -80,7 +80,7 @@ def test_only_adapters_are_trained(moe_model: Path, world: World, tmp_path: Path
 
 
 @pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
-def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp_path: Path) -> None:
+def test_published_weights_have_adapters_merged(case: Case, world: World, tmp_path: Path) -> None:
     model = write(case, tmp_path / "model")
     policy = build(recipe_of(model), world)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
@@ -101,9 +101,7 @@ def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp
     assert not (directory / "adapter").exists()
 
 
-def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
-    moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_checkpoint_holds_only_adapters_and_resumes(moe_model: Path, world: World, tmp_path: Path) -> None:
     recipe = recipe_of(moe_model)
     train_step = learner_of(recipe, world)
     train(train_step, tmp_path, 1)
@@ -119,7 +117,7 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     assert train(resumed, tmp_path, 2, 3) == train(train_step, tmp_path, 2, 3)
 
 
-def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_adapter_is_saved_in_peft_format(moe_model: Path, world: World, tmp_path: Path) -> None:
     train_step = learner_of(recipe_of(moe_model, save_adapter=True), world)
     train(train_step, tmp_path, 1)
     directory = Publisher(train_step.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
@@ -144,7 +142,7 @@ def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
+def test_stacked_experts_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
     case = next(case for case in CASES if case.name == name)
     model = write(case, tmp_path / "model")
     train_step = learner_of(recipe_of(model, save_adapter=True), world)
@@ -171,14 +169,14 @@ def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: 
     assert not [name for name in adapter if ".experts." in name]
 
 
-def test_only_named_targets_get_an_adapter(moe_model: Path, world: World) -> None:
+def test_only_targets_get_an_adapter(moe_model: Path, world: World) -> None:
     adapted = {
         name for name in build(recipe_of(moe_model, targets=["o_proj"]), world).model.state_dict() if "lora" in name
     }
     assert adapted == {f"layers.{i}.attention.wo.weight_lora_{x}" for i in (0, 1) for x in "ab"}
 
 
-def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Path, world: World) -> None:
+def test_unknown_targets_are_rejected_together(dense_model: Path, world: World) -> None:
     with pytest.raises(ValueError, match="experts: this model has no such") as caught:
         build(recipe_of(dense_model, targets=["experts", "q_prj", "o_proj"]), world)
     assert "targets = q_prj: this model has no layers of that name (did you mean q_proj? valid: down_proj, gate" in str(
@@ -187,7 +185,7 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
     assert "lm_head" not in str(caught.value)
 
 
-def test_families_name_the_layers_that_they_have() -> None:
+def test_families_declare_their_lora_targets() -> None:
     built: dict[str, set[str]] = {}
     recipe = make_recipe(Path("not-read"))
     for case in ADAPTED:
@@ -204,14 +202,14 @@ def test_families_name_the_layers_that_they_have() -> None:
         assert next(f for f in bundled() if f.name == name).lora_targets <= layers, name
 
 
-def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
+def test_planned_adapter_parameters_match_the_model(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
     shape = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     assert trained == lora_parameters(shape, 8)
 
 
-def test_adapters_are_drawn_from_the_recipes_seed(moe_model: Path, world: World) -> None:
+def test_adapters_are_initialized_from_the_seed(moe_model: Path, world: World) -> None:
     first, again = (state_of(learner_of(recipe_of(moe_model), world)) for _ in range(2))
     other = make_recipe(moe_model, seed=1, trainer={"lora": {"rank": 8}})
     different = {n: lora.whole(t) for n, t in build(other, world).model.state_dict().items()}

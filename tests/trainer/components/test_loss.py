@@ -112,7 +112,7 @@ def outside(config: DppoLoss | IpoLoss, advantage: float, moved: float) -> tuple
     ],
     ids=lambda config: f"{config.type}-{config.kl_tau}-{config.ref_kl}-{config.ratio_cap}",
 )
-def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
+def test_policy_gradients_match_the_formula(config: DppoLoss | IpoLoss) -> None:
     logits, targets, mask = make_targets()
     expected, gradient = reference(logits, targets, mask, config)
     assert expected["high"] > 0 and expected["low"] > 0, "the data must exercise both masks"
@@ -133,7 +133,7 @@ def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
         assert sums.metrics["ref_kl"].item() == pytest.approx(expected["ref_kl"], rel=1e-5)
 
 
-def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
+def test_teacher_kl_and_its_gradient_are_unbiased() -> None:
     """Every token of a vocabulary, as often as the engine samples it, against KL(trainer || teacher) itself."""
     generator = torch.Generator().manual_seed(1)
     trainer, engine, teacher = (torch.randn(VOCABULARY, generator=generator).double() for _ in range(3))
@@ -163,7 +163,7 @@ def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
     torch.testing.assert_close(torch.autograd.grad(mean, trainer), torch.autograd.grad(exact, trainer))
 
 
-def test_masked_tokens_give_only_the_kl_gradient() -> None:
+def test_masked_tokens_have_only_the_kl_gradient() -> None:
     logits, targets, mask = make_targets()
     with torch.no_grad():
         q = torch.exp(targets.logprobs)
@@ -178,7 +178,7 @@ def test_masked_tokens_give_only_the_kl_gradient() -> None:
     assert (logits.grad[mask & ~masked].abs().sum(-1) > 0).all()
 
 
-def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None:
+def test_equal_policies_have_no_mismatch_and_plain_policy_gradient() -> None:
     logits, targets, mask = make_targets()
     scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
     own = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
@@ -189,7 +189,7 @@ def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None
     assert sums.loss.item() == pytest.approx(-targets.advantages[mask].sum().item(), rel=1e-5)
 
 
-def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
+def test_micro_batch_without_trained_tokens_has_a_gradient() -> None:
     logits, targets, mask = make_targets()
     for function in (from_recipe(DppoLoss()), from_recipe(IpoLoss()), cross_entropy):
         logits.grad = None
@@ -197,14 +197,14 @@ def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
         assert logits.grad is not None and (logits.grad == 0).all()
 
 
-def test_cross_entropy_equals_torch() -> None:
+def test_cross_entropy_matches_torch() -> None:
     logits, targets, mask = make_targets()
     ones = replace(targets, temperatures=torch.ones_like(targets.temperatures))
     expected = torch.nn.functional.cross_entropy(logits[mask], targets.labels[mask], reduction="sum")
     assert evaluate(cross_entropy, logits, ones, mask).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
-def test_observed_tokens_add_their_weighted_cross_entropy_and_nothing_else() -> None:
+def test_observed_tokens_add_only_weighted_cross_entropy() -> None:
     logits, targets, mask = make_targets()
     function = from_recipe(DppoLoss())
     observed = ~mask & (torch.arange(LENGTH) % 2 == 0)
@@ -235,7 +235,7 @@ def reinforce(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, b
     return Sums(loss, {"bonus": bonus * entropy.sum()})
 
 
-def test_a_function_of_ones_own_is_found_by_its_import_path() -> None:
+def test_custom_loss_is_imported_by_path() -> None:
     logits, targets, mask = make_targets()
     config = CustomLoss(function=f"{__name__}:reinforce", kwargs={"bonus": 2.0})
     sums = evaluate(from_recipe(config), logits, targets, mask)
@@ -250,7 +250,7 @@ def test_a_function_of_ones_own_is_found_by_its_import_path() -> None:
             from_recipe(CustomLoss(function=missing))
 
 
-def test_the_example_of_a_loss_of_ones_own_is_reinforce_with_capped_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_loss_is_reinforce_with_capped_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     config = load_recipe(EXAMPLES / "own_loss.yaml").trainer.loss
     assert isinstance(config, CustomLoss) and config.kwargs == {"cap": 2.0}

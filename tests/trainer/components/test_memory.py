@@ -49,7 +49,7 @@ def plain(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactor
     ],
     ids=str,
 )
-def test_the_numbers_stay(
+def test_offload_does_not_change_results(
     trainer: dict[str, Any], moe_model: Path, plain: Result, world: World, tmp_path: Path
 ) -> None:
     metrics, tensors = train(moe_model, tmp_path, world, **trainer)
@@ -60,7 +60,9 @@ def test_the_numbers_stay(
         torch.testing.assert_close(tensor, plain[1][name], atol=1e-4, rtol=1e-4, msg=name)
 
 
-def test_activations_leave_and_weights_stay(moe_model: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_are_offloaded_and_weights_are_not(
+    moe_model: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[tuple[int, ...]] = []
     real = activation_offload._Saved.__init__
 

@@ -39,7 +39,7 @@ class Pair(torch.nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "sign_sgd"])
-def test_two_steps_follow_the_formula(kind: str) -> None:
+def test_two_steps_match_the_formula(kind: str) -> None:
     model = Pair()
     config = Optimizer(type=kind, lr=0.1, momentum=0.5, weight_decay=0.01)
     optimizer = optimizers.build(config, model, torch.float32)
@@ -59,7 +59,7 @@ def test_two_steps_follow_the_formula(kind: str) -> None:
         torch.testing.assert_close(p.detach().double(), expected[name], atol=1e-6, rtol=1e-6)
 
 
-def test_orthogonal_means_singular_values_near_one() -> None:
+def test_orthogonalized_matrices_have_singular_values_near_one() -> None:
     matrices = torch.randn(3, 24, 8, generator=torch.Generator().manual_seed(0))
     values = torch.linalg.svdvals(orthogonalize(matrices))
     assert values.min() > 0.5 and values.max() < 1.3
@@ -68,7 +68,7 @@ def test_orthogonal_means_singular_values_near_one() -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8)])
-def test_muon_equals_that_of_torch_but_for_its_rounding(shape: tuple[int, int], world: World) -> None:
+def test_muon_matches_torch_up_to_rounding(shape: tuple[int, int], world: World) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     generator = torch.Generator().manual_seed(0)
     start, gradients = torch.randn(shape, generator=generator), torch.randn((3, *shape), generator=generator)
@@ -125,7 +125,7 @@ def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]
     return found
 
 
-def test_muon_trains_the_matrices_of_every_familys_layers_and_nothing_else(world: World) -> None:
+def test_muon_trains_exactly_the_matrices_of_layers(world: World) -> None:
     ours, others = set(), set()
     for case in (*CASES, *GENERIC_CASES, *SEEING_CASES, BLIND_CASE):
         for names, whole in zip((ours, others), muons(case, world), strict=True):
@@ -152,7 +152,7 @@ def rates(schedule: str, floor: float, steps: int = 10) -> Iterator[float]:
         scheduler.step()
 
 
-def test_the_step_after_the_last_one_would_have_the_floor() -> None:
+def test_decay_reaches_the_minimum_one_step_after_the_last() -> None:
     for schedule in ("linear", "cosine"):
         found = list(rates(schedule, 0.25, steps=11))
         assert found[9] > found[10] == pytest.approx(0.25 * 2.0)
@@ -194,7 +194,7 @@ def runs(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("layout", ["two", "two-one", "one-two"])
-def test_ranks_and_resumes_equal_one_process(layout: str, kind: str, runs: Path) -> None:
+def test_ranks_and_resumes_match_one_process(layout: str, kind: str, runs: Path) -> None:
     expected, found = trained(runs / "one" / kind), trained(runs / layout / kind)
     assert set(found) == set(expected)
     differ = torch.cat([((found[name] - expected[name]).abs() > 1e-5).flatten() for name in expected])
@@ -203,7 +203,7 @@ def test_ranks_and_resumes_equal_one_process(layout: str, kind: str, runs: Path)
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, runs: Path) -> None:
+def test_resumed_run_matches_uninterrupted_run(kind: str, runs: Path) -> None:
     expected, found = trained(runs / "one" / kind), trained(runs / "one-one" / kind)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
@@ -216,7 +216,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(kind: str, runs: Path) -> Non
         *[(layout, kind) for layout in ("two-then-host", "host-then-two") for kind in ("adamw", "muon")],
     ],
 )
-def test_states_in_host_memory_change_nothing(layout: str, kind: str, runs: Path) -> None:
+def test_state_offload_does_not_change_results(layout: str, kind: str, runs: Path) -> None:
     """Neither of a run, nor of one that goes on in the other mode."""
     expected, found = trained(runs / "two" / kind), trained(runs / layout / kind)
     assert set(found) == set(expected)
@@ -225,7 +225,7 @@ def test_states_in_host_memory_change_nothing(layout: str, kind: str, runs: Path
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_checkpoint_of_states_in_host_memory_is_that_of_any_run(kind: str, runs: Path) -> None:
+def test_checkpoint_of_offloaded_state_loads_without_offload(kind: str, runs: Path) -> None:
     plain, host = (runs / layout / kind / "checkpoints" for layout in ("two", "two-host"))
     assert described(plain) == described(host)
 

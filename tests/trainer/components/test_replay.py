@@ -49,7 +49,7 @@ def run(policy: PolicyModel, routed: torch.Tensor | None = None) -> tuple[torch.
 
 
 @pytest.mark.parametrize("case", REPLAYING, ids=lambda case: case.name)
-def test_own_choices_change_nothing_and_others_are_followed(case: Case, world: World, tmp_path: Path) -> None:
+def test_replayed_own_choices_change_nothing_and_others_are_followed(case: Case, world: World, tmp_path: Path) -> None:
     policy = policy_of(write(case, tmp_path), world)
     logits, own = run(policy)
     routers = [module for module in policy.model.modules() if isinstance(module, ReplayRouter)]
@@ -75,7 +75,7 @@ def test_own_choices_change_nothing_and_others_are_followed(case: Case, world: W
 
 
 @pytest.mark.parametrize("wrong", [(0, 0), (3, 3), (9, 1), (255, 1), (1, 255)])
-def test_experts_of_no_possible_choice_are_not_replayed(wrong: tuple[int, int], moe_model: Path, world: World) -> None:
+def test_invalid_experts_are_not_replayed(wrong: tuple[int, int], moe_model: Path, world: World) -> None:
     """Each token is a document of its own, so that no token reads another one."""
     policy = policy_of(moe_model, world)
     positions = torch.zeros_like(POSITIONS)
@@ -90,7 +90,7 @@ def test_experts_of_no_possible_choice_are_not_replayed(wrong: tuple[int, int], 
     assert torch.equal(found[:, others], replayed[:, others])
 
 
-def test_a_router_of_one_expert_replays_expert_0(world: World) -> None:
+def test_router_with_top_k_1_replays_expert_0(world: World) -> None:
     config = ReplayRouter.Config(num_experts=4, top_k=1, gate=linear(8, 4), layer=0)
     router = ReplayRouter(config)
     torch.nn.init.normal_(router.gate.weight)
@@ -100,7 +100,7 @@ def test_a_router_of_one_expert_replays_expert_0(world: World) -> None:
     assert router(rows)[1].flatten().tolist() == [0, 3, int(own[0, 2, 0])]
 
 
-def test_replayed_experts_give_the_outputs_and_gate_gradients_of_transformers(moe_model: Path, world: World) -> None:
+def test_replay_matches_outputs_and_gate_gradients_of_transformers(moe_model: Path, world: World) -> None:
     policy = policy_of(moe_model, world, "full")  # the backward pass routes anew
     choices = make_choices(np.random.default_rng(0), SEQ_LEN)
     logits = policy.logits(TOKENS, POSITIONS, routed=torch.from_numpy(choices)[None])[0]
@@ -133,7 +133,7 @@ def force(gate: Any, choices: torch.Tensor) -> None:
     gate.forward = forward
 
 
-def test_choices_of_another_model_are_refused(moe_model: Path, dense_model: Path, world: World) -> None:
+def test_choices_of_another_model_are_rejected(moe_model: Path, dense_model: Path, world: World) -> None:
     policy = policy_of(moe_model, world)
     for shape in ((1, SEQ_LEN, 1, 2), (1, SEQ_LEN, 2, 4)):
         with pytest.raises(ValueError, match=f"routed experts of {shape[2]} layers x {shape[3]}"):

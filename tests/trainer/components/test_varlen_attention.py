@@ -12,7 +12,7 @@ from primeslurm.trainer.components import varlen_attention
 
 @pytest.mark.parametrize("kernels", ["FA2", "FA3"])
 @pytest.mark.parametrize(("size", "value_size"), [(192, 128), (128, 128), (64, 64)], ids=["latent", "wide", "narrow"])
-def test_outputs_lie_in_memory_as_kernels_leave_them(
+def test_fake_outputs_have_the_strides_of_kernels(
     size: int, value_size: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compiled code stops on a GPU where they do not."""

@@ -175,7 +175,7 @@ def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> TrainStep:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
-def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
+def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
     model = write_vision_model(name, tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(model)
     reference = reference_of(case_of(name)).from_pretrained(model, dtype=torch.float32)
@@ -246,7 +246,7 @@ def released(reference: Any) -> dict[str, torch.Tensor]:
     ],
     ids=["gone", "another", "cut off"],
 )
-def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
+def test_changed_image_ends_the_step(
     spoil: Callable[[Path], Any], why: str, model: Path, world: World, tmp_path: Path
 ) -> None:
     processor = AutoImageProcessor.from_pretrained(model)
@@ -272,7 +272,7 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
     ],
     ids=["text", "cut off", "damaged", "other tokens"],
 )
-def test_an_image_that_cannot_be_read_is_named(data: bytes, tokens: int, why: str, model: Path, tmp_path: Path) -> None:
+def test_unreadable_image_is_named(data: bytes, tokens: int, why: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(data)
     reader = ImageReader(model, IMAGES["image_token_id"])
     with pytest.raises(ValueError, match=rf"image {tmp_path}/a\.png: .*{why}"):

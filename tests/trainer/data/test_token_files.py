@@ -59,7 +59,7 @@ def test_any_number_of_ranks_makes_the_same_examples(ranks: int, moe_model: Path
     assert same(token_files.TokenFiles(tmp_path, parts), wanted)
 
 
-def test_they_are_made_once_of_the_same(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_tokens_are_made_once_for_the_same_inputs(moe_model: Path, world: World, tmp_path: Path) -> None:
     it = conversations(tmp_path, moe_model, *lines(6))
     run = tmp_path / "run"
     run.mkdir()
@@ -76,7 +76,7 @@ def test_they_are_made_once_of_the_same(moe_model: Path, world: World, tmp_path:
 
 
 @pytest.mark.parametrize("harm", ["changed", "cut", "killed"])
-def test_what_is_not_whole_is_made_anew(harm: str, moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_incomplete_files_are_made_again(harm: str, moe_model: Path, world: World, tmp_path: Path) -> None:
     it = conversations(tmp_path, moe_model, *lines(6))
     run = tmp_path / "run"
     run.mkdir()
@@ -93,7 +93,7 @@ def test_what_is_not_whole_is_made_anew(harm: str, moe_model: Path, world: World
     assert list(run.iterdir()) == []
 
 
-def test_wrong_data_is_named(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_invalid_data_is_named(moe_model: Path, world: World, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     it = conversations(tmp_path, moe_model, *lines(2), {"text": "x"})

@@ -48,7 +48,7 @@ def sysfs(root: Path, cpulist: str | None) -> Path:
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores, to choose one")
-def test_all_threads_move_to_the_nearest_cores_that_may_be_used(tmp_path: Path) -> None:
+def test_all_threads_move_to_the_nearest_allowed_cores(tmp_path: Path) -> None:
     first, last = CORES[0], CORES[-1]
     near = sysfs(tmp_path / "near", f"{last},{last + 1000}-{last + 1003}")
     seen, cores, threads, allowed, text = moved(near, CORES, 1)
@@ -61,11 +61,11 @@ def test_all_threads_move_to_the_nearest_cores_that_may_be_used(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("cpulist", [None, ""])
-def test_a_node_that_does_not_say_what_is_near_leaves_ranks_where_they_are(cpulist: str | None, tmp_path: Path) -> None:
+def test_affinity_stays_if_the_node_reports_no_near_cores(cpulist: str | None, tmp_path: Path) -> None:
     seen, cores, threads, _, _ = moved(sysfs(tmp_path, cpulist), CORES, 1)
     assert seen == [CORES] * 3 and cores == CORES and threads == len(CORES)
     assert moved(tmp_path, CORES, 2 * len(CORES))[2] == 1, "more ranks than cores"
 
 
-def test_cores_are_written_as_the_kernel_does() -> None:
+def test_core_ranges_are_formatted_like_the_kernel() -> None:
     assert ": cores 0-3,8,10-11 of " in str(CpuAffinity(GPU, frozenset({0, 1, 2, 3, 8, 10, 11}), 4))

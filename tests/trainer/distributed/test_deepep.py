@@ -33,12 +33,12 @@ class FakeDeepEp(ModuleType):
     ElasticBuffer = object
 
 
-def test_without_the_package_the_trainer_says_what_is_missing(moe_model: Path, world: World) -> None:
+def test_missing_deepep_is_reported(moe_model: Path, world: World) -> None:
     with pytest.raises(ValueError, match=r"ep_backend = deepep: .* package deep_ep, 2\.0 or newer"):
         build(make_recipe(moe_model, trainer=parallelism()), world)
 
 
-def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layer_dispatches_with_deepep(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
@@ -55,7 +55,7 @@ def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.Mon
     assert deepep._resolve_dispatch_num_sms(None, 8, 2) == 24
 
 
-def test_compiled_layers_are_refused(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_layers_are_rejected(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
     spec = model_builder.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
     with pytest.raises(ValueError, match=r"trainer\.compile: DeepEP's operations cannot be traced"):
@@ -100,7 +100,7 @@ class Alone:
         return x.clone(), given.get("topk_weights"), handle
 
 
-def test_a_layer_that_is_computed_anew_leaves_no_handle_and_short_rows_are_no_matter(
+def test_recomputed_layers_leave_no_handle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
@@ -146,9 +146,7 @@ def routed(chunk: int | None) -> RoutedExperts:
 
 
 @pytest.mark.parametrize("length", [32, 25, 3])
-def test_tokens_travel_in_as_many_pieces_on_every_rank_and_none_is_larger_than_a_chunk(
-    length: int, moe_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_dispatched_in_chunks(length: int, moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
     from torchtitan.distributed.deepep import deepep
 

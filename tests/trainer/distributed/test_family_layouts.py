@@ -58,7 +58,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[
 
 
 @pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
-def test_two_ranks_equal_one(
+def test_two_ranks_match_one(
     case: Case, two_ranks: dict[str, tuple[dict[str, float], Path]], world: World, tmp_path: Path
 ) -> None:
     found, directory = two_ranks[case.name]

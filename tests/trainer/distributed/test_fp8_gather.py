@@ -16,7 +16,7 @@ from tests.trainer.distributed.fp8_gather_ranks import SHAPES
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_what_travels_in_fp8_trains_the_same(ranks: int) -> None:
+def test_fp8_gather_trains_the_same(ranks: int) -> None:
     outputs = finish(start_ranks(ranks, "tests.trainer.distributed.fp8_gather_ranks"))
     stacks = {"experts": 6, "matrices": 6, "parts of blocks": 0}
     for output in outputs:
@@ -25,7 +25,7 @@ def test_what_travels_in_fp8_trains_the_same(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_parts_quantised_by_scales_of_the_whole_are_the_whole_quantised(dtype: torch.dtype) -> None:
+def test_shards_quantized_with_common_scales_match_the_whole(dtype: torch.dtype) -> None:
     values = matrix(2, 256, 384).float()
     values[0, :128, :128] = 0
     whole = quantize(values.to(dtype), BLOCKS)
@@ -38,7 +38,7 @@ def test_parts_quantised_by_scales_of_the_whole_are_the_whole_quantised(dtype: t
         assert torch.equal(torch.cat(data, dimension), whole.data.view(torch.uint8))
 
 
-def test_a_transposed_weight_is_quantised_as_the_weight_is() -> None:
+def test_transposed_weight_matches_its_quantization() -> None:
     values = matrix(2, 256, 384)
     found, expected = quantize(values, BLOCKS).transposed(), quantize(values.mT, BLOCKS)
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
@@ -66,20 +66,20 @@ def stood_in(values: torch.Tensor) -> tuple[torch.Tensor, Quantized]:
 
 
 @pytest.mark.parametrize("view", [torch.detach, lambda t: t.view(2, 256, 128), lambda t: t.mT.mT])
-def test_views_of_a_hollow_tensor_stand_for_the_same(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def test_views_of_a_placeholder_have_its_contents(view: Callable[[torch.Tensor], torch.Tensor]) -> None:
     tensor, numbers = stood_in(matrix(2, 256, 128))
     assert quantize(view(tensor), BLOCKS) is numbers
     assert tensor.data_ptr() == 0 and tensor.shape == (2, 256, 128) and tensor.dtype == torch.bfloat16
     assert quantize(view(tensor).mT, BLOCKS).data.shape == (2, 128, 256)
 
 
-def test_a_part_of_a_hollow_tensor_is_refused() -> None:
+def test_slice_of_a_placeholder_is_rejected() -> None:
     tensor, _ = stood_in(matrix(2, 256, 128))
     with pytest.raises(AssertionError, match="a part of a weight"):
         quantize(tensor[0], BLOCKS)
 
 
-def test_other_tensors_stand_for_nothing_also_where_a_hollow_one_was() -> None:
+def test_other_tensors_have_no_contents() -> None:
     tensor, _ = stood_in(matrix(2, 256, 128))
     assert placeholder_tensor.lookup(torch.empty(3)) is None
     address = tensor.untyped_storage()._cdata

@@ -64,7 +64,7 @@ def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFac
         pytest.param({"dp_replicate": 2, "activation_checkpointing": "selective"}, id="hsdp"),
     ],
 )
-def test_two_ranks_equal_one(
+def test_two_ranks_match_one(
     parallelism: dict[str, Any], moe_model: Path, one_rank: list[Result], tmp_path: Path
 ) -> None:
     """With the ratios of tokens, and with those of sequences, which context-parallel ranks have parts of."""
@@ -84,7 +84,7 @@ def test_two_ranks_equal_one(
             torch.testing.assert_close(tensor, weights[name], atol=5e-4, rtol=1e-3, msg=name)
 
 
-def test_gradients_that_are_reduced_once_a_step_are_the_same_with_fewer_collectives(
+def test_reducing_gradients_once_per_step_saves_collectives(
     moe_model: Path, one_rank: list[Result], tmp_path: Path
 ) -> None:
     """Two rows a rank, each a micro batch, of a model of four parts that FSDP gathers and reduces."""

@@ -41,12 +41,12 @@ def layouts() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_everything_is_there_once(name: str, layouts: dict[str, dict[str, Any]]) -> None:
+def test_recipe_layouts_hold_every_tensor_once(name: str, layouts: dict[str, dict[str, Any]]) -> None:
     assert layouts[name]["faults"] == []
 
 
 @pytest.mark.parametrize("name", TRAINED)
-def test_states_take_what_was_planned(name: str, layouts: dict[str, dict[str, Any]]) -> None:
+def test_state_bytes_match_the_plan(name: str, layouts: dict[str, dict[str, Any]]) -> None:
     muon = RECIPES[name].trainer.optimizer.type == "muon"  # moments of AdamW, for embedding and head, are not counted
     for part, apart in layouts[name]["apart"].items():
         # The last ranks have less of what does not come out even, such as a vocabulary over 96 of them.

@@ -57,7 +57,7 @@ def meeting() -> Meeting:
     return Meeting(store, port, rendezvous.passage("127.0.0.1", port, 10), store.port)
 
 
-def test_ranks_meet_through_their_passages(meeting: Meeting) -> None:
+def test_ranks_connect_through_their_gates(meeting: Meeting) -> None:
     meeting.store.set("key", "ours")
     meeting.store.set("count", "0")
     mine = dist.TCPStore("127.0.0.1", meeting.way, is_master=False, timeout=SOON)
@@ -67,7 +67,7 @@ def test_ranks_meet_through_their_passages(meeting: Meeting) -> None:
     assert len(meeting.store.get("large")) == 3_000_000
 
 
-def test_a_stranger_takes_over_torch_s_own_store_and_does_not_reach_one_behind_a_gate(meeting: Meeting) -> None:
+def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
     """Neither at the rendezvous port, nor at the passage of a rank, nor at the port that torch itself listens at.
 
     Should torch close its own one day, the gate can go.
@@ -82,7 +82,7 @@ def test_a_stranger_takes_over_torch_s_own_store_and_does_not_reach_one_behind_a
     assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
 
 
-def test_what_a_stranger_of_a_whole_run_says_is_understood_by_a_store_without_a_gate() -> None:
+def test_store_without_gate_accepts_strangers() -> None:
     """`tests/emulated` says it to every port of a run."""
     bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
@@ -91,7 +91,7 @@ def test_what_a_stranger_of_a_whole_run_says_is_understood_by_a_store_without_a_
     assert bare.get("theirs") == b"theirs"
 
 
-def test_who_has_another_secret_gets_nothing(meeting: Meeting) -> None:
+def test_wrong_secret_is_rejected(meeting: Meeting) -> None:
     code = (
         "import sys; from primeslurm.wire.weight_transfer.collective import Store;"
         "Store(f'127.0.0.1:{sys.argv[1]}', 4).put_catalogue([])"
@@ -103,7 +103,7 @@ def test_who_has_another_secret_gets_nothing(meeting: Meeting) -> None:
     assert not meeting.store.check(["primeslurm/weights/catalogue"])
 
 
-def test_a_gate_says_nothing_before_it_was_shown_the_secret(meeting: Meeting) -> None:
+def test_gate_is_mute_before_the_secret(meeting: Meeting) -> None:
     before = psutil.Process().num_fds()
     strangers = []
     for sent in (b"", b"x" * 10, os.urandom(64), os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
@@ -128,12 +128,12 @@ def _received(at: socket.socket) -> bytes:
         return b""
 
 
-def test_without_a_gate_a_client_gives_up_in_time() -> None:
+def test_client_without_gate_times_out() -> None:
     with pytest.raises(TransferError):
         Store(f"127.0.0.1:{free_port()}", 2).catalogue()
 
 
-def test_who_was_at_the_store_before_its_gate_opened_is_found() -> None:
+def test_connection_before_the_gate_opened_is_detected() -> None:
     listening = rendezvous.reserve()
     listening.listen()
     at = listening.getsockname()
@@ -143,7 +143,7 @@ def test_who_was_at_the_store_before_its_gate_opened_is_found() -> None:
             rendezvous.open_gate("127.0.0.1", free_port(), listening)
 
 
-def test_a_store_goes_elsewhere_if_a_program_that_polls_a_port_is_there_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_uses_another_port_if_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one does that waits for its own server at a port that was free a moment ago."""
     strangers: list[socket.socket] = []
     opened = rendezvous.open_gate

@@ -129,11 +129,11 @@ def is_named_when_stopped_in(phase: str, ranks: Ranks, victim: int) -> None:
 
 
 @pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
-def test_a_rank_that_stands_still_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
+def test_rank_that_hangs_in_a_phase_is_named(ranks: Ranks, phase: str) -> None:
     is_named_when_stopped_in(phase, ranks, random.Random(phase).randrange(RANKS))
 
 
-def test_a_rank_that_stands_still_in_a_collective_is_named(ranks: Ranks) -> None:
+def test_rank_that_hangs_in_a_collective_is_named(ranks: Ranks) -> None:
     """It waits in one for a rank that comes late, and stands still when that comes: both have begun equally many."""
     late, victim = 2, 5
     ranks.until(lambda: ranks.pages[late].read().phase == "forward_backward", "no step")

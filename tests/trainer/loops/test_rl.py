@@ -154,7 +154,7 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     assert state["step"] == 5 and state["phase"] == "checkpoint"
 
 
-def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
+def test_interrupt_while_waiting_saves_and_resumes(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(
@@ -180,7 +180,7 @@ def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
     assert checkpoints.newest(tmp_path) == 4
 
 
-def test_a_killed_attempt_resumes_at_the_last_commit(
+def test_killed_attempt_resumes_at_the_last_commit(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(
@@ -209,14 +209,14 @@ def test_a_killed_attempt_resumes_at_the_last_commit(
     assert checkpoints.committed(tmp_path) == [1, 2, 3]
 
 
-def test_the_orchestrator_ends_the_run(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
+def test_orchestrator_ends_the_run(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
     run = Run(tmp_path, make_recipe(moe_model, max_steps=9, checkpoint={"interval": 100}), orchestrator)
     orchestrator.stop_at = 2
     finish(run.start())
     assert checkpoints.committed(tmp_path) == [1]
 
 
-def test_policies_are_sent_when_they_are_new_and_when_engines_come_late(
+def test_policies_are_sent_to_late_engines_again(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(moe_model, max_steps=2, checkpoint={"interval": 100}, weights={"transport": "nccl"})
@@ -228,7 +228,7 @@ def test_policies_are_sent_when_they_are_new_and_when_engines_come_late(
     assert filesystem.published(tmp_path) == [2], "only what the run has made is written"
 
 
-def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
+def test_rejected_checkpoint_ends_the_attempt_without_a_commit(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1}), orchestrator)
@@ -238,9 +238,7 @@ def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
     assert checkpoints.committed(tmp_path) == []
 
 
-def test_a_disk_that_cannot_be_written_is_a_clear_message(
-    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
-) -> None:
+def test_unwritable_disk_is_reported(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
     run = Run(tmp_path, make_recipe(moe_model, max_steps=2), orchestrator)
     (tmp_path / "weights").write_text("a file where a directory must be made")
     log = finish(run.start(), code=1)[0]

@@ -23,9 +23,7 @@ def without_padding(row: Row) -> Row:
     return replace(row, **{name: array[:end] for name, array in row.arrays().items()})
 
 
-def test_rows_of_several_lengths_are_trained_as_rows_with_padding(
-    moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_short_rows_train_like_padded_rows(moe_model: Path, world: World, tmp_path: Path) -> None:
     recipe = make_recipe(moe_model, trainer={"router_replay": True})
     found = []
     for shortened in (False, True):

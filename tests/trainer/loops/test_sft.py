@@ -64,7 +64,7 @@ def train(
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_trainer_whose_run_was_taken_over_writes_no_metrics(
+def test_superseded_trainer_writes_no_metrics(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     class TakenOver(Checkpoints):
@@ -97,7 +97,7 @@ def test_only_the_completion_is_trained(moe_model: Path, demonstrations: Path) -
     assert tokenizer.decode(example.token_ids[~example.mask]) == prompt
 
 
-def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
+def test_prompt_and_completion_lines_are_read(moe_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n\n{"prompt": "' + "x" * 99 + '", "completion": "y"}\n')
     tokenizer = AutoTokenizer.from_pretrained(moe_model)
@@ -107,14 +107,14 @@ def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["not json", '{"text": "x"}', "[]"])
-def test_a_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None:
+def test_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd"}\n' + line + "\n")
     with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
         loaded(sft_data.Conversations(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN))
 
 
-def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> None:
+def test_batches_cover_every_example_once_per_epoch() -> None:
     examples = [
         sft_data.Example(np.full(5, i, np.int32), np.array([False, False, True, True, True])) for i in range(12)
     ]
@@ -149,7 +149,7 @@ def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp
     assert filesystem.published(tmp_path) == [20]
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(
+def test_resumed_run_matches_uninterrupted_run(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     whole = train(sft_recipe(moe_model, demonstrations, max_steps=4), tmp_path / "whole", world)
@@ -166,7 +166,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+def test_damaged_checkpoint_falls_back_to_the_previous_one(
     moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
 ) -> None:
     recipe = sft_recipe(moe_model, demonstrations, max_steps=4, checkpoint={"interval": 2})
@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(
     assert (tmp_path / "checkpoints" / "step_000004.damaged-2").is_dir()
 
 
-def test_two_ranks_from_the_command_line(moe_model: Path, demonstrations: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_from_the_command_line(moe_model: Path, demonstrations: Path, tmp_path: Path) -> None:
     recipe = sft_recipe(moe_model, demonstrations, max_steps=2, monitor={"tensorboard": True})
     path = tmp_path / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))

@@ -45,9 +45,7 @@ def same(before: dict[str, torch.Tensor], made: TrainStep) -> bool:
     return all(torch.equal(before[name], value) for name, value in made.policy.model.state_dict().items())
 
 
-def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
-    moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_step_without_finite_gradient_changes_only_the_schedule(moe_model: Path, world: World, tmp_path: Path) -> None:
     made, timer = train_step(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
     before = weights(made)
     skipped = made.train(poisoned(make_batch(1)), timer)
@@ -64,7 +62,7 @@ def test_a_step_without_a_finite_gradient_changes_nothing_but_the_schedule(
     assert same(weights(other), made), "nothing of the poisoned batch is left in gradients or states"
 
 
-def test_only_so_many_in_a_row_end_training(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_consecutive_skipped_steps_end_training(moe_model: Path, world: World, tmp_path: Path) -> None:
     made, timer = train_step(moe_model, world, from_recipe(DppoLoss())), make_timer(tmp_path)
     for step in (1, 2, 4, 5):
         assert made.train(poisoned(make_batch(step)), timer)["skipped"] == 1
@@ -77,9 +75,7 @@ def test_only_so_many_in_a_row_end_training(moe_model: Path, world: World, tmp_p
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_weights_that_are_no_numbers_end_training(
-    loss: LossFunction, moe_model: Path, world: World, tmp_path: Path
-) -> None:
+def test_nan_weights_end_training(loss: LossFunction, moe_model: Path, world: World, tmp_path: Path) -> None:
     made, timer = train_step(moe_model, world, loss), make_timer(tmp_path)
     with torch.no_grad():
         next(iter(made.policy.model.parameters())).fill_(math.nan)
@@ -89,9 +85,7 @@ def test_weights_that_are_no_numbers_end_training(
         made.train(make_batch(3), timer)
 
 
-def test_all_ranks_skip_the_step_that_one_of_them_cannot_make(
-    moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_skip_a_step_together(moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second rank's part of steps 2, and 4 to 6, has no finite gradient."""
 
     def encode(batch: Batch) -> list[Frame]:

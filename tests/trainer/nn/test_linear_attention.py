@@ -126,7 +126,7 @@ def test_outputs_states_and_gradients(
         assert (mine - expected).abs().max() < 1e-4 * expected.abs().max(), index
 
 
-def test_a_document_sees_nothing_of_the_one_before() -> None:
+def test_documents_do_not_see_earlier_documents() -> None:
     outs = []
     for factor in (1.0, 1000.0):
         q, k, v, g, beta = _delta_inputs()
@@ -136,7 +136,7 @@ def test_a_document_sees_nothing_of_the_one_before() -> None:
     assert torch.equal(outs[0][1][1], outs[1][1][1])
 
 
-def test_on_the_cpu_recurrences_are_plain() -> None:
+def test_cpu_uses_plain_recurrences() -> None:
     assert not linear_attention.fits([torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)])
 
 
@@ -144,7 +144,7 @@ def test_on_the_cpu_recurrences_are_plain() -> None:
     ("dtype", "size", "reason"),
     [(torch.float32, 64, "bfloat16"), (torch.bfloat16, 24, "multiples of 16"), (torch.bfloat16, 512, "up to 256")],
 )
-def test_what_the_kernels_do_not_take(dtype: torch.dtype, size: int, reason: str) -> None:
+def test_unsupported_inputs_of_the_kernels(dtype: torch.dtype, size: int, reason: str) -> None:
     found = linear_attention._unfit(((dtype, size),))
     assert found is not None
     assert reason in found

@@ -36,7 +36,7 @@ def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attend", [dense_mla, sparse_mla.sparse_mla])
-def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_and_gradients_match_a_plain_loop(attend: sparse_mla.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_mla, "CHUNK", 7)  # not a divisor of the number of queries
     tensors, indices = make_inputs()
     expected, out = plain(tensors, indices), attend(*tensors, indices, RANK, SCALE)
@@ -50,7 +50,7 @@ def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, mon
 
 
 @pytest.mark.parametrize("at_once", [100, 7])
-def test_the_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_attention, "QUERIES", at_once)
     generator = torch.Generator().manual_seed(0)
     heads, length, top_k = 6, 24, 4
@@ -74,7 +74,7 @@ def test_the_best_visible_keys_are_selected(at_once: int, monkeypatch: pytest.Mo
             assert set(chosen) <= set(seen) and len(set(chosen)) == len(best)
 
 
-def test_the_indexers_rows_are_rounded_to_powers_of_two_and_exact_in_bfloat16() -> None:
+def test_indexer_rounding_uses_power_of_two_scales() -> None:
     rows = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows[3] = 0
     rows[4] *= 1e-3

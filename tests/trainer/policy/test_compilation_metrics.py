@@ -9,7 +9,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.compilation_metrics import WARM_UP_STEPS, CompilationMetrics
 
 
-def test_a_late_recompilation_is_counted_and_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_recompilation_is_counted_and_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda tensor: tensor * 2, backend="aot_eager", dynamic=False)
     counted = CompilationMetrics(True, world)
@@ -27,7 +27,7 @@ def test_a_late_recompilation_is_counted_and_named(world: World, caplog: pytest.
     assert "compiled again" in message and "size mismatch" in message
 
 
-def test_eager_layers_have_no_such_metrics(world: World) -> None:
+def test_eager_layers_have_no_compilation_metrics(world: World) -> None:
     assert CompilationMetrics(False, world).take() == {}
 
 

@@ -87,7 +87,7 @@ def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
         return [pool.submit(call) for call in calls]
 
 
-def test_each_receiver_gets_what_it_needs(address: str) -> None:
+def test_each_receiver_gets_the_tensors_it_needs(address: str) -> None:
     session = TransferSession("each", senders=2, size=4)
     Store(address, 10).put_catalogue(catalogue(2))
     one, other = frozenset({0, 3}), None
@@ -107,7 +107,7 @@ def test_each_receiver_gets_what_it_needs(address: str) -> None:
         assert torch.equal(tensor.view(torch.uint8), everything[name].view(torch.uint8)), name
 
 
-def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
+def test_failed_rank_fails_the_others(address: str) -> None:
     session = TransferSession("fails", senders=1, size=3)
     Store(address, 10).put_catalogue(catalogue(1))
 
@@ -121,13 +121,13 @@ def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
     assert time.monotonic() - begun < 10, "nobody waited for the time-out"
 
 
-def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said(address: str) -> None:
+def test_wait_for_missing_rank_times_out(address: str) -> None:
     with pytest.raises(TransferError, match="waiting for 2 ranks"):
         Channel(TransferSession("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
 
 
 @pytest.mark.parametrize("came", [False, True])
-def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for_long(came: bool, address: str) -> None:
+def test_rank_killed_while_connecting_does_not_block_the_others(came: bool, address: str) -> None:
     session = TransferSession(f"killed-{came}", senders=1, size=2)
     if came:
         dist.PrefixStore(session.id, Store(address, 10).store).set("experts/1", msgspec.msgpack.encode(None))
@@ -135,7 +135,7 @@ def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for
         Channel(session, 0, Store(address, 10), CPU, 600, arrive_s=0.5)
 
 
-def test_a_rank_that_a_sender_knows_to_be_gone_is_waited_for_by_nobody(address: str) -> None:
+def test_no_rank_waits_for_a_rank_reported_lost(address: str) -> None:
     """Before it has come, and once it has: others would wait for the time-out."""
     for came in (False, True):
         session = TransferSession(f"gone-{came}", senders=2, size=4)
@@ -153,6 +153,6 @@ def test_a_rank_that_a_sender_knows_to_be_gone_is_waited_for_by_nobody(address: 
                 end.result()
 
 
-def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long() -> None:
+def test_missing_trainer_is_named_and_times_out() -> None:
     with pytest.raises(TransferError, match=r"127\.0\.0\.1:1:"):
         Store("127.0.0.1:1", 600, arrive_s=0.5)

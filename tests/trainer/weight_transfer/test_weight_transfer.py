@@ -81,7 +81,7 @@ class Orchestrator:
         self._wanting = 0
 
 
-async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> None:
+async def test_every_layout_transfers_the_loaded_policy(tmp_path: Path) -> None:
     models = {name: tmp_path / f"model-{name}" for name in ("many", "few", "fp8")}
     write(Case("many", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS)), models["many"])
     write(Case("few", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS | {"num_experts": 2})), models["few"])
@@ -114,9 +114,7 @@ async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> No
         assert largest <= max(allowed), f"{name}: a rank gathered more than a tensor of its own"
 
 
-def test_a_policy_that_cannot_be_recorded_is_announced_again(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_announcement_is_repeated(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The orchestrator writes it down before it tells engines, and answers with its error where it cannot."""
     answers = [trainer_link.LinkError("[Errno 30] Read-only file system: 'progress.bin'")] * 2
 
@@ -134,7 +132,7 @@ def test_a_policy_that_cannot_be_recorded_is_announced_again(
         FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
 
 
-async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
+async def test_restarted_trainer_keeps_versions_that_engines_may_read(
     moe_model: Path, world: World, tmp_path: Path
 ) -> None:
     publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, Encoding(torch.float32), 9, world)

@@ -45,7 +45,7 @@ def released(name: str, store: Callable[[Path], dict[str, torch.Tensor]], direct
 
 @pytest.mark.parametrize(("name", "store"), RELEASED, ids=[name for name, _ in RELEASED])
 @pytest.mark.parametrize("at_once", [4096, 1 << 24])
-def test_it_means_the_same(
+def test_converted_model_has_the_same_weights(
     name: str, store: Callable[..., Any], at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(convert, "AT_ONCE", at_once)
@@ -68,7 +68,7 @@ def test_it_means_the_same(
     assert not [file.name for file in out.iterdir() if file.name.startswith(".") or file.name == "conversion.json"]
 
 
-def test_what_was_killed_goes_on_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_conversion_resumes_with_missing_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     released("gpt_oss", to_mxfp4, source)
     written: list[str] = []
@@ -98,7 +98,7 @@ def test_what_was_killed_goes_on_with_what_is_missing(tmp_path: Path, monkeypatc
     assert all(torch.equal(tensor, whole[name]) for name, tensor in tensors(tmp_path / "again").items())
 
 
-def test_a_partial_directory_of_another_model_is_begun_anew(tmp_path: Path) -> None:
+def test_partial_directory_of_another_model_is_deleted(tmp_path: Path) -> None:
     for name, store in RELEASED[:2]:
         released(name, store, tmp_path / name)
     partial = convert._partial_directory(tmp_path / "gpt_oss", tmp_path / "out")
@@ -107,7 +107,7 @@ def test_a_partial_directory_of_another_model_is_begun_anew(tmp_path: Path) -> N
     assert "model.layers.1.mlp.experts.0.up_proj.weight" in tensors(tmp_path / "out")
 
 
-def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+def test_command_reports_errors(tmp_path: Path) -> None:
     plain = write(BY_NAME["qwen3"], tmp_path / "plain")
     with pytest.raises(UsageError) as missing:
         exporting.convert(str(tmp_path / "nowhere"), plain)
@@ -120,7 +120,7 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
         exporting.convert(str(plain), tmp_path / "out")
 
 
-def test_the_command_converts_and_tells_how_far_it_is(tmp_path: Path) -> None:
+def test_command_converts_and_reports_progress(tmp_path: Path) -> None:
     released("gpt_oss", to_mxfp4, tmp_path / "source")
     done = primeslurm("convert", tmp_path / "source", "out", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"{tmp_path / 'out'}\n")

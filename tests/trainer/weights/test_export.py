@@ -26,7 +26,7 @@ def tensors(directory: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_path: Path) -> None:
+def test_export_matches_published_weights(moe_model: Path, world: World, tmp_path: Path) -> None:
     run, out = tmp_path / "run", tmp_path / "not" / "there" / "model"
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)

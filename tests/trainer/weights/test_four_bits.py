@@ -29,7 +29,7 @@ from tests.trainer.four_bits import INT4, int4, mxfp4, to_int4, to_mxfp4
 BY_NAME = {case.name: case for case in CASES}
 
 
-def test_every_code_under_every_scale_of_mxfp4_is_that_of_transformers() -> None:
+def test_mxfp4_matches_transformers() -> None:
     """But for the last: 255 is no number in E8M0, and transformers takes it for 2 ** 128."""
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
@@ -40,7 +40,7 @@ def test_every_code_under_every_scale_of_mxfp4_is_that_of_transformers() -> None
 
 @pytest.mark.parametrize("group", [16, 32, 128])
 @pytest.mark.parametrize("scale", [torch.bfloat16, torch.float16, torch.float32])
-def test_int4_is_that_of_compressed_tensors(group: int, scale: torch.dtype, tmp_path: Path) -> None:
+def test_int4_matches_compressed_tensors(group: int, scale: torch.dtype, tmp_path: Path) -> None:
     torch.manual_seed(0)
     parts, _ = int4(torch.randn(67, 384), group)
     parts["weight_scale"] = torch.rand(67, 384 // group).to(scale)
@@ -63,7 +63,7 @@ def _decompressed(parts: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("at_once", [64, 3000, 8 << 20])
-def test_a_stack_is_read_in_pieces_of_any_size(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_is_read_in_chunks_of_any_size(at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "CHUNK_BYTES", at_once)
     monkeypatch.setattr(loading, "MIN_RUN_BYTES", 24)
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def _oss() -> Any:
     return config
 
 
-def test_gpt_oss_as_released_is_what_transformers_dequantises(world: World, tmp_path: Path) -> None:
+def test_released_gpt_oss_matches_transformers(world: World, tmp_path: Path) -> None:
     source = write(Case("gpt_oss", _oss), tmp_path / "source")
     meant = to_mxfp4(source)
     theirs = AutoModelForCausalLM.from_pretrained(source, quantization_config=Mxfp4Config(dequantize=True))
@@ -99,7 +99,7 @@ def test_gpt_oss_as_released_is_what_transformers_dequantises(world: World, tmp_
 
 
 @pytest.mark.parametrize("family", ["kimi_k2", "kimi_k25"])
-def test_kimi_as_released_is_what_compressed_tensors_decompresses(family: str, world: World, tmp_path: Path) -> None:
+def test_released_kimi_matches_compressed_tensors(family: str, world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["deepseek_v3"], tmp_path)
     meant = to_int4(source)
     if family == "kimi_k2":
@@ -123,7 +123,7 @@ def _below_language_model(directory: Path, meant: dict[str, torch.Tensor]) -> di
 
 
 @pytest.mark.parametrize("change", [{"num_bits": 8}, {"symmetric": False}, {"actorder": "group"}, {"type": "float"}])
-def test_other_formats_of_compressed_tensors_are_refused(change: dict[str, Any], world: World, tmp_path: Path) -> None:
+def test_other_compressed_tensors_formats_are_rejected(change: dict[str, Any], world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["deepseek_v3"], tmp_path)
     group = INT4["config_groups"]["group_0"]  # type: ignore[index]
     groups = {"group_0": group | {"weights": group["weights"] | change}}

@@ -77,9 +77,7 @@ def _in_four_bits() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("whole_rows", [False, True])
-def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
-    whole_rows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_row_slices_cover_the_region_once(whole_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "CHUNK_BYTES", 64)
     monkeypatch.setattr(loading, "MIN_RUN_BYTES", 24)
     shape = (4, 5, 6)
@@ -101,7 +99,7 @@ def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
             assert not read
 
 
-def test_what_is_loaded_is_not_drawn(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loaded_weights_are_not_initialized(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.name == "qwen3_moe")
     path = write(case, tmp_path)
 
@@ -152,7 +150,7 @@ def test_damaged_files_are_named(
         TensorFiles.shared(tmp_path, world)
 
 
-def test_another_shape_is_said_before_anything_is_read(tmp_path: Path) -> None:
+def test_wrong_shape_is_rejected_before_reading(tmp_path: Path) -> None:
     save_file(
         {"a": torch.zeros(4, 2), "b" + FP8_SCALE: torch.zeros(1), "b": torch.zeros(4)}, tmp_path / "x.safetensors"
     )
