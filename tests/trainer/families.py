@@ -1,4 +1,4 @@
-"""A tiny Hugging Face config of every family, as large as its features need and no larger."""
+"""A minimal Hugging Face config of every family."""
 
 from __future__ import annotations
 
@@ -153,12 +153,10 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class Case:
-    """One config of a family."""
-
     name: str
     config: Callable[[], Any]
     tolerance: float = 5e-5
-    """Largest difference of logits to transformers, in float32."""
+    """Maximum difference of float32 logits to transformers."""
 
 
 CASES = (
@@ -296,7 +294,7 @@ GENERIC_CASES = (
     ),
     Case("mixtral", lambda: MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)),
 )
-"""Families that only transformers has an implementation of."""
+"""Families with an implementation in transformers only."""
 _MROPE: dict[str, Any] = COMMON | {
     "head_dim": 8,  # these take hidden_size by heads, whatever is said
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
@@ -324,7 +322,7 @@ SEEING_CASES = (
         ),
     ),
 )
-"""Families with an encoder of images that only transformers has an implementation of."""
+"""Vision families with an implementation in transformers only."""
 BLIND_CASE = Case(
     "llava",
     lambda: LlavaConfig(
@@ -340,7 +338,7 @@ BLIND_CASE = Case(
         },
     ),
 )
-"""It sees images in a way that the trainer does not know, and is trained on text."""
+"""A family with an unsupported vision encoder, trained on text."""
 
 
 def _nemotron(**options: Any) -> NemotronHConfig:
@@ -349,12 +347,11 @@ def _nemotron(**options: Any) -> NemotronHConfig:
 
 
 def reference_of(case: Case) -> Any:
-    """The class of transformers that loads a case's checkpoint whole."""
     return AutoModelForImageTextToText if hasattr(case.config(), "vision_config") else AutoModelForCausalLM
 
 
 def write(case: Case, directory: Path) -> Path:
-    """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
+    """Write a random checkpoint of a case, in which no tensor has its initial value."""
     torch.manual_seed(0)
     model = reference_of(case).from_config(case.config(), dtype=torch.float32)
     with torch.no_grad():
@@ -368,7 +365,7 @@ def write(case: Case, directory: Path) -> Path:
 
 
 def _transpose_experts(file: Path) -> None:
-    """As they are released: transformers writes them the other way round."""
+    """Released checkpoints have the opposite order of transformers."""
     tensors = load_file(file)
     stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file(tensors | stacks, file, metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Models with vision, and packed rows of random text with random images in it."""
+"""Vision models, and packed rows of random text and images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.families import CASES, IMAGES, SEEING_CASES, Case, write
 START, IMAGE, END = tokenizer().convert_ids_to_tokens(
     [IMAGES[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")]
 )
-"""The tokens of IMAGES as the tiny tokenizer spells them."""
+"""Token ids of IMAGES in the tiny tokenizer."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -37,16 +37,15 @@ PROCESSOR = {
 }
 Grid = tuple[int, int]
 DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
-"""Patches in height and width of the images of each document: two, none and one."""
+"""Patches (height, width) of the images of each document."""
 
 
 def case_of(name: str) -> Case:
-    """The case of this name."""
     return next(case for case in (*CASES, *SEEING_CASES) if case.name == name)
 
 
 def write_vision_model(name: str, directory: Path) -> Path:
-    """A checkpoint of a case with what reads its images and renders its conversations."""
+    """Write a checkpoint with image processor and tokenizer."""
     path = write(case_of(name), directory)
     words = AutoTokenizer.from_pretrained(path)
     words.chat_template = TEMPLATE
@@ -56,7 +55,6 @@ def write_vision_model(name: str, directory: Path) -> Path:
 
 
 def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
-    """Random text with random images in it."""
     rng = np.random.default_rng(seed)
     tokens, starts = list(rng.integers(3, 100, 3)), []
     for height, width in grids:
@@ -71,7 +69,6 @@ def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
 
 
 def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row, Images | None]:
-    """Documents in a row, and padding."""
     parts = [document(grids, seed + index) for index, grids in enumerate(documents)]
     lengths = [len(tokens) for tokens, _ in parts]
     padding = SEQ_LEN - sum(lengths)

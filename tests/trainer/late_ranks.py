@@ -1,4 +1,4 @@
-"""One rank of the test of late first gradients: a trained vision encoder whose first image comes after a checkpoint."""
+"""One rank of the test of late gradients: the first image of a trained encoder comes after a checkpoint."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 from tests.trainer.image_rows import DOCUMENTS, MERGE, packed
 
 LR = {"adamw": 1e-3, "muon": 1e-3, "sgd": 0.1}
-"""Of the optimizers that have state."""
+"""Learning rates of the optimizers with state."""
 State = dict[str, torch.Tensor]
 
 
 class Drawn(ImageReader):
-    """Reads the images of `packed`, whose names are their numbers."""
+    """An image reader for the images of `packed`, which are named by number."""
 
     def __init__(self) -> None:
         _, images = packed(DOCUMENTS)
@@ -37,12 +37,11 @@ class Drawn(ImageReader):
         self._grids = images.grids
 
     def read(self, image: ImageSpan) -> tuple[Float32, Int32]:
-        """Return patches and grid."""
         return self._pixels[int(image.source)], self._grids[int(image.source)]
 
 
 def batch_with_images(step: int, dp_rank: int, dp_world: int) -> Batch:
-    """A row with images, the same one for each rank."""
+    """Return a row with images, the same for each rank."""
     row, images = packed(DOCUMENTS)
     assert images is not None
     ends = images.starts + images.grids.prod(1) // MERGE**2
@@ -55,7 +54,7 @@ def batch_with_images(step: int, dp_rank: int, dp_world: int) -> Batch:
 
 
 class Run:
-    """A run in a directory that saves each step. The encoder of its model is trained."""
+    """A run that trains the vision encoder and saves each step."""
 
     def __init__(self, directory: Path, model: Path, kind: str, host: bool, world: World) -> None:
         recipe = make_recipe(
@@ -73,21 +72,17 @@ class Run:
         self._directory = directory
 
     def text(self, step: int) -> None:
-        """Train a step without images."""
         policy = self.train_step.policy
         self.train_step.train(make_batch(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
 
     def save(self, step: int) -> None:
-        """Commit a checkpoint."""
         self.saver.after(step, self.train_step, make_timer(self._directory))
 
     def images(self, step: int) -> None:
-        """Train a step with images."""
         policy = self.train_step.policy
         self.train_step.train(batch_with_images(step, policy.dp_rank, policy.dp_world), make_timer(self._directory))
 
     def state(self) -> State:
-        """Copies of parameters and optimizer state, whole."""
         everything = dict(self.train_step.policy.model.named_parameters()) | self.train_step.optimizer.state_dict()
         return {
             name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
@@ -97,7 +92,7 @@ class Run:
 
 
 def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
-    """A run that resumes before its first image continues bit for bit as one that never stopped."""
+    """Assert that a run that resumes before its first image matches an uninterrupted run bit for bit."""
     case = f"{kind}{'-host' if host else ''}-{world.size}"
     run = Run(root / case, model, kind, host, world)
     run.text(1)
@@ -129,7 +124,6 @@ def check(root: Path, model: Path, kind: str, host: bool, world: World) -> None:
 
 
 def main() -> None:
-    """Arguments: model, root directory of the runs."""
     model, root = Path(sys.argv[1]), Path(sys.argv[2])
     world = join(Interrupt(), timeout_s=600)
     host_states.STATE_PIECE_BYTES = 8192  # the model is small, and has to be several pieces

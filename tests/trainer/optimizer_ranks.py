@@ -1,4 +1,4 @@
-"""One rank of the optimizers' test: trains with each of them, and resumes what one process has saved."""
+"""One rank of the optimizer test: trains with each optimizer, and resumes runs of one process."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ RATES = {"adamw": 1e-3, "muon": 1e-3, "sgd": 1.0, "sign_sgd": 1e-4}
 
 
 def train(directory: Path, model: Path, kind: str, ep: int, world: World, host: bool = False) -> None:
-    """Three steps in `directory`, with a checkpoint after the second. `host`: with states in host memory."""
+    """Train three steps, with a checkpoint after the second. `host`: with state offload."""
     train_step, saver = prepare(directory, model, kind, ep, world, host)
     steps(train_step, saver, directory, 0, world)
 
 
 def resume(saved: Path, directory: Path, model: Path, kind: str, ep: int, world: World, host: bool = False) -> None:
-    """The third step of the run in `saved`, published in `directory`."""
+    """Resume the run in `saved`, and publish its third step in `directory`."""
     train_step, saver = prepare(saved, model, kind, ep, world, host)
     assert saver.restore(train_step) == 2
     steps(train_step, None, directory, 2, world)
@@ -37,7 +37,7 @@ def resume(saved: Path, directory: Path, model: Path, kind: str, ep: int, world:
 def prepare(
     directory: Path, model: Path, kind: str, ep: int, world: World, host: bool = False
 ) -> tuple[TrainStep, Checkpoints]:
-    """A learner whose gradients are clipped, and what saves it."""
+    """Return a train step with gradient clipping, and its checkpoints."""
     trainer: dict[str, Any] = {
         "optimizer": {"type": kind, "lr": RATES[kind], "weight_decay": 0.1, "max_norm": 0.1, "schedule": "cosine"},
         "parallelism": {"ep": ep},
@@ -50,7 +50,6 @@ def prepare(
 
 
 def steps(train_step: TrainStep, saver: Checkpoints | None, directory: Path, done: int, world: World) -> None:
-    """Train up to step 3 and publish."""
     import torch
 
     timer = make_timer(directory)
@@ -64,7 +63,7 @@ def steps(train_step: TrainStep, saver: Checkpoints | None, directory: Path, don
 
 
 def check_muon() -> None:
-    """However matrices are cut, and however many there are: every rank's part is that of the whole."""
+    """Muon's update of any sharding matches the update of whole matrices."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -94,7 +93,7 @@ def check_muon() -> None:
 
 
 def check_host_states() -> None:
-    """Shards that are uneven, or empty, and parameters that get their first gradient late: the same to the bit."""
+    """State offload is bit-identical for uneven and empty shards, and for late first gradients."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -141,7 +140,6 @@ def check_host_states() -> None:
 
 
 def main() -> None:
-    """Arguments: model, root directory of the runs."""
     from primeslurm.trainer.optimizers import host_states
 
     model, root = Path(sys.argv[1]), Path(sys.argv[2])

@@ -1,4 +1,4 @@
-"""One rank of a layout test: train on synthetic batches, and print the metrics of each step as JSON."""
+"""One rank of a layout test: train on synthetic batches, and print the metrics as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from tests.trainer.conftest import make_batch
 
 
 def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
-    """Train a model, publish it below `out`, and return the metrics of each step."""
     import torch
 
     policy = build(recipe, world)
@@ -39,7 +38,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Arguments, once or more often: recipe, directory to publish the trained policy in."""
+    """Arguments: pairs of a recipe and an output directory."""
     world = join(Interrupt(), timeout_s=600)
     for recipe, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         for metrics in train(Recipe.model_validate_json(Path(recipe).read_text()), Path(out), world):

@@ -1,4 +1,4 @@
-"""One rank that counts what FSDP sends in a step of several micro batches, with each way to reduce gradients."""
+"""One rank that counts FSDP's traffic in a step of several micro batches, for each way to reduce gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 def counted(parallelism: dict[str, Any], model: Path, world: World) -> dict[str, Any]:
-    """What a step gives to collectives, in bytes, of gradients and weights; the gradient's norm; the model's size."""
+    """Return the bytes of gradients and weights in collectives, the gradient norm, and the model size."""
     trainer = {"optimizer": {"lr": 1e-3}, "micro_batch_tokens": SEQ_LEN, "parallelism": parallelism}
     recipe = make_recipe(model, trainer=trainer)
     policy = build(recipe, world)
@@ -55,7 +55,6 @@ def counted(parallelism: dict[str, Any], model: Path, world: World) -> dict[str,
 
 
 def main() -> None:
-    """Argument: a model's directory."""
     world = join(Interrupt(), timeout_s=600)
     for way in WAYS:
         print("COUNTED", json.dumps(counted(way, Path(sys.argv[1]), world)), flush=True)

@@ -1,4 +1,4 @@
-"""One rank of a test: in each layout build the policy, publish it, and send it to engines that want it."""
+"""One rank of the transfer test: build the policy in each layout, publish it, and send it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primeslurm.wire.link.trainer_link import TrainerLink
 
 
 def main() -> None:
-    """Arguments: address of the orchestrator, directories with a recipe.json each."""
+    """Arguments: orchestrator address, then directories with a recipe.json."""
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -1,12 +1,11 @@
-"""Ranks that save, prune and resume, and are killed: a program of its own, which has torch once and forks the ranks.
+"""Ranks that save, prune and resume, and are killed at random points. The program forks the ranks.
 
     python -m tests.trainer.checkpoints.killed_ranks DIRECTORY SEED ROUNDS
 
-In each round three ranks resume and go on. One dies at some byte of what it writes or reads, or at some file that it
-opens, renames or deletes; the others are then killed, too, as the end of an attempt does. What is committed by then
-must be sound, of the values of its step, and no older than what a rank was told of; and the next round must resume
-from the newest. What the victim was doing is counted. In every other pair of rounds ranks have copies on their nodes,
-which are replaced or torn between two rounds.
+In each round three ranks resume and continue. One of them kills itself at a random byte or file, and the others are
+killed then. Committed checkpoints must be undamaged, have the values of their step, and include all reported commits.
+The next round must resume from the newest one. In every other pair of rounds ranks have local copies, which are lost or
+truncated between rounds.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ ROWS, WIDTH = 3 * 1024, 64
 
 
 class Weights(torch.nn.Module):
-    """One matrix that all ranks share, of the number of its step everywhere."""
+    """A sharded matrix whose elements all equal the step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +50,6 @@ class Weights(torch.nn.Module):
         self.matrix = torch.nn.Parameter(distribute_tensor(torch.zeros(ROWS, WIDTH), mesh, [Shard(0)]))
 
     def values(self) -> set[float]:
-        """What is in this rank's part."""
         return set(self.matrix.detach().to_local().unique().tolist())  # type: ignore[attr-defined]
 
 
@@ -65,11 +63,11 @@ WORK = {
     "_write": "writing",
     "_begin": "beginning",
 }
-"""What functions do, the innermost first that says it."""
+"""Activity by function name. The innermost function on the stack counts."""
 
 
 def die(told: int) -> None:
-    """Be killed, and tell before what this thread does."""
+    """Report what this thread does, and kill this process."""
     frame, names = sys._getframe(), []
     while frame is not None:
         names.append(frame.f_code.co_name)
@@ -80,7 +78,7 @@ def die(told: int) -> None:
 
 
 def die_at_byte(fatal: int, told: int) -> None:
-    """Be killed when so many bytes have been written and read."""
+    """Kill this process when it has written and read `fatal` bytes."""
     seen = [0]
 
     class Counted(shards.ByteCounter):
@@ -94,7 +92,7 @@ def die_at_byte(fatal: int, told: int) -> None:
 
 
 def die_at_file(fatal: int, root: Path, told: int) -> None:
-    """Be killed just before the so manieth time that a file of the checkpoints is opened, renamed or deleted."""
+    """Kill this process before it opens, renames or deletes the `fatal`-th checkpoint file."""
     left = [fatal]
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -111,7 +109,7 @@ def die_at_file(fatal: int, root: Path, told: int) -> None:
 
 
 def join(rank: int, store: Path, run: Path, config: Checkpoint) -> tuple[Weights, Any, Checkpoints, PhaseTimer]:
-    """Make a rank with a model, what learns it, and what saves it."""
+    """Return a rank's model, training state, checkpoints and timer."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=600))
     interrupt: Any = None
@@ -125,7 +123,7 @@ def join(rank: int, store: Path, run: Path, config: Checkpoint) -> tuple[Weights
 
 
 def rank_main(rank: int, store: Path, run: Path, newest: int, told: int, config: Checkpoint) -> None:
-    """Resume from the newest, and make some steps with a checkpoint each; rank 0 says which are committed."""
+    """Resume, and save a checkpoint after each of some steps. Rank 0 reports the commits."""
     model, train_step, saver, timer = join(rank, store, run, config)
     step = saver.restore(train_step)
     assert step == newest and model.values() == {float(step)}, f"resumed at {step}, committed {newest}"
@@ -141,7 +139,7 @@ def rank_main(rank: int, store: Path, run: Path, newest: int, told: int, config:
 
 
 def lose_copies(nodes: Path, choose: random.Random) -> None:
-    """Replace a node by one that has no copies, or tear a copy, or neither."""
+    """Delete a node's copies, or truncate a copy, or do nothing."""
     what = choose.choice(("node", "file", "nothing"))
     copies = sorted(nodes.glob("*/rank-*/step_*/*"))
     if what == "node":
@@ -152,11 +150,7 @@ def lose_copies(nodes: Path, choose: random.Random) -> None:
 
 
 def attempt(number: int, run: Path, newest: int, choose: random.Random) -> tuple[int, str]:
-    """One attempt from the newest commit, with its kill.
-
-    Returns:
-        The newest step that is told to be committed, and what the victim did when it was killed.
-    """
+    """Run one attempt with its kill. Return the newest reported commit, and what the victim did."""
     directory = run.parent / f"attempt-{number}"
     directory.mkdir()
     reading, told = os.pipe()
@@ -202,7 +196,7 @@ def attempt(number: int, run: Path, newest: int, choose: random.Random) -> tuple
 
 
 def check(run: Path, told: int, before: int) -> int:
-    """Look at what is committed. Returns the newest step."""
+    """Check the committed checkpoints. Return the newest step."""
     committed = checkpoints.committed(run)
     newest = committed[-1] if committed else 0
     assert newest >= max(told, before), f"a commit is lost: {committed}, told {told}, before {before}"
@@ -218,7 +212,6 @@ def check(run: Path, told: int, before: int) -> int:
 
 
 def main() -> None:
-    """So many rounds, one after the other in one run directory."""
     root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     shards.CHUNK_BYTES = 1 << 12

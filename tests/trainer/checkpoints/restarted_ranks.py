@@ -1,9 +1,9 @@
-"""Ranks that start again with copies of their checkpoint on their nodes: a program of its own, which forks the ranks.
+"""Restarted ranks with local copies of their checkpoint. The program forks the ranks.
 
     python -m tests.trainer.checkpoints.restarted_ranks DIRECTORY
 
-Each of three ranks is a node. In each round all resume, save two more steps, and are killed. Between two rounds nodes
-are replaced and copies torn. Printed is what share of its bytes each rank has read from copies on its node.
+Each of three ranks is a node. In each round all ranks resume, save two steps, and are killed. Between rounds, nodes are
+replaced and copies truncated. Prints the fraction of bytes that each rank read from copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.trainer.checkpoints.killed_ranks import RANKS, join
 
 
 def rank_main(rank: int, root: Path, number: int, told: int) -> None:
-    """Resume, save two steps, tell, and wait to be killed."""
+    """Resume, save two steps, report, and wait to be killed."""
     readers: list[shards.ShardReader] = []
     moved = shards.ByteCounter()
 
@@ -52,7 +52,7 @@ def rank_main(rank: int, root: Path, number: int, told: int) -> None:
 
 
 def run_round(root: Path, number: int) -> list[float]:
-    """Run the ranks until all have saved, and kill them. Returns what share each has read from copies."""
+    """Run the ranks until all have saved, and kill them. Return the fraction that each read from copies."""
     reading, told = os.pipe()
     children = []
     for rank in range(RANKS):
@@ -76,12 +76,10 @@ def run_round(root: Path, number: int) -> list[float]:
 
 
 def copy_of(root: Path, rank: int, step: int, keeper: int) -> Path:
-    """Where a node keeps the file that a rank has written."""
     return root / "nodes" / str(keeper) / f"rank-{keeper}" / f"step_{step:06d}" / f"__{rank}_0.distcp"
 
 
 def main() -> None:
-    """All rounds, one after the other."""
     root = Path(sys.argv[1])
     torch.set_num_threads(1)
     (root / "run").mkdir()

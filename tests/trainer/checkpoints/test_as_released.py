@@ -1,4 +1,4 @@
-"""Checkpoints as they are released: in block-scale FP8, with layers that predict further ahead, under other names."""
+"""Released checkpoints: block-scale FP8, multi-token-prediction layers, and other names."""
 
 from __future__ import annotations
 
@@ -29,12 +29,11 @@ from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 from tests.trainer.families import CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "minimax_m2")
-"""Families whose publishers release them in FP8."""
+"""Families that are released in FP8."""
 BY_NAME = {case.name: case for case in CASES}
 
 
 def exported(policy: PolicyModel) -> dict[str, torch.Tensor]:
-    """All tensors of a policy."""
     return {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
 
 
@@ -95,7 +94,7 @@ def test_unchanged_policy_is_published_as_its_fp8_checkpoint(case: Case, world: 
 
 
 def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:
-    """What is published in the compute dtype: neither FP8, nor scales, nor a router's bias."""
+    """Names published in the compute dtype: neither FP8, nor scales, nor a router's bias."""
     return {
         name
         for name, tensor in released.items()
@@ -128,7 +127,7 @@ def test_exported_checkpoint_matches_published_fp8_policy(world: World, tmp_path
 def test_trainer_and_engines_multiply_by_the_same_numbers(
     family: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the first step, values are those of the checkpoint, and scales are as near as bfloat16 is."""
+    """Before the first step, values equal the checkpoint's, and scales are within bfloat16 rounding."""
     source = write(Case("wide", lambda: _wider(BY_NAME[family].config())), tmp_path / "source")
     to_fp8(source)
     model = {"path": str(source), "dtype": "bfloat16"}
@@ -143,7 +142,7 @@ def test_trainer_and_engines_multiply_by_the_same_numbers(
         return tensors(publisher.publish(version))
 
     def of_trainer() -> set[bytes]:
-        """Values and scales of every weight that is multiplied in FP8."""
+        """Return values and scales of every weight that is multiplied in FP8."""
         seen: set[bytes] = set()
         for name in ("linear_product", "grouped_product"):
             multiply = getattr(fp8, name)
@@ -226,7 +225,7 @@ def test_kimi_k2_is_deepseek_v3(trainer: dict[str, Any], world: World, tmp_path:
 
 
 def same_model(one: PolicyModel, other: PolicyModel) -> None:
-    """Layers of the same kinds, the same trained parameters and the same logits."""
+    """Assert equal layer types, trained parameters and logits."""
     for mine, theirs in zip(one.model.named_modules(), other.model.named_modules(), strict=True):
         assert (mine[0], type(mine[1])) == (theirs[0], type(theirs[1]))
     for name, parameter in other.model.named_parameters():

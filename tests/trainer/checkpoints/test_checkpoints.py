@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on."""
+"""Asynchronous checkpoints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 class Disk:
-    """Stands between torch and the disk: writing waits until it may, and may fail."""
+    """A fake of torch's writer that waits for permission to write, and may fail."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.free = threading.Event()
@@ -46,14 +46,14 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
-    """A disk that is not free yet."""
+    """A lock that blocks writes."""
     disk = Disk(monkeypatch)
     yield disk
     disk.free.set()
 
 
 class Run:
-    """One rank that trains in a directory and saves after every second step."""
+    """A rank that trains in a directory and saves every second step."""
 
     def __init__(self, directory: Path, model: Path, world: World, attempt: int = 1) -> None:
         recipe = make_recipe(
@@ -66,13 +66,11 @@ class Run:
         self.timer: PhaseTimer = make_timer(directory)
 
     def train(self, *steps: int) -> None:
-        """Train these steps."""
         for step in steps:
             self.train_step.train(make_batch(step), self.timer)
             self.saver.after(step, self.train_step, self.timer)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the policy's weights."""
         layers = export(self.train_step.policy, torch.float32)
         return {name: tensor.clone() for layer in layers for name, tensor in layer.items()}
 

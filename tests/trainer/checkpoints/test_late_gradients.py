@@ -1,4 +1,4 @@
-"""Checkpoints of parameters that have had no gradient yet."""
+"""Checkpoints of parameters without a gradient so far."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-VL directory."""
     return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
@@ -45,7 +44,7 @@ def test_added_state_is_the_initial_optimizer_state(kind: str, momentum: float, 
 
 
 def _two_steps(kind: str, momentum: float, add: bool) -> Tensors:
-    """Parameters and state after two steps. `add`: the optimizer's state is there before the first one."""
+    """Return parameters and state after two steps, with state added before the first one if `add`."""
     generator = torch.Generator().manual_seed(0)
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
 

@@ -1,4 +1,4 @@
-"""Copies of the newest checkpoint on the nodes: whoever starts again reads them, if they are what was written."""
+"""Local copies of the newest checkpoint: restarted ranks read them if their digests match."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_failed_copy_is_dropped(tmp_path: Path) -> None:
 
 
 def test_restarted_ranks_read_valid_copies(tmp_path: Path) -> None:
-    """Three ranks on nodes of their own: same nodes, a replaced node, a torn copy, two replaced nodes."""
+    """Three ranks on three nodes: same nodes, a replaced node, a truncated copy, two replaced nodes."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.restarted_ranks", str(tmp_path)]
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}

@@ -27,7 +27,7 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def trained(model: Path, directory: Path, world: World, steps: int, attempt: int = 1) -> tuple[TrainStep, Checkpoints]:
-    """A learner that has made so many steps, each with a checkpoint."""
+    """Train `steps` steps, each with a checkpoint."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 1, "keep": 3})
     train_step = TrainStep(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
     saver, timer = Checkpoints(directory, attempt, recipe.checkpoint, world, None), make_timer(directory)
@@ -38,12 +38,10 @@ def trained(model: Path, directory: Path, world: World, steps: int, attempt: int
 
 
 def weights(train_step: TrainStep) -> dict[str, torch.Tensor]:
-    """Copies of all parameters."""
     return {name: tensor.detach().clone() for name, tensor in train_step.policy.model.named_parameters()}
 
 
 def flip(path: Path) -> None:
-    """Change one byte in the middle."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -93,7 +91,7 @@ def test_unreadable_checkpoint_is_not_damaged(
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO])
 def test_every_storage_call_may_fail_once(number: int, moe_model: Path, world: World, tmp_path: Path) -> None:
-    """Flushes, too: a file whose flush has failed is written again."""
+    """Includes fsync: a file whose fsync failed is rewritten."""
     with FaultyStorage(tmp_path, once(number)).installed():
         train_step, _ = trained(moe_model, tmp_path, world, 2)
     assert checkpoints.committed(tmp_path) == [1, 2]
@@ -154,7 +152,7 @@ def test_restore_reads_each_byte_once(moe_model: Path, world: World, tmp_path: P
 
 
 def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_path: Path) -> None:
-    """Those on the device, and those in host memory, written from a copy."""
+    """Moments on the device, and offloaded moments that are written from a copy."""
     sizes = {}
     for moments, host in (("float32", False), ("bfloat16", False), ("bfloat16", True)):
         run_dir = tmp_path / f"{moments}-{host}"
@@ -257,7 +255,6 @@ while True:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
-    """Writing, committing, pruning and reading, killed after a random number of commits and bytes."""
     rounds, choose, told = 2, random.Random(seed), 0
     for _ in range(rounds):
         command = [sys.executable, "-W", "ignore", "-c", WRITE_FOR_EVER, str(tmp_path), str(told + 1)]
@@ -285,7 +282,7 @@ def test_kills_lose_no_commit(seed: int, tmp_path: Path) -> None:
 
 
 def test_kills_of_one_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
-    """Three ranks, one of them killed at some byte or file while they write, read, commit and prune, in each round."""
+    """In each round, one of three ranks is killed at a random byte or file."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"]
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}

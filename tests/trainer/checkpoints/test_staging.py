@@ -1,4 +1,4 @@
-"""Whether host memory has room for copies of what is saved."""
+"""Free host memory for copies of the saved state."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def test_tensor_bytes_counts_all_tensors() -> None:
 
 
 def files(root: Path, contents: dict[str, str]) -> None:
-    """Write files below a directory."""
     for name, text in contents.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Compiled layers compute what others do."""
+"""Compiled layers match eager ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 
 BY_NAME = {case.name: case for case in CASES}
 ALIKE = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
-"""Model types that are built by another one's code, and the case that stands for them."""
+"""Model types that share the code of another type, and its case."""
 VARIED = ("deepseek_v3", "gpt_oss", "qwen3_moe")
-"""Traced a second time, for rows of any number, which takes longest: latent attention, sinks, and neither."""
+"""Families that are also traced for any number of rows: latent attention, sinks, and neither."""
 COMPILED = sorted(
     {ALIKE.get(model_type, model_type) for model_type, can in model_types(bundled()).items() if can.compile}
 )
@@ -30,13 +30,12 @@ COMPILED = sorted(
 
 @pytest.fixture(autouse=True)
 def nothing_compiled() -> Iterator[None]:
-    """Each test compiles its own."""
     yield
     torch.compiler.reset()
 
 
 def check(case: str, directory: Path, world: World, checkpointing: str, first: int = 1) -> None:
-    """Whether compiled gradients are as near to the exact ones as those that are rounded alike."""
+    """Return whether compiled gradients are as exact as eager ones in the same dtype."""
     write(BY_NAME[case], directory / case)
     layers = {"activation_checkpointing": checkpointing}
     exact = gradients(Layout(case, layers, first=first), directory, world)

@@ -1,4 +1,4 @@
-"""A mask by indices that are broadcast is that of the rule asked for one query and key after the other."""
+"""Dense masks from broadcast indices match the mask rule for single pairs."""
 
 from __future__ import annotations
 

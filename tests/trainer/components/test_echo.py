@@ -1,4 +1,4 @@
-"""What stands beside the sampled tokens, from the batch to the metrics: observed tokens, and the teacher's part."""
+"""Observed tokens and teacher log-probabilities, from the batch to the metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_observed_tokens_are_trained(dense_model: Path, world: World, tmp_path: 
 
 
 def test_teacher_logprobs_are_aligned_with_their_tokens(dense_model: Path, world: World, tmp_path: Path) -> None:
-    """A teacher that finds every token half as likely as the policy gives terms of known size."""
+    """A teacher with half the policy's probability gives terms of known size."""
     recipe = make_recipe(dense_model)
     policy = build(recipe, world)
     plain = make_batch(1)

@@ -1,4 +1,4 @@
-"""Log-probabilities far apart: what cannot be trained is left out, and one token never has the pull of a batch."""
+"""Extreme log-probabilities: impossible tokens are not trained, and gradients of single tokens are bounded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from primeslurm.trainer.components.loss import Sums, Targets, from_recipe
 from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, Rollout, RolloutInfo
 
 TOKENS, ODD = 12, 5
-"""Tokens of two sequences of six, and which of them is out of the ordinary."""
+"""Number of tokens (two sequences of six), and the index of the extreme one."""
 
 
 def ratio_of_ones_own(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-    """A user's loss, with what overflows: an unbounded ratio, and where()."""
+    """A custom loss that overflows: an unbounded ratio, and where()."""
     ratio = (logprobs - targets.logprobs).exp()
     return Sums(-torch.where(ratio < 2, ratio * targets.advantages, 2 * targets.advantages).sum(), {})
 
@@ -42,7 +42,6 @@ LOSSES: list[Loss] = [
 
 
 def sample(sign: float) -> tuple[torch.Tensor, Targets]:
-    """Ordinary tokens, with advantages of this sign."""
     generator = torch.Generator().manual_seed(0)
     engine = -0.1 - 3 * torch.rand(TOKENS, generator=generator)
     targets = Targets(
@@ -119,7 +118,7 @@ def test_ratio_cap_limits_the_gradient_of_a_sequence() -> None:
 @pytest.mark.parametrize("trainer", [-1.0, -30.0, -200.0, -9999.0])
 @pytest.mark.parametrize("engine", [-1.0, -30.0])
 def test_gradient_of_teacher_kl_is_bounded(teacher: float, trainer: float, engine: float) -> None:
-    """Its gradient is -r * u, with r and u bounded."""
+    """The gradient is -r * u, with r and u bounded."""
     logprobs, targets = sample(0.0)
     targets = replace(
         targets,

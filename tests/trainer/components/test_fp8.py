@@ -1,4 +1,4 @@
-"""Block-scaled FP8: the quantiser, products and gradients against float64, and models that compute in it."""
+"""Block-scaled FP8: quantization, products and gradients against float64, and models in FP8."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
 
 
 def rounding(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    """The largest error of each quantised value."""
+    """Return the maximum rounding error of each quantized value."""
     scales = replace(quantize(values, block), data=torch.ones_like(values).to(torch.float8_e4m3fn))
     return torch.maximum(values.double().abs() * RELATIVE, scales.values(torch.float64) * ABSOLUTE)
 
@@ -169,7 +169,7 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
 
 
 def widened(case: Case) -> Case:
-    """The case with blocks that are cut off at the edge of its matrices, and weights too small to magnify rounding."""
+    """Return the case with partial blocks at the matrix edges, and weights too small to magnify rounding."""
 
     def config() -> Any:
         made = case.config()
@@ -184,7 +184,7 @@ def widened(case: Case) -> Case:
 
 
 def run(policy: PolicyModel, routed: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits of a row, and the gradients of something of them."""
+    """Return the logits of a row, and gradients of a function of them."""
     logits = policy.logits(TOKENS, POSITIONS, routed=routed)[0]
     logits.logsumexp(-1).sum().backward()
     reached = ((name, p.grad) for name, p in policy.model.named_parameters() if p.grad is not None)
@@ -192,7 +192,7 @@ def run(policy: PolicyModel, routed: torch.Tensor | None) -> tuple[torch.Tensor,
 
 
 def routes(policy: PolicyModel) -> torch.Tensor:
-    """The experts that a policy chooses, as `Policy.logits` takes them."""
+    """Return the experts that a policy chooses, as `logits` takes them."""
     taken = torch.zeros(1, SEQ_LEN, len(policy.model.layers), 2, dtype=torch.uint8)
 
     def note(router: Any, _: Any, output: tuple[torch.Tensor, ...]) -> None:
@@ -207,7 +207,7 @@ def routes(policy: PolicyModel) -> torch.Tensor:
 
 
 def is_exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    """After a linear layer's forward pass: it is the product of what FP8 makes of its operands."""
+    """Forward hook: assert that the output is the product of the quantized operands."""
     rows, weight = (quantize(t, block) for t, block in ((inputs[0].detach(), ROWS), (module.weight.detach(), BLOCKS)))
     exactly = rows.values(torch.float64) @ weight.values(torch.float64).T
     if module.bias is not None:
@@ -216,7 +216,7 @@ def is_exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
 
 
 class Grouped:
-    """Stands between experts and `fp8.grouped_product`: each product is that of what FP8 makes of its operands."""
+    """Wraps `fp8.grouped_product`, and asserts that each result is the product of the quantized operands."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.products = 0
@@ -278,7 +278,7 @@ def test_only_weights_stored_in_fp8_compute_in_fp8(world: World, tmp_path: Path)
 
 
 class Layer(torch.nn.Module):
-    """Projections of one input, and experts whose gate and up projections share theirs."""
+    """Projections of a common input, and experts with gate and up projections of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +286,6 @@ class Layer(torch.nn.Module):
         self.experts = torch.nn.ParameterList(matrix(2, 128, 128, seed=i).float() for i in range(2))
 
     def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """Of rows [rows, 128]: [rows, 128]."""
         q, k, v = (fp8.linear_product(x, weight) for weight in self.qkv)
         gate, up = (fp8.grouped_product(x, weight, offsets) for weight in self.experts)
         return q * k + v + gate * up

@@ -1,4 +1,4 @@
-"""What training leaves as the checkpoint has it: a router's selection bias, and the indexers of sparse attention."""
+"""Frozen weights: router biases and the indexers of sparse attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every layout of ranks computes the gradients of one process."""
+"""Every parallel layout computes the gradients of one process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.trainer.gradients import Layout, compare, gradients, worst
 
 TOLERANCE = 5e-6
 DELTA_NETS = 2e-5
-"""Of gated delta nets over several ranks: 8.5e-6 on CPUs with AMX, where sums are in yet another order."""
+"""Tolerance of gated delta nets over several ranks. Measured: 8.5e-6 on CPUs with AMX."""
 ROUNDED = 2e-2
-"""Of gradients that are summed in bfloat16: a few roundings of 2^-9, of parts that may be larger than their sum."""
+"""Tolerance of gradients summed in bfloat16: a few roundings of 2^-9."""
 
 # All cases of a size share one set of processes; a case more costs about a second.
 TWO_RANKS = [
@@ -95,7 +95,7 @@ FOUR_RANKS = [
 
 @pytest.fixture(scope="module")
 def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the model of every case, and the gradients that one process computes."""
+    """Write the model of every case, and the gradients of one process."""
     directory = tmp_path_factory.mktemp("gradients")
     used = {layout.case for layout in TWO_RANKS + FOUR_RANKS}
     for case in (*CASES, *SEEING_CASES, *UNEVEN_CASES):
@@ -109,13 +109,11 @@ def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two_ranks(references: Path) -> dict[str, float]:
-    """The worst difference of each layout of two ranks."""
     return dict(zip(map(str, TWO_RANKS), compare(2, TWO_RANKS, references), strict=True))
 
 
 @pytest.fixture(scope="module")
 def four_ranks(references: Path) -> dict[str, float]:
-    """The worst difference of each layout of four ranks."""
     return dict(zip(map(str, FOUR_RANKS), compare(4, FOUR_RANKS, references), strict=True))
 
 
@@ -130,7 +128,7 @@ def test_four_ranks_match_one(layout: Layout, four_ranks: dict[str, float]) -> N
 
 
 def check(layout: Layout, difference: float) -> None:
-    """Whether a difference is of rounding alone; in bfloat16 there is one."""
+    """Return whether a difference is within rounding (and not 0 in bfloat16)."""
     if layout.parallelism.get("gradient_dtype") == "bfloat16":
         assert 1e-4 < difference < ROUNDED
     else:

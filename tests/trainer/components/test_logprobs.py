@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against those from whole logits: values, gradients, and through the sharded model."""
+"""Chunked log-probabilities against whole logits: values, gradients, and in the sharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
 
 
 def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[torch.Tensor]:
-    """Log-probs, entropies, and the gradients of hidden states and head, for a loss that weighs every token anew."""
+    """Return log-probs, entropies, and gradients of hidden states and head for a weighted loss."""
     generator = torch.Generator().manual_seed(0)
     shape = (ROWS, LENGTH)
     hidden = torch.randn(*shape, DIM, generator=generator).to(dtype).requires_grad_()

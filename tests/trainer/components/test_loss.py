@@ -1,4 +1,4 @@
-"""The losses against formulas written out in numpy."""
+"""The losses against formulas in plain numpy and float64."""
 
 from __future__ import annotations
 
@@ -18,14 +18,11 @@ from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, cros
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ROWS, LENGTH, VOCABULARY = 3, 60, 11
 LENGTHS = (31, 20, 9)
-"""Of the documents of each row."""
+"""Lengths of the documents of each row."""
 
 
 def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets, torch.Tensor]:
-    """Random logits whose engine log-probs are far enough off that some tokens are masked on either side.
-
-    And their targets, with the mask of those that are trained.
-    """
+    """Return random logits, targets and the mask of trained tokens. Trust regions mask some tokens on either side."""
     generator = torch.Generator().manual_seed(seed)
     shape = (ROWS, LENGTH)
     logits = (3 * torch.randn(*shape, VOCABULARY, generator=generator)).requires_grad_()
@@ -43,7 +40,7 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets, torch.Tensor]:
 
 
 def evaluate(function: LossFunction, logits: torch.Tensor, targets: Targets, mask: torch.Tensor) -> Sums:
-    """A loss of logits: an identity for a head makes them hidden states."""
+    """Evaluate a loss of logits, with an identity as the head."""
     head, trained = torch.eye(VOCABULARY), targets.apply(lambda tensor: tensor[mask])
     places = mask.flatten().nonzero().squeeze(1)
     return function(*token_logprobs(logits, head, trained.labels, trained.temperatures, places, None), trained)
@@ -52,7 +49,7 @@ def evaluate(function: LossFunction, logits: torch.Tensor, targets: Targets, mas
 def reference(
     logits: torch.Tensor, targets: Targets, mask: torch.Tensor, config: DppoLoss | IpoLoss
 ) -> tuple[dict[str, float], torch.Tensor]:
-    """The sums, token by token in float64, and the gradient of the loss with respect to the logits."""
+    """Return sums over tokens in float64, and the gradient of the loss with respect to the logits."""
     sums = dict.fromkeys(
         ("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low", "ref_kl", "capped"), 0.0
     )
@@ -92,7 +89,7 @@ def reference(
 
 
 def outside(config: DppoLoss | IpoLoss, advantage: float, moved: float) -> tuple[bool, bool]:
-    """Whether a probability rose, or fell, too far for a token of this advantage."""
+    """Return whether a probability rose, or fell, out of the trust region."""
     if isinstance(config, DppoLoss):
         return advantage > 0 and moved > config.mask_high, advantage <= 0 and moved < -config.mask_low
     return moved > config.threshold, moved < -config.threshold
@@ -134,7 +131,7 @@ def test_policy_gradients_match_the_formula(config: DppoLoss | IpoLoss) -> None:
 
 
 def test_teacher_kl_and_its_gradient_are_unbiased() -> None:
-    """Every token of a vocabulary, as often as the engine samples it, against KL(trainer || teacher) itself."""
+    """The expectation over all tokens of a vocabulary equals KL(trainer || teacher)."""
     generator = torch.Generator().manual_seed(1)
     trainer, engine, teacher = (torch.randn(VOCABULARY, generator=generator).double() for _ in range(3))
     trainer.requires_grad_()
@@ -230,7 +227,7 @@ def test_observed_tokens_add_only_weighted_cross_entropy() -> None:
 
 
 def reinforce(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, bonus: float) -> Sums:
-    """What a user might write."""
+    """A custom loss."""
     loss = -(targets.advantages * logprobs).sum()
     return Sums(loss, {"bonus": bonus * entropy.sum()})
 

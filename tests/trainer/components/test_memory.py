@@ -1,4 +1,4 @@
-"""What saves memory changes no number. How much it saves is measured on a GPU: tests/gpu/test_memory.py."""
+"""Memory savings do not change results. tests/gpu/test_memory.py measures the savings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 
 def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
-    """Losses and gradient norms of two steps of two micro batches, and the weights after them."""
+    """Return losses, gradient norms and final weights of two steps of two micro batches."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 2 * SEQ_LEN, **trainer})
     policy = build(recipe, world)
     train_step = TrainStep(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
@@ -31,7 +31,6 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
 
 @pytest.fixture(scope="module")
 def plain(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """Nothing saved."""
     return train(moe_model, tmp_path_factory.mktemp("plain"), world)
 
 

@@ -1,4 +1,4 @@
-"""Optimizers: one step of each against its formula, and every layout of ranks and every resume against one process."""
+"""Optimizers against their formulas, and layouts and resumes against one process."""
 
 from __future__ import annotations
 
@@ -30,8 +30,6 @@ STEPS = 3
 
 
 class Pair(torch.nn.Module):
-    """A matrix in a layer, and a norm."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList([torch.nn.Linear(6, 4, bias=False)])
@@ -98,7 +96,7 @@ OF_MUON = {
     *(f"mlp.{m}.weight" for m in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")),
     *(f"mlp.experts.{m}" for m in ("gate_up_proj", "down_proj")),
 }
-"""Parameters of layers that are matrices, in all families, named within their layer."""
+"""Matrices within layers of all families."""
 OF_ADAMW = {
     "delta_net.conv_weight",
     "mamba.conv_weight",
@@ -107,11 +105,11 @@ OF_ADAMW = {
     "moe.shared_experts.gate.weight",
     *(f"moe.routed_experts.inner_experts.{m}" for m in ("gate_up_bias_EG", "down_bias_ED")),
 }
-"""Parameters of layers that have several dimensions but are no matrices: convolutions, routers, biases, a vector."""
+"""Parameters within layers with several dimensions that Muon does not train."""
 
 
 def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]:
-    """Names of the parameters of a family that Muon trains, and of the others."""
+    """Return the names of the parameters that Muon trains, and of the others."""
     config, path = case.config(), Path("/nowhere")
     sees = hasattr(config, "vision_config") and case is not BLIND_CASE
     named = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": False} if sees else None}
@@ -142,7 +140,7 @@ def test_muon_trains_adapters(world: World) -> None:
 
 
 def rates(schedule: str, floor: float, steps: int = 10) -> Iterator[float]:
-    """The learning rates of ten steps, two of them warm-up; or of some steps more."""
+    """Return the learning rates of the first steps, with two steps of warm-up."""
     config = Optimizer(type="sgd", lr=2.0, schedule=schedule, warmup_steps=2, min_lr_ratio=floor)
     optimizer = optimizers.build(config, Pair(), torch.float32)
     scheduler = optimizers.schedule(config, 10, optimizer)
@@ -174,14 +172,13 @@ Weights = dict[str, torch.Tensor]
 
 
 def trained(directory: Path) -> Weights:
-    """What was published after the last step."""
     files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 @pytest.fixture(scope="module")
 def runs(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every optimizer: by `one` process, by `two` expert-parallel ranks, and by one and then the other."""
+    """Run every optimizer with one process, two expert-parallel ranks, and with a resume in between."""
     root = tmp_path_factory.mktemp("optimizers")
     for kind in TYPES:
         train(root / "one" / kind, moe_model, kind, 1, world)
@@ -217,7 +214,7 @@ def test_resumed_run_matches_uninterrupted_run(kind: str, runs: Path) -> None:
     ],
 )
 def test_state_offload_does_not_change_results(layout: str, kind: str, runs: Path) -> None:
-    """Neither of a run, nor of one that goes on in the other mode."""
+    """Also for a run that resumes in the other mode."""
     expected, found = trained(runs / "two" / kind), trained(runs / layout / kind)
     assert set(found) == set(expected)
     for name, tensor in found.items():
@@ -231,7 +228,6 @@ def test_checkpoint_of_offloaded_state_loads_without_offload(kind: str, runs: Pa
 
 
 def described(directory: Path) -> dict[str, object]:
-    """Name, kind, shape and dtype of everything in the checkpoint of step 2."""
     (trainer,) = directory.glob("*2/trainer")
     found = dcp.FileSystemReader(trainer).read_metadata().state_dict_metadata
     return {

@@ -1,4 +1,4 @@
-"""Experts whose products are made one after the other compute what grouped products do."""
+"""Per-expert products match grouped products."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Router replay: given choices are followed, in value and gradient, and nothing else changes."""
+"""Router replay follows given choices in values and gradients, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -27,13 +27,12 @@ POSITIONS = torch.arange(SEQ_LEN)[None]
 
 
 def policy_of(path: Path, world: World, checkpointing: str = "none") -> PolicyModel:
-    """A policy that replays."""
     parallelism = {"activation_checkpointing": checkpointing}
     return build(make_recipe(path, trainer={"router_replay": True, "parallelism": parallelism}), world)
 
 
 def run(policy: PolicyModel, routed: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """Logits, and the experts [1, len, top_k] of each layer that has any."""
+    """Return logits, and the experts [1, len, top_k] of each MoE layer."""
     taken: dict[int, torch.Tensor] = {}
 
     def note(router: Any, _: Any, output: tuple[torch.Tensor, ...]) -> None:
@@ -76,7 +75,7 @@ def test_replayed_own_choices_change_nothing_and_others_are_followed(case: Case,
 
 @pytest.mark.parametrize("wrong", [(0, 0), (3, 3), (9, 1), (255, 1), (1, 255)])
 def test_invalid_experts_are_not_replayed(wrong: tuple[int, int], moe_model: Path, world: World) -> None:
-    """Each token is a document of its own, so that no token reads another one."""
+    """Each token is its own document, so that tokens are independent."""
     policy = policy_of(moe_model, world)
     positions = torch.zeros_like(POSITIONS)
     routed = torch.rand(1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(2)).argsort(-1)[..., :2]
@@ -120,7 +119,7 @@ def test_replay_matches_outputs_and_gate_gradients_of_transformers(moe_model: Pa
 
 
 def force(gate: Any, choices: torch.Tensor) -> None:
-    """Have a gate of transformers choose these experts, where they are known."""
+    """Make a gate of transformers choose given experts where they are known."""
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         logits = hidden.reshape(-1, gate.hidden_dim) @ gate.weight.t()

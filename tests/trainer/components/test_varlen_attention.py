@@ -1,4 +1,4 @@
-"""What the compiler is told of varlen attention's kernels; what they compute: tests/gpu/test_parallel.py."""
+"""Fake outputs of varlen attention for torch.compile. tests/gpu/test_parallel.py tests the values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primeslurm.trainer.components import varlen_attention
 def test_fake_outputs_have_the_strides_of_kernels(
     size: int, value_size: int, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Compiled code stops on a GPU where they do not."""
+    """Otherwise compiled code fails on GPUs."""
     monkeypatch.setattr(varlen_attention, "current_flash_attention_impl", lambda: kernels)
     with FakeTensorMode():
         queries, keys = (torch.empty(16, 8, size, dtype=torch.bfloat16) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Images whose bytes were changed at random: an image, or the error that names it. A trainer meets no other."""
+"""Images with random damage are decoded, or raise an error with their name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_formats_decoded_by_external_programs_are_rejected() -> None:
 
 
 def test_errors_of_all_decoders_are_handled() -> None:
-    """Pillow's for AVIF raises a RuntimeError."""
+    """Pillow's AVIF decoder raises RuntimeError."""
     found, whole = [], stored("AVIF")
     for place in range(0, len(whole) - 8, 8):
         try:

@@ -1,4 +1,4 @@
-"""A step of RL on rollouts with images, from the environment's data URIs to new weights, against transformers."""
+"""An RL step on rollouts with images, from data URIs to new weights, against transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.trainer.image_rows import MERGE, case_of, write_vision_model
 LR, TEMPERATURE, TRUST = 0.5, 0.8, 2e-3
 Size = tuple[int, int]
 Part = int | Size
-"""So many tokens of text, sampled if negative; or an image of this width and height."""
+"""Number of text tokens (negative: sampled), or width and height of an image."""
 ROLLOUTS: tuple[tuple[Part, ...], ...] = (
     # it ends between its images: the second would be cut
     (4, (24, 16), 3, -12, 5, (16, 16), 2, -20, (24, 24), 3, -6),
@@ -46,18 +46,16 @@ ROLLOUTS: tuple[tuple[Part, ...], ...] = (
     (4, -7),
 )
 CUT_AT = 62
-"""Tokens of the first rollout before its last image, of 9 tokens."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A rollout, and what transformers makes of it."""
+    """A rollout with inputs and results of the reference."""
 
     rollout: Rollout
     images: dict[str, torch.Tensor]
-    """Arguments of the reference."""
     trained: np.ndarray
-    """[n_tokens]: sampled, and within a row."""
+    """Whether a token is sampled and within a row [n_tokens]."""
 
 
 def noise(size: Size, rng: np.random.Generator) -> Image.Image:
@@ -75,11 +73,10 @@ def uri(image: Image.Image) -> str:
 
 
 PNG = png(noise((16, 8), np.random.default_rng(0)))
-"""An image of two tokens."""
 
 
 def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
-    """Random text, sampled text and images; the log-probabilities of the engine are not there yet."""
+    """Return random text, sampled text and images, without engine log-probabilities."""
     rng = np.random.default_rng(number)
     tokens: list[int] = []
     mask: list[bool] = []
@@ -109,7 +106,7 @@ def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
 
 
 def reference_logprobs(reference: Any, seen: Seen) -> torch.Tensor:
-    """Of each token of a whole rollout, alone; 0 for the first."""
+    """Return the reference's log-probability of each token; 0 for the first."""
     ids = torch.from_numpy(seen.rollout.token_ids).long()[None]
     kinds = {"mm_token_type_ids": (ids == IMAGES["image_token_id"]).int()} if seen.images else {}
     scores = (reference(ids, **seen.images, **kinds).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
@@ -117,7 +114,7 @@ def reference_logprobs(reference: Any, seen: Seen) -> torch.Tensor:
 
 
 def as_engines_sampled(seen: list[Seen], logprobs: list[torch.Tensor]) -> list[Seen]:
-    """With log-probabilities near those of the reference, as an older policy has them."""
+    """Return the rollout with log-probabilities of an older policy."""
     rng = np.random.default_rng(5)
     result = []
     for one, values in zip(seen, logprobs, strict=True):
@@ -129,7 +126,7 @@ def as_engines_sampled(seen: list[Seen], logprobs: list[torch.Tensor]) -> list[S
 
 
 def orchestrated(recipe: Recipe, rollouts: list[Rollout], directory: Path) -> Batch:
-    """As the orchestrator sends them to the trainer."""
+    """Return the batch that the orchestrator would send."""
     received = [Rollout.decode([bytes(f) for f in stored(rollout, directory).encode()]) for rollout in rollouts]
     group = RolloutGroup.from_bytes(RolloutGroup("g", "e", 0, 0, tuple((rollout,) for rollout in received)).to_bytes())
     batches = Batches(recipe, algorithms.from_recipe(recipe))
@@ -140,7 +137,7 @@ def orchestrated(recipe: Recipe, rollouts: list[Rollout], directory: Path) -> Ba
 
 
 def watched(function: LossFunction, seen: list[tuple[torch.Tensor, Targets]]) -> LossFunction:
-    """A loss that notes which log-probabilities it was given."""
+    """A loss that records its log-probabilities."""
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
         seen.append((logprobs.detach(), targets))
@@ -151,12 +148,10 @@ def watched(function: LossFunction, seen: list[tuple[torch.Tensor, Targets]]) ->
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-VL directory."""
     return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 def recipe_of(model: Path) -> Recipe:
-    """One step of plain gradient descent."""
     return make_recipe(
         model,
         model={"path": str(model), "dtype": "float32", "vlm": {}},
@@ -229,7 +224,7 @@ def test_step_matches_transformers_on_whole_rollouts(name: str, world: World, tm
 
 
 def released(reference: Any) -> dict[str, torch.Tensor]:
-    """The gradients of all but the encoder under the names of checkpoints."""
+    """Return the gradients outside of the encoder by checkpoint name."""
     found = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None and ".visual." not in name}
     return {name: grad.mT if ".experts." in name else grad for name, grad in found.items()}
 

@@ -1,4 +1,4 @@
-"""SFT on conversations with images: how they are read and cut, and that they are learned from."""
+"""SFT on conversations with images: reading, truncation and learning."""
 
 from __future__ import annotations
 
@@ -33,18 +33,16 @@ COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Qwen3-VL directory."""
     return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 @pytest.fixture(scope="module")
 def reader(model: Path) -> ImageReader:
-    """What reads images for it."""
     return ImageReader(model, IMAGES["image_token_id"])
 
 
 def conversation(answer: str, *sources: str) -> dict[str, Any]:
-    """What colour? In another form for each image."""
+    """Conversations that ask for the colour of images in several forms."""
     images: list[dict[str, Any]] = [
         {"type": "image", "image": source} if index % 2 == 0 else {"type": "image_url", "image_url": {"url": source}}
         for index, source in enumerate(sources)
@@ -54,7 +52,7 @@ def conversation(answer: str, *sources: str) -> dict[str, Any]:
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> Path:
-    """Lines of a data file, and beside it an image of each colour, `r.png` and `b.png`."""
+    """Write a data file, and images `r.png` and `b.png` beside it."""
     for name, colour in COLOURS.items():
         Image.new("RGB", (16, 8), colour).save(directory / f"{name}.png")
     path = directory / "data.jsonl"
@@ -134,7 +132,6 @@ def test_unusable_image_is_named(
 
 
 def colours_recipe(model: Path, path: Path, freeze: bool = True, **sections: Any) -> Recipe:
-    """Two questions that differ by nothing but their image."""
     vlm = {"path": str(model), "dtype": "float32", "vlm": {"freeze_vision_encoder": freeze}}
     trainer = {"optimizer": {"lr": 2e-2}}
     return sft_recipe(model, path, model=vlm, trainer=trainer, **sections)
@@ -142,7 +139,6 @@ def colours_recipe(model: Path, path: Path, freeze: bool = True, **sections: Any
 
 @pytest.fixture
 def colours(tmp_path: Path) -> Path:
-    """A question about each colour, four times."""
     return write_lines(tmp_path, *[conversation(name, f"{name}.png") for name in COLOURS] * 4)
 
 

@@ -1,4 +1,4 @@
-"""Weights that travel in FP8 train as those that are quantised where they arrive do, bit for bit."""
+"""Weights gathered in FP8 train bit for bit like weights quantized after the gather."""
 
 from __future__ import annotations
 

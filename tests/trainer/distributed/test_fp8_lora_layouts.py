@@ -1,4 +1,4 @@
-"""FP8 and adapters with experts on two ranks train as one rank does."""
+"""FP8 and LoRA with expert parallelism match one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer rank beside an engine keeps to its share of the GPU's memory."""
+"""Memory limit of a trainer rank that shares a GPU with an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plan says about the trainer is what the trainer is."""
+"""The planner's model of the trainer matches the trainer."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Every ready recipe's trainer at its real size: model, optimizer, names, checkpoint, sending and memory of its ranks.
+"""The trainer of every ready recipe at its real size: model, optimizer, checkpoint, transfer and memory per rank.
 
-Layers are repeated exactly, so of most recipes there are only the first ones, with every kind of layer; of the
-flagship, and beside Muon, there are all.
+Layers repeat, so most recipes are tested with their first layers only. The flagship and Muon have all of them.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ PATHS = {path.stem: path for path in [*sorted((ROOT / "recipes").glob("*.yaml"))
 RECIPES = {name: load_recipe(path) for name, path in PATHS.items()}
 TRAINED = [name for name, recipe in RECIPES.items() if recipe.model.path in catalog() and recipe.task in ("rl", "sft")]
 LAYERS = {"glm5_pd": "", "glm5_r3": "5", "nemotron3_ultra_pd": "9", "intellect3": ""}
-"""Of the others 4 are enough: dense and sparse, sliding and full."""
+"""Four layers cover dense and sparse, sliding and full ones."""
 RANKS = {"glm5_pd": "0", "glm5_r3": "1,-1", "intellect3": "0", "qwen3_30b_a3b_sft": "", "qwen3_8b_single_node": ""}
-"""All of one with experts and of one without; of the others the first and the last, which has what is left."""
+"""All ranks of two recipes; the first and the last rank of the others."""
 
 
 @pytest.fixture(scope="module")
 def layouts() -> dict[str, dict[str, Any]]:
-    """What was found, by recipe. In a process of its own, as groups of this one may be real."""
+    """Results by recipe, computed in another process because this one may have real process groups."""
     asked = [f"{PATHS[name]}:{LAYERS.get(name, '4')}:{RANKS.get(name, '0,-1')}" for name in TRAINED]
     command = [sys.executable, "-m", "benchmarks", "trainer_layouts", *asked]
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=900)

@@ -1,4 +1,4 @@
-"""Strangers at the rendezvous of a trainer's ranks: torch's own store, and what stands in front of it."""
+"""Protection of the trainer's rendezvous against other users: torch's store and its gate."""
 
 from __future__ import annotations
 
@@ -35,15 +35,13 @@ for port in map(int, sys.argv[1:]):
 
 
 def attack(*ports: int) -> list[str]:
-    """What another user of the node does with ports that he finds in /proc/net/tcp; and what came of it."""
+    """Attack ports from /proc/net/tcp as another user of the node would. Return the result."""
     words = [sys.executable, "-c", ATTACK, *map(str, ports)]
     return subprocess.run(words, capture_output=True, text=True, timeout=300).stdout.splitlines()
 
 
 @dataclass
 class Meeting:
-    """A rank 0 with its store."""
-
     store: dist.TCPStore
     port: int
     way: int
@@ -68,10 +66,7 @@ def test_ranks_connect_through_their_gates(meeting: Meeting) -> None:
 
 
 def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
-    """Neither at the rendezvous port, nor at the passage of a rank, nor at the port that torch itself listens at.
-
-    Should torch close its own one day, the gate can go.
-    """
+    """Neither at the rendezvous port, nor at a rank's gate, nor at torch's own port."""
     bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
     for store in (bare, meeting.store):
         store.set("key", "ours")
@@ -83,7 +78,6 @@ def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
 
 
 def test_store_without_gate_accepts_strangers() -> None:
-    """`tests/emulated` says it to every port of a run."""
     bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
     with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
         stranger.sendall(MESSAGES["a store's client"])
@@ -144,7 +138,7 @@ def test_connection_before_the_gate_opened_is_detected() -> None:
 
 
 def test_store_uses_another_port_if_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one does that waits for its own server at a port that was free a moment ago."""
+    """Such a program waits for its own server at a port that was free before."""
     strangers: list[socket.socket] = []
     opened = rendezvous.open_gate
 
@@ -162,7 +156,7 @@ def test_store_uses_another_port_if_it_is_taken(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_kernel_signs(meeting: Meeting) -> None:
-    """A kernel without TCP-MD5 would let users of rank 0's node reach the store."""
+    """Without TCP-MD5 in the kernel, users of rank 0's node could reach the store."""
     with socket.socket() as probe:
         probe.settimeout(1)
         with pytest.raises(TimeoutError):

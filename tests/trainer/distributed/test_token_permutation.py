@@ -1,4 +1,4 @@
-"""Tokens reach their experts and come back as torchtitan's dispatcher has it, with fewer passes."""
+"""The token dispatcher matches torchtitan's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Found = tuple[torch.Tensor, ...]
 
 
 def mixed(kind: Any, dtype: torch.dtype, **settings: Any) -> Found:
-    """What a layer of linear experts makes of tokens, and the gradients of tokens and scores."""
+    """Return outputs of linear experts, and gradients of tokens and scores."""
     torch.manual_seed(0)
     tokens = torch.randn(TOKENS, DIM, dtype=torch.float64).to(dtype).requires_grad_()
     weights = (torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64) / DIM**0.5).to(dtype)
@@ -93,7 +93,6 @@ def test_padding_rows_change_nothing() -> None:
 
 
 def test_no_rows_are_dispatched() -> None:
-    """A rank whose experts nobody chose."""
     where, owner = torch.full((4, 2), -1), torch.empty(0, dtype=torch.int64)
     empty = torch.empty(0, 3, requires_grad=True)
     weights = torch.ones(4, 2, requires_grad=True)

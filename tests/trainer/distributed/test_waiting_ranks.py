@@ -1,4 +1,4 @@
-"""Real ranks that wait in a collective tell who is not there, though their main threads can say nothing."""
+"""Ranks that wait in a collective report the missing rank, although their main threads are blocked."""
 
 from __future__ import annotations
 

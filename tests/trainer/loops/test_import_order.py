@@ -1,4 +1,4 @@
-"""torch and torchtitan are patched before anything of torchtitan is imported, whatever a program imports first."""
+"""torch and torchtitan are patched before any import of torchtitan."""
 
 from __future__ import annotations
 

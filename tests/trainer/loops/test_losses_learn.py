@@ -1,4 +1,4 @@
-"""Losses of ratios learn: a small policy samples, is rewarded, and is rewarded more a few steps later."""
+"""Policy gradient losses learn: the reward of a small policy rises within a few steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STEPS, GROUPS, MEMBERS, PROMPT, SAMPLED = 7, 8, 16, 2, 6
     ids=lambda loss: "-".join(str(value) for value in loss.values()),
 )
 def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World, tmp_path: Path) -> None:
-    """The reward is the share of even tokens. Every other batch is a step old, so ratios are not 1."""
+    """The reward is the fraction of even tokens. Every other batch is one step old, so that ratios differ from 1."""
     recipe = make_recipe(
         dense_model,
         max_steps=STEPS,
@@ -63,7 +63,7 @@ def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World,
 
 
 def sample(policy: PolicyModel, rng: np.random.Generator) -> list[RolloutGroup]:
-    """Groups of answers to random prompts, sampled token by token."""
+    """Sample groups of answers to random prompts."""
     prompts = np.repeat(rng.integers(3, tiny_model.VOCABULARY, (GROUPS, PROMPT)), MEMBERS, axis=0)
     tokens, logprobs = torch.from_numpy(prompts), []
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is fetched ahead is what is trained, and nobody waits for a batch that is not formed."""
+"""Prefetching of batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.trainer.conftest import make_batch
 
 
 class Link:
-    """Stands for a link: `answer` is what comes, as soon as `formed` is set."""
+    """A fake link that returns `answer` once `formed` is set."""
 
     def __init__(self, answer: Batch | Exception | None = None) -> None:
         self.answer = answer

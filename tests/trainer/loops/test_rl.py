@@ -25,7 +25,7 @@ from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks,
 
 
 class FakeOrchestrator:
-    """Answers the trainer on a thread: synthetic batches up to `limit`, then "wait"; remembers every request."""
+    """A fake orchestrator on a thread: synthetic batches up to `limit`, then "wait". Records all requests."""
 
     def __init__(self) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -34,7 +34,7 @@ class FakeOrchestrator:
         self.requests: list[trainer_link.Request] = []
         self.refuse_save = False
         self.transfer_at: int | None = None
-        """Step before which engines want the current policy again."""
+        """Step before which engines request the current policy again."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -69,32 +69,28 @@ class FakeOrchestrator:
         return trainer_link.Answer("ok")
 
     def of(self, kind: type) -> list[trainer_link.Request]:
-        """The requests of one kind, in order."""
         return [request for request in self.requests if isinstance(request, kind)]
 
     def wait_for(self, request: trainer_link.Request) -> None:
-        """Until `request` has come."""
         deadline = time.monotonic() + 300
         while request not in self.requests:
             assert time.monotonic() < deadline, f"no {request} among {self.requests}"
             time.sleep(0.05)
 
     def close(self) -> None:
-        """Stop the thread."""
         self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(timeout=60)
 
 
 @pytest.fixture
 def orchestrator() -> Iterator[FakeOrchestrator]:
-    """A running orchestrator end of the link."""
     fake = FakeOrchestrator()
     yield fake
     fake.close()
 
 
 class Run:
-    """A run directory, its recipe, and attempts started in it."""
+    """A run directory with its recipe and attempts."""
 
     def __init__(self, directory: Path, recipe: Recipe, orchestrator: FakeOrchestrator) -> None:
         self.directory = directory
@@ -104,13 +100,11 @@ class Run:
         self._attempt = 0
 
     def start(self, size: int = 1) -> list[Forked]:
-        """The next attempt's ranks."""
         self._attempt += 1
         address = self._orchestrator.address
         return start_ranks(size, *trainer_command(self._path, self.directory, self._attempt, address))
 
     def events(self, attempt: int, rank: int = 0) -> list[str]:
-        """Kinds of the events of one rank."""
         path = self.directory / "attempts" / str(attempt) / "events" / f"trainer-rank-{rank}.jsonl"
         return [json.loads(line)["kind"] for line in path.read_text().splitlines()]
 

@@ -1,4 +1,4 @@
-"""Rows that end where their documents do are trained as rows with padding are."""
+"""Rows without padding train like padded rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def without_padding(row: Row) -> Row:
-    """`make_row` ends in a document that is not trained, as padding is one."""
+    """`make_row` ends with an untrained document, like padding."""
     end = int(np.flatnonzero(row.positions == 0)[-1])
     return replace(row, **{name: array[:end] for name, array in row.arrays().items()})
 

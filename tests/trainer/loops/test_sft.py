@@ -1,4 +1,4 @@
-"""SFT: data, learning, checkpoints and what is published."""
+"""SFT: data, learning, checkpoints and published weights."""
 
 from __future__ import annotations
 
@@ -34,14 +34,13 @@ from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_fresh_ran
 
 @pytest.fixture(scope="module")
 def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Noise-free reverse-text conversations."""
     path = tmp_path_factory.mktemp("data") / "reverse.jsonl"
     path.write_text("".join(json.dumps(chat) + "\n" for chat in tiny_model.demonstrations(64, 0.0, 0)))
     return path
 
 
 def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
-    """Constant learning rate: a run in two parts is then the same as one."""
+    """The learning rate is constant, so that a resumed run matches an uninterrupted one."""
     sft = {"data": {"path": str(demonstrations)}, "batch_size": 8}
     base: dict[str, Any] = {"task": "sft", "sft": sft, "environments": [], "monitor": {"tensorboard": False}}
     return make_recipe(model, **(base | sections))
@@ -50,7 +49,7 @@ def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
 def train(
     recipe: Recipe, run_dir: Path, world: World, attempt: int = 1, reader: ImageReader | None = None
 ) -> list[dict[str, float]]:
-    """Run SFT in this process; returns metrics.jsonl."""
+    """Run SFT in this process. Return metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
     train_step = TrainStep(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
@@ -81,7 +80,6 @@ def test_superseded_trainer_writes_no_metrics(
 
 
 def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
-    """All tensors of a published version."""
     tensors: dict[str, torch.Tensor] = {}
     for file in filesystem.version_dir(run_dir, version).glob("*.safetensors"):
         tensors |= load_file(file)
@@ -131,7 +129,7 @@ def test_batches_cover_every_example_once_per_epoch() -> None:
 
 
 def test_rows_are_full() -> None:
-    """Lengths of real conversations differ: in order of the file a third of the rows' places would be padding."""
+    """With lengths of real conversations, packing in file order would leave a third of the rows as padding."""
     lengths = np.random.default_rng(0).integers(1, 4096, 512)
     examples = [sft_data.Example(np.full(n, i, np.int32), np.ones(n, bool)) for i, n in enumerate(lengths)]
     rows = sft_data.batch(examples, 1, len(examples), 4096, 0, 0, 1).rows

@@ -1,4 +1,4 @@
-"""A gradient that is not finite: the weights stay as they are, the run goes on, and three in a row end it."""
+"""A non-finite gradient skips the update; three in a row end the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSSES = [pytest.param(from_recipe(DppoLoss()), id="rl"), pytest.param(cross_ent
 
 
 def poisoned(batch: Batch) -> Batch:
-    """The same with one advantage that makes the gradient infinite."""
+    """Return the batch with an advantage that makes the gradient infinite."""
     row = batch.rows[0]
     token = np.flatnonzero(row.mask & (row.positions > 0))[0]
     row.advantages[token] = np.inf
@@ -86,7 +86,7 @@ def test_nan_weights_end_training(loss: LossFunction, moe_model: Path, world: Wo
 
 
 def test_all_ranks_skip_a_step_together(moe_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second rank's part of steps 2, and 4 to 6, has no finite gradient."""
+    """The second rank's rows of steps 2 and 4 to 6 have no finite gradient."""
 
     def encode(batch: Batch) -> list[Frame]:
         bad = batch.info.step in (2, 4, 5, 6) and batch.info.dp_rank == 1

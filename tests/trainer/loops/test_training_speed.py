@@ -1,4 +1,4 @@
-"""The benchmark of training steps, at a size that says nothing about speed; and the operations it counts."""
+"""The benchmark of training steps at a tiny size, and its operation counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which FlashAttention is chosen; what it computes is tested where there is a GPU (tests/gpu/test_parallel.py)."""
+"""Selection of FlashAttention. tests/gpu/test_parallel.py tests its results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from primeslurm.nn.kernels import flash_attention
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A fake of vLLM's kernels, which have more results than torch takes."""
+    """A fake of vLLM's kernels, which return more values than torch accepts."""
     fake = ModuleType(flash_attention.KERNELS)
     three = tuple(torch.full((1,), float(i)) for i in range(3))
     fake._flash_attn_fwd = lambda *args, **options: (*three[:2], None, None)  # type: ignore[attr-defined]

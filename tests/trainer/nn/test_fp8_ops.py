@@ -1,4 +1,4 @@
-"""FP8's operations for compiled layers compute what eager ones do, and say the right shapes of their results."""
+"""FP8 operators for compiled layers match eager ones, in values and fake shapes."""
 
 from __future__ import annotations
 

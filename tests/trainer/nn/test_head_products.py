@@ -1,4 +1,4 @@
-"""Products head by head are einsum's, and come in the order of tokens."""
+"""Per-head products match einsum, in the order of tokens."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What is asked of flash-linear-attention's kernels is what our plain recurrences compute.
+"""Calls of flash-linear-attention match our plain recurrences.
 
-Recurrences by the library's documentation stand in for it: tests/gpu has its own kernels.
+The documented recurrences stand in for the kernels, which tests/gpu tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 def by_step(q: Any, k: Any, v: Any, g: Any, state: Any, scale: float, beta: Any = None) -> Any:
-    """Position by position: the state decays, with `beta` forgets what it holds for k, and learns v for k."""
+    """The recurrence position by position: decay the state, then update the value of k by `beta`."""
     dtype = v.dtype
     q, k, v = (part.float().repeat_interleave(v.shape[2] // part.shape[2], dim=2) for part in (q, k, v))
     outs = []
@@ -111,7 +111,7 @@ def _space_inputs() -> list[torch.Tensor]:
 def test_outputs_states_and_gradients(
     kernel: Function, plain: Function, make: Callable[[], list[torch.Tensor]]
 ) -> None:
-    """Rows begin in the midst of a document, whose state an earlier part has left; others begin and end in them."""
+    """Rows start in the middle of a document with an earlier state. Other documents begin and end in them."""
     positions = POSITIONS + torch.tensor([[0], [7]])
     positions[:, 64:] = POSITIONS[:, 64:]
     begun = torch.randn(2, HEADS, KEYS, VALUES, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Attention over selected keys: gathered equals dense equals a plain loop, forward and backward."""
+"""Attention over selected keys: gathered and dense variants match a plain loop, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K, SCALE = 2, 12, 20, 3, 8, 4, 5, 0.
 
 
 def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Float64 inputs that want gradients, and selections with as few as one key."""
+    """Return float64 inputs with gradients, and selections with as few as one key."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((ROWS, QUERIES, HEADS, RANK + ROPE), (ROWS, KEYS, RANK + ROPE))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
@@ -24,7 +24,6 @@ def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
-    """One query and head after the other."""
     queries, keys = tensors
     rows = []
     for row in range(ROWS):

@@ -1,4 +1,4 @@
-"""What is compiled in a step is counted, and late recompilations are named."""
+"""Compilations are counted per step, and late recompilations are logged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sending tensors from several ranks to several others, in threads of this process."""
+"""Tensor transfer between several ranks, as threads of one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"
 
 
 def tensors() -> dict[str, torch.Tensor]:
-    """Odd sizes and mixed dtypes: every message needs padding."""
+    """Odd sizes and mixed dtypes, so that every message needs padding."""
     generator = torch.Generator().manual_seed(0)  # its own: threads draw at the same time
     draw = partial(torch.randn, generator=generator)
     found = {EXPERT.format(i): draw(3, 5).bfloat16() for i in range(4)}
@@ -33,12 +33,11 @@ def tensors() -> dict[str, torch.Tensor]:
 
 
 def share(sender: int, senders: int) -> list[Named]:
-    """What a sender has. They take turns, so that a receiver has to bring experts in order again."""
+    """Return a sender's tensors. Experts alternate between senders, so that receivers have to reorder them."""
     return list(stacked(list(tensors().items())[sender::senders]))
 
 
 def catalogue(senders: int) -> list[list[TensorInfo]]:
-    """Two layers."""
     infos = [
         TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), sender, experts)
         for sender in range(senders)
@@ -49,7 +48,6 @@ def catalogue(senders: int) -> list[list[TensorInfo]]:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Start a trainer's store, and give its address."""
     port = free_port()
     store = serve_store("127.0.0.1", port)
     yield f"127.0.0.1:{port}"
@@ -136,7 +134,7 @@ def test_rank_killed_while_connecting_does_not_block_the_others(came: bool, addr
 
 
 def test_no_rank_waits_for_a_rank_reported_lost(address: str) -> None:
-    """Before it has come, and once it has: others would wait for the time-out."""
+    """Before and after it has connected. Otherwise the others would wait for the timeout."""
     for came in (False, True):
         session = TransferSession(f"gone-{came}", senders=2, size=4)
         if came:

@@ -1,4 +1,4 @@
-"""Published and sent policies are exact in every layout, and no rank gathers what it need not."""
+"""Published and sent policies are exact in every layout, with no unnecessary gathers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def take(place: messages.SessionPlace, worker: int, experts: Experts) -> dict[str, torch.Tensor]:
-    """An engine's worker."""
     session = messages.TransferSession(place.session, place.senders, place.size)
     store, cpu = collective.Store(place.store, 60), torch.device("cpu")
     channel = collective.Channel(session, place.first_rank + worker, store, cpu, 60, experts)
@@ -46,7 +45,7 @@ def take(place: messages.SessionPlace, worker: int, experts: Experts) -> dict[st
 
 
 class Orchestrator:
-    """Answers the trainer's ranks, and sends two workers into each session: each holds half of the experts."""
+    """A fake orchestrator with two workers per session, each with half of the experts."""
 
     def __init__(self, experts: list[int]) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
@@ -56,7 +55,6 @@ class Orchestrator:
         self._wanting = 0
 
     async def run(self, command: list[str]) -> list[str]:
-        """Start the ranks, serve them, and return what they printed."""
         serving = asyncio.create_task(trainer_link.OrchestratorLink(self.address, self._handle).serve())
         ranks = start_ranks(RANKS, *command)
         outputs = await asyncio.to_thread(finish, ranks)
@@ -115,7 +113,7 @@ async def test_every_layout_transfers_the_loaded_policy(tmp_path: Path) -> None:
 
 
 def test_failed_announcement_is_repeated(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The orchestrator writes it down before it tells engines, and answers with its error where it cannot."""
+    """The orchestrator records a policy before it tells engines, and answers with its error if it cannot."""
     answers = [trainer_link.LinkError("[Errno 30] Read-only file system: 'progress.bin'")] * 2
 
     class Link:

@@ -1,4 +1,4 @@
-"""One of two ranks that fill distributed tensors from a model's files: prints how many elements of each it read."""
+"""One of two ranks that load distributed tensors. Prints the number of elements that it read of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from primeslurm.trainer.distributed.world import join
 
 
 def main() -> None:
-    """Arguments: the directory of the files, and where each rank writes what its tensors are then."""
+    """Arguments: model directory, output directory."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, zeros

@@ -1,4 +1,4 @@
-"""`primeslurm convert`: a quantised model becomes what the trainer would make of it, in bfloat16."""
+"""`primeslurm convert` produces the weights that the trainer would load, in bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RELEASED: list[tuple[str, Callable[[Path], dict[str, torch.Tensor]]]] = [
 
 
 def released(name: str, store: Callable[[Path], dict[str, torch.Tensor]], directory: Path) -> dict[str, torch.Tensor]:
-    """Write a model in three files: codes and scales of some weights lie in different ones."""
+    """Write a model in three files, with codes and scales of some weights in different files."""
     meant = store(write(BY_NAME[name], directory))
     stored = load_file(directory / "model.safetensors")
     (directory / "model.safetensors").unlink()

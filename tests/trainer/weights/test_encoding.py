@@ -1,4 +1,4 @@
-"""FP8 in blocks: what is written, how exact it is, and that engines get back what the trainer rounded."""
+"""Encoding of policies in FP8: format, precision, and round trip."""
 
 from __future__ import annotations
 

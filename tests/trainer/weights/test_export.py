@@ -1,4 +1,4 @@
-"""`primeslurm export`: a checkpoint becomes the model that was published at that step."""
+"""`primeslurm export` produces the model that was published at the step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a model directory."""
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 

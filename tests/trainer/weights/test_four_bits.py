@@ -1,4 +1,4 @@
-"""Checkpoints in four bits mean to the trainer what they mean to the libraries that define them, bit for bit."""
+"""Four-bit checkpoints are dequantized bit for bit like the libraries that define the formats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def test_mxfp4_matches_transformers() -> None:
-    """But for the last: 255 is no number in E8M0, and transformers takes it for 2 ** 128."""
+    """Without 255, which is NaN in E8M0 but 2 ** 128 in transformers."""
     scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16)
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16)
     expected = convert_moe_packed_tensors(blocks, scales)
@@ -114,7 +114,7 @@ def test_released_kimi_matches_compressed_tensors(family: str, world: World, tmp
 
 
 def _below_language_model(directory: Path, meant: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make a text model that of Kimi-K2.5. Returns what its tensors then mean."""
+    """Convert a text model to a Kimi-K2.5 checkpoint. Return the dequantized tensors."""
     stored = load_file(directory / "model.safetensors")
     save_file({f"language_model.{name}": tensor for name, tensor in stored.items()}, directory / "model.safetensors")
     text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}

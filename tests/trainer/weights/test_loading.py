@@ -1,4 +1,4 @@
-"""Loading a model: each rank reads what it holds, by its place; what is wrong with files is said by their names."""
+"""Loading a model: each rank reads only its shards, and errors name the file."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ from tests.trainer.four_bits import int4, mxfp4
 
 
 def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
-    """Split by rows and by columns, evenly and not, in FP8, in four bits and in neither.
-
-    A tensor's name ends with how it is split.
-    """
+    """Sharded by rows and columns, evenly and unevenly, in FP8, in four bits and plain. Names end with the sharding."""
     torch.manual_seed(0)
     rows, columns = quantize(torch.randn(301, 200)), quantize(torch.randn(301, 384))
     meant = {
@@ -64,7 +61,7 @@ def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
 
 
 def _in_four_bits() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """What is stored, and what it stands for. The columns of a stack of MXFP4 are rows where it is stored."""
+    """Return stored tensors and their dequantized values."""
     stored: dict[str, torch.Tensor] = {}
     meant: dict[str, torch.Tensor] = {}
     for split in (0, 1):
