@@ -98,7 +98,7 @@ def die_at_file(fatal: int, root: Path, told: int) -> None:
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event not in ("open", "os.remove", "os.rmdir", "os.rename", "os.mkdir"):
             return
-        # Who deletes a tree names what is in it relative to a directory that is open.
+        # Deleting a tree names its entries relative to an open directory.
         relative = event in ("os.remove", "os.rmdir") and arguments[1] >= 0
         if str(root) in str(Path(f"/proc/self/fd/{arguments[1]}").readlink() if relative else arguments[0]):
             left[0] -= 1

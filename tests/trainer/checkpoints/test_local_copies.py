@@ -58,7 +58,7 @@ def test_restarted_ranks_read_valid_copies(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["first"] == [0, 0, 0], "there is no checkpoint"
-    # What all have alike (no tensors here) is in one rank's file. Each rank's own tensor is nearly all that it reads.
+    # Replicated state is in one rank's file. Each rank's own tensor is nearly everything that it reads.
     near = {name: [share > 0.9 for share in shares] for name, shares in found.items()}
     assert near["same nodes"] == [True, True, True], found
     assert near["node 1 is another"] == [True, True, True], "rank 1's comes from node 2"

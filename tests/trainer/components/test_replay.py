@@ -100,7 +100,7 @@ def test_router_with_top_k_1_replays_expert_0(world: World) -> None:
 
 
 def test_replay_matches_outputs_and_gate_gradients_of_transformers(moe_model: Path, world: World) -> None:
-    policy = policy_of(moe_model, world, "full")  # the backward pass routes anew
+    policy = policy_of(moe_model, world, "full")  # the backward pass recomputes the routing
     choices = make_choices(np.random.default_rng(0), SEQ_LEN)
     logits = policy.logits(TOKENS, POSITIONS, routed=torch.from_numpy(choices)[None])[0]
     logits.square().mean().backward()

@@ -176,7 +176,7 @@ def test_unfrozen_encoder_is_trained(
 ) -> None:
     train(colours_recipe(model, colours, freeze=False, max_steps=1), tmp_path, world, reader=reader)
     before, after = load_file(model / "model.safetensors"), final_weights(tmp_path, 1)
-    # What is added to images after the last layer reaches no word.
+    # Additions to images after the last layer do not reach the logits.
     assert {name.split(".")[3] for name in after if torch.equal(after[name], before[name])} == {"0"}
     assert all("deepstack_merger_list" in name for name in after if torch.equal(after[name], before[name]))
 

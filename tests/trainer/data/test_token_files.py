@@ -1,4 +1,4 @@
-"""Tokenized conversations on a run's file system: the same examples from any number of ranks, made once."""
+"""Tokenized conversations in the run directory: made once, and the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.trainer.conftest import SEQ_LEN
 
 LONG = {"prompt": "x" * 2 * SEQ_LEN, "completion": "y"}
 SEPARATED = {"prompt": "a\u2028b", "completion": "cd"}
-"""A line separator of Unicode, which JSON need not escape, ends no line."""
+"""A Unicode line separator, which JSON does not escape, does not end a line."""
 
 
 class Untouched:
-    """Stands where nothing may be tokenized any more."""
+    """A tokenizer that must not be called."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"the tokenizer is asked for {name}")

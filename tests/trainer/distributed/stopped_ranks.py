@@ -1,4 +1,4 @@
-"""A rank that trains, publishes and saves for ever, in a layout of many groups. Whoever looks on stops one at times."""
+"""A rank that trains, publishes and saves in a loop, in a layout with many process groups. The test stops ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.trainer.conftest import make_batch
 
 
 def main() -> None:
-    """Arguments: recipe, run directory, and where this rank's page for beats is in /proc."""
+    """Arguments: recipe, run directory, path of the heartbeat page in /proc."""
     recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
     run, pages = Path(sys.argv[2]), sys.argv[3].split(",")
     page = os.open(pages[int(os.environ["RANK"])], os.O_RDWR)

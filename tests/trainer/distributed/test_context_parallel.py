@@ -1,4 +1,4 @@
-"""What a rank's queries see is what they see in whole rows."""
+"""With context parallelism, queries see the same keys as in whole rows."""
 
 from __future__ import annotations
 

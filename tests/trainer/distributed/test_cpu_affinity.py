@@ -1,4 +1,4 @@
-"""Ranks run on the cores nearest to their GPUs, by a sysfs of our own, with the kernel's real affinities."""
+"""CPU affinity near the GPU, with a fake sysfs and real affinities."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def moved(sys_fs: Path, may_use: list[int], ranks: int) -> tuple[list[list[int]], list[int], int, list[int], str]:
-    """What a process does that may use some cores: affinities of its threads, and where it says that it is."""
+    """Return the thread affinities of a process with some allowed cores, and what it logs."""
     argv = [sys.executable, "-c", PROGRAM, str(sys_fs), json.dumps(may_use), str(ranks)]
     seen, cores, threads, allowed, text = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
     return seen, cores, threads, allowed, text
 
 
 def sysfs(root: Path, cpulist: str | None) -> Path:
-    """A /sys with one GPU."""
     device = root / "bus/pci/devices" / GPU
     device.mkdir(parents=True)
     if cpulist is not None:

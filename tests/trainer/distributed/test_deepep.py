@@ -1,4 +1,4 @@
-"""DeepEP as the dispatcher of tokens, as far as machines without it can tell."""
+"""The DeepEP dispatcher, with a fake of DeepEP."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parallelism(**settings: Any) -> dict[str, Any]:
 
 
 class FakeDeepEp(ModuleType):
-    """Has the one name by which version 2 is known."""
+    """A module with the name that identifies version 2."""
 
     ElasticBuffer = object
 
@@ -63,17 +63,17 @@ def test_compiled_layers_are_rejected(moe_model: Path, monkeypatch: pytest.Monke
 
 
 class Alone:
-    """What `ElasticBuffer` does for a rank that has all experts: every token comes back as it went."""
+    """A fake `ElasticBuffer` for a rank with all experts, which returns every token."""
 
     num_max_tokens_per_rank = 2**20
 
     def __init__(self) -> None:
         self.strides: set[int] = set()
         self.sent: list[int] = []
-        """Tokens of each forward dispatch."""
+        """Number of tokens of each forward dispatch."""
 
     class Handle:
-        """What a dispatch leaves for its combine."""
+        """The handle of a dispatch."""
 
         num_sms = 2
 
@@ -81,14 +81,12 @@ class Alone:
             self.num_recv_tokens_per_expert_list = torch.bincount(experts.flatten(), minlength=count).tolist()
 
         def current_stream_wait(self) -> None:
-            """Nothing is under way."""
+            pass
 
     def get_theoretical_num_sms(self, *_: int) -> int:
-        """Some."""
         return 2
 
     def dispatch(self, x: torch.Tensor, **given: Any) -> tuple[Any, ...]:
-        """To oneself."""
         if "handle" not in given:
             self.strides.add(given["num_max_tokens_per_rank"])
             self.sent.append(len(x))
@@ -96,7 +94,6 @@ class Alone:
         return x.clone(), given.get("topk_idx"), given.get("topk_weights"), handle, None
 
     def combine(self, x: torch.Tensor, handle: Handle, **given: Any) -> tuple[Any, ...]:
-        """From oneself."""
         return x.clone(), given.get("topk_weights"), handle
 
 
@@ -133,11 +130,11 @@ def test_recomputed_layers_leave_no_handle(
             assert len(deepep._handle_cache) <= 1
             gradients.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(*gradients)
-    assert buffer.strides == {3 * tokens}  # all ranks say the same, whatever the length of their rows
+    assert buffer.strides == {3 * tokens}  # the number is the same on all ranks, for any length of their rows
 
 
 def routed(chunk: int | None) -> RoutedExperts:
-    """Experts of a layer on a rank that has all of them, and may have 64 tokens at once."""
+    """Experts of a layer on one rank, with at most 64 tokens per dispatch."""
     dispatcher = DeepEPDispatcher.Config(num_experts=4, top_k=2, num_max_tokens_per_rank=64, chunk=chunk)
     experts = compat.AnyDtypeExperts.Config(dim=16, hidden_dim=24, num_experts=4)
     made: RoutedExperts = RoutedExperts.Config(inner_experts=experts, token_dispatcher=dispatcher).build()

@@ -19,7 +19,7 @@ from tests.trainer.families import write
 from tests.trainer.ranks import train
 
 STEPS = 2
-# what is asked of the trainer, and how it is spread over ranks
+# trainer settings, and parallel layout
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8": ({"fp8": True}, {"ep": 2, "activation_checkpointing": "full"}),
     "lora": (
