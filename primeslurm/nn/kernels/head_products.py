@@ -38,10 +38,10 @@ class _HeadProducts(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, matrices = ctx.saved_tensors
-        mine = _by_head(grad[..., : matrices.shape[2]])
+        grad_by_head = _by_head(grad[..., : matrices.shape[2]])
         grad_values = torch.empty_like(values, memory_format=torch.contiguous_format)
-        torch.bmm(mine, matrices.mT, out=_by_head(grad_values))
-        grad_matrices = _by_head(values).mT @ mine if ctx.needs_input_grad[1] else None
+        torch.bmm(grad_by_head, matrices.mT, out=_by_head(grad_values))
+        grad_matrices = _by_head(values).mT @ grad_by_head if ctx.needs_input_grad[1] else None
         return grad_values, grad_matrices, grad[..., matrices.shape[2] :] if ctx.appended else None
 
 

@@ -35,9 +35,9 @@ def _spread_now(rows: torch.Tensor, where: torch.Tensor, owner: torch.Tensor) ->
         from primeslurm.nn.kernels import row_kernel
 
         return row_kernel.spread(rows, owner, where.shape[1])
-    found = rows[(owner // where.shape[1]).clamp(min=0)]
-    found[owner < 0] = 0
-    return found
+    copies = rows[(owner // where.shape[1]).clamp(min=0)]
+    copies[owner < 0] = 0
+    return copies
 
 
 def _gathered_now(

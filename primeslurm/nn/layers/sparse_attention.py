@@ -154,10 +154,10 @@ def _select(
     length, whole = query.shape[1], keys.shape[1]
     half, partner = length // 2, whole - length - offset
     swap = partial(_swap, partner=partner // length, ranks=whole // length, group=group)
-    own = query[:, :half], weight[:, :half], first[:, :half], last[:, :half]
-    theirs = swap(query[:, half:]), swap(weight[:, half:]), swap(first[:, half:]), swap(last[:, half:])
-    earlier = _best(*own, keys, offset, top_k)
-    later = swap(_best(*theirs, keys, partner + half, top_k))
+    early_queries = query[:, :half], weight[:, :half], first[:, :half], last[:, :half]
+    partner_queries = swap(query[:, half:]), swap(weight[:, half:]), swap(first[:, half:]), swap(last[:, half:])
+    earlier = _best(*early_queries, keys, offset, top_k)
+    later = swap(_best(*partner_queries, keys, partner + half, top_k))
     return torch.cat([earlier, later], 1)
 
 
@@ -283,8 +283,8 @@ class SparseAttention(Attention):
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         q_rope, k_rope = self.rope(q_rope, k_rope.unsqueeze(2), positions)
-        own = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
-        keys, indices = self._select(x, compressed, own, attention_masks, positions)
+        local_keys = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
+        keys, indices = self._select(x, compressed, local_keys, attention_masks, positions)
         # The weight is absorbed, so the projection is never called. Engines absorb the quantized weight.
         up = rounded(self.wkv_b.weight) if isinstance(self.wkv_b, FP8Linear) else self.wkv_b.weight
         out = self.inner_attention(q_nope, q_rope, keys, up, indices, self.softmax_scale)
@@ -295,7 +295,7 @@ class SparseAttention(Attention):
         self,
         x: torch.Tensor,
         compressed: torch.Tensor,
-        own: torch.Tensor,
+        local_keys: torch.Tensor,
         context: Context,
         positions: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -303,11 +303,13 @@ class SparseAttention(Attention):
         # The backward pass recomputes layers that share a selection before the layer that made it, so the latter may
         # remove the selection.
         if self.indexer is None:
-            return context.gather(own), context.selections[self._selected_by]
+            return context.gather(local_keys), context.selections[self._selected_by]
         if self.keeps_selection and self._selected_by in context.selections:
-            return context.gather(own), context.selections.pop(self._selected_by)
+            return context.gather(local_keys), context.selections.pop(self._selected_by)
         query, key, weight = self.indexer(x, compressed, self.rope, positions)
-        keys, index_keys = context.gather(torch.cat([own, key], -1)).split([own.shape[-1], key.shape[-1]], -1)
+        keys, index_keys = context.gather(torch.cat([local_keys, key], -1)).split(
+            [local_keys.shape[-1], key.shape[-1]], -1
+        )
         indices = select(query, index_keys, weight, context, self.indexer.config.top_k)
         if self._shared or (self.keeps_selection and torch.is_grad_enabled()):
             context.selections[self._selected_by] = indices

@@ -216,7 +216,7 @@ def _load(policy: PolicyModel, hf_config: Any, files: TensorFiles) -> None:
 
 
 def _loaded_together(policy: PolicyModel, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """Group the tensors to load together: by layer, so that the adapter's copies stay small."""
+    # Group the tensors to load together: by layer, so that the adapter's copies stay small.
     # Adapters need both tied weights at once, and the adapter of transformers' own models needs all tensors.
     if policy.model.enable_weight_tying or isinstance(policy.adapter, generic_model.GenericAdapter):
         return [weights]

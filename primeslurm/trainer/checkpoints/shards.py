@@ -397,7 +397,7 @@ def _copy_to_targets(stored: _MemoryFile, items: Sequence[Any], planner: Any) ->
 
 
 def _compact_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in host memory with a storage of its own, because torch.save writes whole storages."""
+    # Return the tensor in host memory with a storage of its own, because torch.save writes whole storages.
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 

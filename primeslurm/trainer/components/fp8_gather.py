@@ -37,7 +37,7 @@ class _Stack:
         experts, n, k = parameter._orig_size
         self.blocks = torch.Size((experts, n // BLOCK, k // BLOCK))
         share = self.blocks[dimension] // mesh.shard_mesh_size
-        self._own = dimension, mesh.shard_mesh_rank * share, share
+        self._local_slice = dimension, mesh.shard_mesh_rank * share, share
         self.scales = torch.empty(0)
 
     @property
@@ -45,9 +45,9 @@ class _Stack:
         shard: torch.Tensor = self._parameter._sharded_local_tensor
         return shard
 
-    def own(self, of_blocks: torch.Tensor) -> torch.Tensor:
+    def local(self, of_blocks: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of per-block values [experts, n / 128, k / 128]."""
-        return of_blocks.narrow(*self._own)
+        return of_blocks.narrow(*self._local_slice)
 
     def extend(self) -> None:
         """Install the extension hooks. FSDP looks them up on the sharded tensor."""
@@ -62,7 +62,7 @@ class _Stack:
         module: nn.Module,
         precision: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        data = encode_blocks(self.shard, self.own(self.scales), self.dtype)
+        data = encode_blocks(self.shard, self.local(self.scales), self.dtype)
         return (data.view(torch.uint8),), None
 
     def _after(
@@ -94,7 +94,7 @@ class FP8Gather:
         """Compute the scales for the next forward and backward pass. A collective."""
         self._scales.zero_()
         for stack in self._stacks:
-            stack.own(stack.scales).copy_(amax_of_blocks(stack.shard, stack.dtype))
+            stack.local(stack.scales).copy_(amax_of_blocks(stack.shard, stack.dtype))
         for group, scales in self._by_group:
             if group.size() > 1:
                 dist.all_reduce(scales, dist.ReduceOp.MAX, group)

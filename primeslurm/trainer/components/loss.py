@@ -21,7 +21,7 @@ from primeslurm.trainer.components.policy_gradients import (
     PolicyGradientLoss,
     at_most,
     importance,
-    kept,
+    inside,
     outside,
     surrogate,
 )
@@ -186,7 +186,7 @@ def _reference_kl(config: PolicyGradientLoss, logprobs: torch.Tensor, weights: I
     """
     towards = -at_most(-at_most(targets.ref_logprobs - logprobs, MAX_TEACHER_DIFFERENCE), MAX_TEACHER_DIFFERENCE)
     kl = weights.weight * (torch.expm1(towards) - towards)
-    keep = kept(config, weights.moved, towards.detach())
+    keep = inside(config, weights.moved, towards.detach())
     return Sums((kl * keep).sum(), {"ref_kl": kl.detach().sum()})
 
 

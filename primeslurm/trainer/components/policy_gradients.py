@@ -79,7 +79,7 @@ def outside(
     return too_high, (advantages <= 0) & (moved < 1 - config.clip_low)
 
 
-def kept(config: PolicyGradientLoss, moved: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+def inside(config: PolicyGradientLoss, moved: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
     """Return which tokens keep their policy gradient [trained tokens]: those in the trust region; for `cispo` all."""
     if isinstance(config, CispoLoss):
         return torch.ones_like(moved, dtype=torch.bool)
@@ -97,7 +97,7 @@ def surrogate(
     """
     if isinstance(config, CispoLoss):
         return -advantages * weights.weight.detach() * logprobs
-    keep = kept(config, weights.moved, advantages)
+    keep = inside(config, weights.moved, advantages)
     if isinstance(config, DppoLoss | IpoLoss):
         return -advantages * weights.weight * keep
     bound = weights.moved.clamp(1 - config.clip_low, 1 + config.clip_high)

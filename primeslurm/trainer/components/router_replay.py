@@ -36,10 +36,10 @@ class ReplayRouter(TokenChoiceTopKRouter):
         self, x_BLD: torch.Tensor, expert_bias_E: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return weights and ids of the chosen experts [rows, len, top_k], and all scores."""
-        weights, own, scores = super().forward(x_BLD, expert_bias_E)
+        weights, own_choice, scores = super().forward(x_BLD, expert_bias_E)
         if self.replayed is None:
-            return weights, own, scores
-        replayed = self.replayed.to(own.dtype)
+            return weights, own_choice, scores
+        replayed = self.replayed.to(own_choice.dtype)
         # With uint8 ids and 256 experts, the marker of unknown tokens is also a valid id. For top_k > 1, the test for
         # repeats below finds unknown tokens anyway.
         valid = (self.replayed != _unknown(self.replayed.dtype)) | (self.top_k > 1)
@@ -48,7 +48,7 @@ class ReplayRouter(TokenChoiceTopKRouter):
         # tokens would reach wrong experts.
         same = replayed.unsqueeze(-1) == replayed.unsqueeze(-2)
         usable = valid.all(-1) & (same.sum((-2, -1)) == self.top_k)
-        chosen = torch.where(usable.unsqueeze(-1), replayed, own)
+        chosen = torch.where(usable.unsqueeze(-1), replayed, own_choice)
         weights = scores.gather(-1, chosen)
         if self.route_norm:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

@@ -92,18 +92,18 @@ class _Scan:
 
     def warnings(self) -> list[Violation]:
         """Warn of data or a model that will not train as expected."""
-        request, template, found = self._request, self._text.template, []
+        request, template, warnings = self._request, self._text.template, []
         if unlisted := self._text.ends.unlisted():
             why = f"turns end with {' or '.join(unlisted)}, and engines that serve this model do not stop there"
             ids = ", ".join(str(template.tokenizer.convert_tokens_to_ids(token)) for token in unlisted)
             fix = f"list {ids} as eos_token_id in generation_config.json"
-            found.append(Violation("model.path", request.model, why, fix))
+            warnings.append(Violation("model.path", request.model, why, fix))
         if self._thinks is not None and not template.shows_thoughts:
             line = line_number(self._path, self._thinks)
             why = f"line {line}: the chat template does not show the thoughts of an answer, so they are not learned"
             fix = "remove them, or use a reasoning model"
-            found.append(Violation("sft.data.path", request.path, why, fix))
-        return found
+            warnings.append(Violation("sft.data.path", request.path, why, fix))
+        return warnings
 
 
 def _must_be_there(sources: list[str], directory: Path) -> None:
@@ -122,9 +122,9 @@ def _notes(text: TrainingText, converses: bool) -> list[Violation]:
     answer, call = text.ends.answer, text.ends.call
     if answer is None:
         return []
-    own = f", one that calls tools with {call.token}" if call is not None and call != answer else ""
-    what = "an answer of the assistant" if converses else "a completion"
-    return [Violation("sft.data", "", f"{what} ends with {answer.token}{own}; this token is trained, too")]
+    tool_calls = f", one that calls tools with {call.token}" if call is not None and call != answer else ""
+    turn = "an answer of the assistant" if converses else "a completion"
+    return [Violation("sft.data", "", f"{turn} ends with {answer.token}{tool_calls}; this token is trained, too")]
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:

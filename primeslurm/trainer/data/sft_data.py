@@ -83,11 +83,11 @@ class Conversations:
                 raise ValueError(f"{self.path}, line {line_number(self.path, start)}: {error!r}") from error
             yield _fitting(example, self.seq_len)
 
-    def judge(self, kept: int, too_long: int) -> None:
+    def check_count(self, usable: int, too_long: int) -> None:
         """Log the number of dropped examples. Raise ValueError if none is left."""
         if too_long:
             log.warning("%s: dropped %d examples of more than %d tokens", self.path, too_long, self.seq_len)
-        if not kept:
+        if not usable:
             raise ValueError(f"{self.path}: no example of at most {self.seq_len} tokens")
 
 

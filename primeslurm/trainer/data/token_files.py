@@ -131,7 +131,7 @@ def _make(directory: Path, conversations: Conversations, made_of: str, world: Wo
 
 
 def _complete(directory: Path, conversations: Conversations, record: TokensRecord) -> None:
-    conversations.judge(sum(part.examples for part in record.parts), sum(part.too_long for part in record.parts))
+    conversations.check_count(sum(part.examples for part in record.parts), sum(part.too_long for part in record.parts))
     durable.sync(directory)
     durable.write(directory / "record.json", msgspec.json.encode(record))
 

@@ -154,11 +154,11 @@ def _recurrence(scan: Scan, group: ProcessGroup) -> Scan:
         ranks = group.size()
         rows = whole_rows([replicated(tensor, ranks) for tensor in by_token], group)
         # Parameters of other ranks' heads get no gradient on this rank. FSDP sums the gradients over ranks.
-        own = [
+        local_parameters = [
             None if tensor is None else replicated(tensor, ranks, dim=0).chunk(ranks)[group.rank()]
             for tensor in by_head
         ]
-        return all_heads(scan(rows, own, compat.all_gather(positions, 1, group)), group)
+        return all_heads(scan(rows, local_parameters, compat.all_gather(positions, 1, group)), group)
 
     return forward
 

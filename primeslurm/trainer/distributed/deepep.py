@@ -48,12 +48,12 @@ class DeepEPDispatcher(DeepEPTokenDispatcher):
 
         assert self.ep_mesh is not None
         compat.forget_deepep_handles()
-        own = self.num_experts // self.ep_mesh.size()
+        local_experts = self.num_experts // self.ep_mesh.size()
         # DeepEP numbers a token by rank * most + index, and compiles its kernels for `most`. So all ranks must pass the
         # same number, although their rows may have different lengths.
         most = self.num_max_tokens_per_rank
         routed_RD, counts_e, state = dispatch_tokens(
-            x_TD, topk_expert_ids_TK, topk_scores_TK, own, self.num_experts, num_tokens_per_rank=most
+            x_TD, topk_expert_ids_TK, topk_scores_TK, local_experts, self.num_experts, num_tokens_per_rank=most
         )
         return routed_RD, counts_e, EPDispatchMetadata(state=state)
 

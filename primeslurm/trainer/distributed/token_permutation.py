@@ -112,11 +112,11 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
                 (), pairs = numbers.read()
             experts = experts.first(pairs)
             return experts.spread(x_TD), counts_e, self._metadata(topk_scores_TK, experts)
-        size, own = self._size, self.num_experts // self._size
-        rank_TK = topk_expert_ids_TK // own
+        size, experts_per_rank = self._size, self.num_experts // self._size
+        rank_TK = topk_expert_ids_TK // experts_per_rank
         needed_TP = torch.zeros_like(rank_TK[:, :1], dtype=torch.bool).repeat(1, size).scatter_(1, rank_TK, True)
         with torch.no_grad():
-            tallies = torch.cat([needed_TP.sum(0)[:, None], counts_E.view(size, own).long()], 1)
+            tallies = torch.cat([needed_TP.sum(0)[:, None], counts_E.view(size, experts_per_rank).long()], 1)
             received = compat.all_to_all(tallies, self._group)
             actual_e = received[:, 1:].sum(0)
             counts_e = self._padded(actual_e)
@@ -128,8 +128,8 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
         ids = route.there(ranks.spread(topk_expert_ids_TK))
         scores = route.there(ranks.spread(topk_scores_TK))
         # Experts of other ranks get the number after the last local one, so that they sort last and own no copy.
-        is_local = ids // own == self._rank
-        ids = torch.where(is_local, ids % own, own)
+        is_local = ids // experts_per_rank == self._rank
+        ids = torch.where(is_local, ids % experts_per_rank, experts_per_rank)
         experts = self._copies(ids, actual_e, counts_e).first(pairs)
         metadata = self._metadata(scores, experts, ranks, route)
         return experts.spread(route.there(ranks.spread(x_TD))), counts_e, metadata
@@ -178,8 +178,8 @@ class _Numbers:
             *of_ranks, (pairs,) = (part.to("cpu").tolist() for part in (*self._of_ranks, self._counts.sum()[None]))
             return of_ranks, pairs
         numbers = self._copied.tolist()
-        found = [[numbers.pop(0) for _ in part] for part in self._of_ranks]
-        return found, sum(host_value_cache.store(self._counts, numbers))
+        counts = [[numbers.pop(0) for _ in part] for part in self._of_ranks]
+        return counts, sum(host_value_cache.store(self._counts, numbers))
 
 
 def _by_expert(ids: torch.Tensor, experts: int) -> Copies:

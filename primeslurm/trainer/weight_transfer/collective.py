@@ -113,13 +113,15 @@ class Sender:
     def _tensors(self, layer: list[ExportedTensor]) -> dict[str, torch.Tensor]:
         """Gather a layer's tensors with the other ranks, and return those that this rank sends, encoded."""
         wholes = ((part, part.whole()) for part in layer)
-        return {sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.mine)}
+        return {
+            sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.is_exporter)
+        }
 
     def _describe(self) -> Catalogue:
         """List the tensors that all ranks send, by layer, without gathering them."""
         local_layers = []
         for layer in parts(self._policy, self._encoding.gathered, self._world):
-            shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.mine]
+            shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.is_exporter]
             placeholders = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in shapes)
             local_layers.append([self._info(sent) for sent in self._encoded(placeholders)])
         ranks = self._world.collect(local_layers)

@@ -98,7 +98,7 @@ class Publisher:
         for layer in parts(self._policy, self._encoding.gathered, self._world):
             for part in layer:
                 whole = part.whole()
-                if part.mine:
+                if part.is_exporter:
                     writer.add(self._encoding.encode(part.name, whole))
         writer.flush()
 

@@ -35,7 +35,7 @@ class ExportedTensor:
     """A tensor in Hugging Face format that this rank exports or helps to gather."""
 
     name: str
-    mine: bool
+    is_exporter: bool
     """Whether this rank exports the tensor. Exactly one rank does."""
     sharded: torch.Tensor
     """The tensor, possibly distributed. Its shape and dtype are those of the whole tensor."""

@@ -193,8 +193,8 @@ def quantize_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Qua
     """Quantize a matrix [rows, n] as `quantize_groups` and `quantize_groups_transposed`, reading it once."""
     if not matrix.is_cuda:
         return quantize_groups(matrix, groups), quantize_groups_transposed(matrix, groups)
-    found = _kernel().quantize_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
-    return Quantized(found[0], found[1], ROWS), Quantized(found[2], found[3], ROWS)
+    results = _kernel().quantize_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
+    return Quantized(results[0], results[1], ROWS), Quantized(results[2], results[3], ROWS)
 
 
 def _layout(groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
