@@ -92,7 +92,7 @@ class Server:
         if self._replaced():
             return
         memory = SharedMemory()
-        memory.look([self.pid])
+        memory.scan([self.pid])
         self._signal(first)
         self._gone(10)
         self._signal(signal.SIGKILL)

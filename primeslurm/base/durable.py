@@ -6,20 +6,40 @@ would be wrong, for example because another process has been told about the new 
 
 A failed flush of a file is never retried alone: the kernel reports a lost page once, and the next flush succeeds
 without it. Only the owner of the content can write it again.
+
+A disk may be full. Each run directory has a reserve, a file of 16 MiB. A write of a record that finds no space empties
+the reserve and tries again (`files.writing`), so that heartbeats, events and progress are still written. While the
+reserve is released, `write_bulk` refuses larger files, which would use up that space at once. The head fills the
+reserve again once there is space. `retry_until_written` repeats an operation until the disk accepts it.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import logging
+import math
 import os
+import re
+import shutil
 import stat
-from collections.abc import Container
+from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from primeslurm.base import files
 from primeslurm.base.files import Content, write_atomic
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+RESERVE_BYTES = 16 * 2**20
+"""Enough for the heartbeats and events of a thousand nodes for a while."""
+MIN_FREE_BYTES = 2**28
+"""A run does not start with less free space than this."""
+RESERVE_RELEASED = "the file system of the run directory is full, or was until a moment ago"
+"""The state of a run whose reserve is released."""
+RETRY_S = 2.0
+"""Time between two tries to write on a full disk."""
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """Errors of file systems that cannot flush directories."""
@@ -32,7 +52,7 @@ def write(path: Path, data: Content) -> None:
         write_atomic(path, data)
         sync(path.parent)
 
-    files.retrying(path, once)
+    files.writing(path, once)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -44,7 +64,7 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     if not files.is_dir(path):
         if path.parent != path:
             make_directory(path.parent)
-        files.retrying(path, lambda: path.mkdir(mode, exist_ok=True))
+        files.writing(path, lambda: path.mkdir(mode, exist_ok=True))
         sync(path.parent)
 
 
@@ -129,3 +149,113 @@ def _sync_below(directory: Path, flushed: Container[Path]) -> None:
         elif path not in flushed and files.is_file(path):
             sync(path)
     sync(directory)
+
+
+def fill_reserve(run_dir: Path, size: int = RESERVE_BYTES) -> bool:
+    """Make or fill the reserve of a run if there is space for two. Return whether it is full now."""
+    path = run_dir / files.RESERVE
+    try:
+        if files.exists(path) and not reserve_released(run_dir):
+            return True
+        if (free_bytes(run_dir) or 0) < 2 * size:
+            return False
+        with files.keeping_reserve():
+            # Random bytes: a file system that compresses or copies on write would not keep space for empty blocks.
+            write_atomic(path, os.urandom(size))
+    except OSError:
+        return False
+    return True
+
+
+def reserve_released(path: Path) -> bool:
+    """Whether the reserve of the run that `path` belongs to is released, and not filled again. False without one."""
+    for directory in (path, *path.parents):
+        try:
+            status = files.status(directory / files.RESERVE)
+        except OSError:
+            return False
+        if status is not None:
+            return status.st_size == 0
+    return False
+
+
+def write_bulk(path: Path, action: Callable[[], object]) -> str:
+    """Run `action`, which writes a large file at `path`, without using the run's reserve.
+
+    Return why the file must be written later (the disk is full, read-only or away); empty if it is written.
+
+    Raises:
+        OSError: the file cannot be written for another reason.
+    """
+    if reserve_released(path):
+        return RESERVE_RELEASED
+    try:
+        with files.keeping_reserve():
+            action()
+    except OSError as error:
+        if not may_recover(error):
+            raise
+        return str(error)
+    return ""
+
+
+def retry_until_written(
+    action: Callable[[], T],
+    within_s: float = math.inf,
+    pause_s: float = RETRY_S,
+    refused: Callable[[Exception], None] | None = None,
+) -> T:
+    """Repeat `action` until the disk is neither full nor read-only.
+
+    Args:
+        action: writes, and starts from the beginning each time.
+        within_s: how long it is repeated [s].
+        pause_s: time between two tries [s].
+        refused: called with the error before each pause. Default: log it.
+
+    Raises:
+        Exception: the last error after `within_s`, and any other error at once.
+    """
+    deadline = files.clock() + within_s
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if not is_unwritable(error) or files.clock() > deadline:
+                raise
+            (refused or warn)(error)
+        files.pause(pause_s)
+
+
+def warn(error: Exception) -> None:
+    """Log why the process waits for the file system."""
+    log.warning("waiting for the file system: %s", error)
+
+
+def is_unwritable(error: BaseException) -> bool:
+    """Whether an error says that the disk is full or read-only, in its number or in its text."""
+    numbers = (*files.FULL, errno.EROFS)
+    # safetensors, DCP and errors of other processes only have the text.
+    texts = "|".join(re.escape(os.strerror(number)) for number in numbers)
+    return (isinstance(error, OSError) and error.errno in numbers) or bool(re.search(texts, str(error)))
+
+
+def may_recover(error: OSError) -> bool:
+    """Whether the file system may accept the same operation later: it is full, read-only or away."""
+    return is_unwritable(error) or files.is_transient(error)
+
+
+def free_bytes(directory: Path) -> int | None:
+    """Return the free space of a directory's file system; None if it does not answer."""
+    try:
+        return files.retrying(directory, lambda: shutil.disk_usage(directory).free)
+    except OSError:
+        return None
+
+
+def shortage(directory: Path, minimum: int = MIN_FREE_BYTES) -> str:
+    """Describe a lack of space; empty if there is enough, or the file system does not answer."""
+    free = free_bytes(directory)
+    if free is None or free >= minimum:
+        return ""
+    return f"{free / 2**30:.2f} GiB free in {directory}, a run needs {minimum / 2**30:.2f} GiB"

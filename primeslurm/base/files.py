@@ -35,6 +35,9 @@ LOOP_RETRY_S = 0.5
 """The same in a thread that runs an event loop, because a retry blocks the loop."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+RESERVE = ".reserve"
+"""A file in the run directory that keeps space for records (`durable.fill_reserve`)."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 CACHE_S = 60.0
 """How long an NFS client may return cached attributes (acregmax, acdirmax) of a file that it does not reopen."""
 QUIET_S = 60.0
@@ -154,8 +157,41 @@ def retrying(path: Path, action: Callable[[], T]) -> T:
             if tries:
                 _report(Outage(path, str(last), tries, clock() - began, recovered=True))
             return result
-        _pause(pause_s)
+        pause(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def writing(path: Path, action: Callable[[], T]) -> T:
+    """Run `action`, which writes a record at `path`, like `retrying`. On a full disk it may use the run's reserve."""
+    try:
+        return retrying(path, action)
+    except OSError as error:
+        if error.errno not in FULL or getattr(_thread, "bulk", False) or not release_reserve(path):
+            raise
+    return retrying(path, action)
+
+
+@contextlib.contextmanager
+def keeping_reserve() -> Iterator[None]:
+    """Writes of this thread within the block do not use the reserve."""
+    before = getattr(_thread, "bulk", False)
+    _thread.bulk = True
+    try:
+        yield
+    finally:
+        _thread.bulk = before
+
+
+def release_reserve(path: Path) -> bool:
+    """Empty the reserve of the run that `path` belongs to. Return whether that has freed space."""
+    for directory in (path, *path.parents):
+        reserve = directory / RESERVE
+        with contextlib.suppress(OSError):  # there is no such file, or `directory` is one
+            if reserve.stat().st_size == 0:
+                return False
+            os.truncate(reserve, 0)
+            return True
+    return False
 
 
 def _retry_s() -> float:
@@ -178,7 +214,8 @@ def _runs_event_loop() -> bool:
     return True
 
 
-def _pause(seconds: float) -> None:
+def pause(seconds: float) -> None:
+    """Wait before another try. The process sends a heartbeat, so that a wait does not count as unresponsive."""
     if on_pause is not None:
         on_pause()
     sleep(seconds)
@@ -307,7 +344,7 @@ def until_seen(look: Callable[[], T | None], *paths: Path, within_s: float = CAC
         return result
     log.info("%s: not visible yet; looking again for up to %.0f s", paths[0], within_s)
     for pause_s in _pauses(within_s):
-        _pause(pause_s)
+        pause(pause_s)
         for path in paths:
             revalidate(path)
         if (result := look()) is not None:
@@ -356,7 +393,7 @@ def rename(source: Path, target: Path) -> None:
             failed = True
             raise
 
-    retrying(source, once)
+    writing(source, once)
 
 
 def unlink(path: Path) -> None:
@@ -365,7 +402,7 @@ def unlink(path: Path) -> None:
 
 
 def make_directory(path: Path, mode: int = 0o777) -> None:
-    retrying(path, lambda: path.mkdir(mode, parents=True, exist_ok=True))
+    writing(path, lambda: path.mkdir(mode, parents=True, exist_ok=True))
 
 
 def remove_tree(directory: Path, *, ignore_errors: bool = False) -> None:
@@ -391,7 +428,7 @@ def write_atomic(path: Path, data: Content) -> None:
     Raises:
         OSError: the file cannot be written. The old content stays.
     """
-    retrying(path, lambda: _write_atomic(path, data))
+    writing(path, lambda: _write_atomic(path, data))
 
 
 def _write_atomic(path: Path, data: Content) -> None:
@@ -429,7 +466,7 @@ class Appender:
     def append(self, lines: bytes) -> None:
         """Append complete lines. After an OSError none of these lines is in the file, now or later."""
         try:
-            retrying(self.path, lambda: self._append(lines))
+            writing(self.path, lambda: self._append(lines))
         except OSError:
             if self._failed_at is not None:
                 with contextlib.suppress(OSError):  # if this fails, the next append truncates the file

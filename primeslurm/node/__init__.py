@@ -1,1 +1,1 @@
-"""What runs on each node of a job: the agent that starts and watches the node's processes, and the fleet's head."""
+"""Everything that runs on a node besides the processes of the Plan: its agent, and on the first node the head."""

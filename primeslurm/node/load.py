@@ -1,9 +1,9 @@
-"""What a batch script starts on every node: submitit's own start, once it is known whose pickle it is to load.
+"""Started by the batch script on every node: checks who could write the pickle, and loads it with submitit.
 
     python -m primeslurm.node.load FOLDER SUBMISSION
 
-A pickle is code. Whoever could write to the folder, or put another run directory in the place of this one, would run
-theirs as the user of the job.
+A pickle is code. Another user who could write to the folder, or replace the run directory, could run code as the user
+of the job.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from primeslurm.wire import exit_codes
 
 
 def main(folder: str, submission: str) -> int:
-    """Run the agent that was pickled in this folder for a submission. Returns the exit code."""
     if why := why_not_to_load(Path(folder)):
-        print(f"primeslurm: nothing of {folder} is loaded: {why}", file=sys.stderr, flush=True)
+        print(f"primeslurm: refuses to load {folder}: {why}", file=sys.stderr, flush=True)
         return exit_codes.FAILED
+    # submitit imports NumPy to unpickle arrays. Ours have none, and the agent would keep 6 MB and the threads of a
+    # BLAS.
     with absent("numpy"):
         from submitit.core.submission import process_job
-    _name_pickle(Path(folder), submission)
+    _copy_pickle(Path(folder), submission)
     process_job(folder)
     return 0
 
 
-def _name_pickle(folder: Path, submission: str) -> None:
-    """Give the pickle of the submission the name that submitit looks for, with the id of the job.
+def _copy_pickle(folder: Path, submission: str) -> None:
+    """Copy the submission's pickle to the name that submitit expects, which contains the job id.
 
-    Whoever submits the job could do so only after sbatch has answered, and may have been killed before that. A pickle
-    that is there already was written by a requeue.
+    The submitting process knows the id only after sbatch has answered, and may be killed before. A requeue writes a
+    newer pickle under that name, which stays.
     """
     from submitit import JobEnvironment
     from submitit.core.utils import JobPaths
@@ -47,11 +48,7 @@ def _name_pickle(folder: Path, submission: str) -> None:
 
 @contextmanager
 def absent(module: str) -> Iterator[None]:
-    """Have imports within do without a module that they try first and need not have.
-
-    submitit has numpy there for pickles with arrays. Ours have none, and an agent would keep its 6 MB, and the threads
-    of its BLAS, for as long as it runs.
-    """
+    """Make imports of an optional module fail within the block, unless it is already imported."""
     if module in sys.modules:
         yield
         return

@@ -57,7 +57,7 @@ async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
 
 def _first_own_error(error: BaseException) -> PrimeslurmError | None:
     if isinstance(error, BaseExceptionGroup):
-        return next((own for inner in error.exceptions if (own := _first_own_error(inner))), None)
+        return next((first for inner in error.exceptions if (first := _first_own_error(inner))), None)
     return error if isinstance(error, PrimeslurmError) else None
 
 

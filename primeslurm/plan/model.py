@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from primeslurm.plan.memory.forecast import Estimate
 from primeslurm.recipe.fields.section import Section
@@ -30,6 +30,10 @@ NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teache
 JOB_OUTPUT = "slurm-{}.out"
 """What the batch script, srun and the agents of a job of Slurm print, by the job's id; in the run directory."""
 
+MAX_RESTARTS = 5
+"""Restarts before a process or restart group is given up. Not configurable: a process that ran for five minutes gets a
+new budget (`node.agent.supervision`)."""
+
 
 class Health(Section):
     """How a process shows that it is ready: HTTP 200 on `path` of port `port`."""
@@ -43,16 +47,18 @@ class Health(Section):
 
 
 class HeartbeatLimits(Section):
-    """A process's main loop says that it goes on (`records.beats`)."""
+    """Timeouts of the heartbeats that a process's main loop sends (`records.heartbeats`)."""
 
     start_timeout_s: int = 1800
-    """Longest time from start to the first beat."""
+    """Longest time from start to the first heartbeat."""
     hang_timeout_s: int = 300
-    """A process that is silent for this long hangs, unless it said that its phase may take longer."""
+    """Longest time between two heartbeats, unless the process has announced a longer phase."""
 
 
 class Process(Section):
     """One operating-system process on one node."""
+
+    model_config = ConfigDict(populate_by_name=True)
 
     name: str
     """Unique in the Plan, for example decode-r0-1."""
@@ -74,10 +80,10 @@ class Process(Section):
     unit: str | None = None
     """Name of its restart group, if it has one: processes that only work together, such as ranks of an expert-parallel
     group or of the trainer."""
-    max_restarts: int = 5
+    max_restarts: int = MAX_RESTARTS
     health: Health | None = None
-    heartbeats: HeartbeatLimits | None = None
-    """None: it does not beat."""
+    heartbeats: HeartbeatLimits | None = Field(None, alias="beats")
+    """None: it sends no heartbeats."""
     files: dict[str, str] = {}
     """Files written before it starts: name under `${tmp}` to text, with placeholders."""
     scratch: tuple[str, ...] = ()

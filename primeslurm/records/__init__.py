@@ -1,6 +1,5 @@
-"""What processes write down in a run directory and others read: events, states, heartbeats, records of attempts.
+"""Records that processes write into a run directory: events, states, heartbeats, starts and ends of attempts.
 
-Writers and readers import the same types, so a field that one of them renames does not type-check in the other. Files
-outlive releases: fields keep their names, what an older release did not write has a default, and what a newer one adds
-is passed over.
+Writers and readers import the same types, so that type checks catch a renamed field. Records outlive a release: fields
+keep their names, a new field has a default, and unknown fields are ignored.
 """

@@ -1,4 +1,4 @@
-"""What is written once a run or an attempt: what it was made from, what was submitted, how it ended."""
+"""Records that are written once per run or attempt: versions, submission, start and end."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from primeslurm.base import files
 
 
 class TakenOverError(OSError):
-    """A newer attempt owns the run. Nothing of the run may be written for the old attempt any more."""
+    """A newer attempt owns the run, so the old attempt must not write anything more."""
 
 
 def newest_attempt(run_dir: Path) -> int:
-    """Return the highest number in `attempts/`; 0 if there is none, or the directory cannot be listed."""
+    """Return the highest number in `attempts/`; 0 if there is none or the directory cannot be listed."""
     try:
         names = [path.name for path in files.listing(run_dir / "attempts")]
         return max((int(name) for name in names if name.isdecimal()), default=0)
-    except OSError:  # an owner is not stopped because the file system is away
+    except OSError:  # an outage of the file system must not end the attempt that owns the run
         return 0
 
 
@@ -29,75 +29,57 @@ def require_newest(run_dir: Path, attempt: int) -> None:
 
 
 def pickled_agent(folder: Path, submission: str) -> Path:
-    """Return the path of the pickle that a job loads when it starts for the first time.
+    """Return the path of the pickle that a job of this submission loads at its first start.
 
-    Args:
-        folder: `submitit` of the run directory.
-        submission: that the job is made for.
+    `folder` is `submitit` in the run directory.
     """
     return folder / f"{submission}.pkl"
 
 
 class LockRecord(msgspec.Struct, frozen=True):
-    """`lock.json`: which run this is, and what it was made with."""
+    """`lock.json`: identity of the run, and the versions it was made with."""
 
     run_id: str = ""
-    created_at: float = 0.0
-    """Unix seconds."""
-    recipe_hash: str = ""
-    """blake2b-128 of recipe.resolved.json, in hex."""
-    plan_hash: str = ""
-    """The same of the first attempt's Plan."""
+    created_at: float = 0.0  # Unix seconds
+    recipe_hash: str = ""  # blake2b-128 of recipe.resolved.json, hexadecimal
+    plan_hash: str = ""  # the same of the first attempt's Plan
     python: str = ""
     packages: dict[str, str | None] = {}
-    git: str | None = None
-    """`git describe` of the checkout."""
+    git: str | None = None  # `git describe` of the checkout
 
 
 class JobRecord(msgspec.Struct, frozen=True):
-    """`job.json`: what was submitted. It is written before the job is submitted, and again when the job has its id."""
+    """`job.json`: the submitted job. Written before the submission, and again once the job has its id."""
 
-    job_id: str
-    """Empty until sbatch has answered, or the job has started."""
-    executor: str
-    """slurm or local."""
+    job_id: str  # empty until sbatch has answered or the job has started
+    executor: str  # slurm or local
     submitted_at: float
     slurm_conf: str | None = None
-    submission: str = ""
-    """Unique word that the job is submitted with. Only a job with this word may use the attempt."""
-    host: str = ""
-    """Host that submits, or keeps a local run."""
-    pid: int = 0
-    """Process on this host that submits; 0 if it has given up without an answer."""
+    submission: str = ""  # unique word of the submission; only a job with this word may use the attempt
+    host: str = ""  # host that submits the job, or runs a local one
+    pid: int = 0  # submitting process on that host; 0 if it stopped without an answer
 
 
 class StartRecord(msgspec.Struct, frozen=True):
-    """`start/record.json`: the start of a job that uses the attempt. Every requeue of a job is another start."""
+    """`start/record.json`: the job start that uses the attempt. Every requeue of a job is another start."""
 
-    word: str
-    """Unique word of the start, made by its batch script."""
+    word: str  # unique word of the start, made by its batch script
     job_id: str
     host: str
-    time: float
-    """Unix seconds."""
+    time: float  # Unix seconds
 
 
 class Obstacle(msgspec.Struct, frozen=True):
-    """Why a waiting job does not start by waiting alone."""
+    """Reason why a pending job does not start."""
 
-    component: str
-    """Names of the job's components, with commas; empty if it has one."""
-    reason: str
-    """Slurm's word."""
-    text: str
-    """What it means."""
+    component: str  # names of the job's components, comma-separated; empty if it has one component
+    reason: str  # Slurm's reason code
+    text: str  # what the reason means
     fix: str
-    never: bool = True
-    """Whether it lasts until somebody acts."""
+    never: bool = True  # the job stays pending until somebody acts
 
     @property
     def how(self) -> str:
-        """Say that the component does not start, and why."""
         return f"{'cannot' if self.never else 'does not'} start: {self.text} ({self.reason})"
 
 
@@ -111,6 +93,6 @@ class EndRecord(msgspec.Struct, frozen=True):
     requeued: bool
     why_not_requeued: str
     time: float
+    # Error of an attempt that made no progress, without node names. Empty if it made progress, or if the error may be
+    # absent in the next attempt.
     error: str = msgspec.field(name="start_error", default="")
-    """Message that the attempt ended with before it had made progress, without names of nodes. Empty if it had made
-    progress, or if another attempt may be free of the error."""

@@ -1,4 +1,4 @@
-"""What evaluations leave in a run directory: `evaluations/step-000050/`."""
+"""Results of evaluations in a run directory: `evaluations/step-000050/`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from primeslurm.records.reading import find_record
 
 DIRECTORY = "evaluations"
 SUMMARY = "summary.json"
-"""Written last: with it an evaluation is done."""
+"""Written last: an evaluation with this file is complete."""
 _NAME = re.compile(r"^step-(\d{6,})$")
 
 
@@ -21,54 +21,39 @@ class Estimated(msgspec.Struct, frozen=True):
     """A mean over examples with its standard error."""
 
     value: float
-    stderr: float | None = None
-    """None with a single example."""
+    stderr: float | None = None  # None with a single example
 
     def __str__(self) -> str:
-        """Write it as 0.812 ± 0.021."""
+        """Format as 0.812 ± 0.021."""
         return f"{self.value:.3f}" + (f" ± {self.stderr:.3f}" if self.stderr is not None else "")
 
 
 class LabelResult(msgspec.Struct, frozen=True):
-    """What came out in one environment."""
+    """Results of one environment."""
 
     label: str
     examples: int
-    samples: int
-    """Of each example."""
+    samples: int  # per example
     reward: Estimated
-    pass_at: dict[int, Estimated]
-    """k to the probability that one of k samples solves an example."""
-    failed: float = 0.0
-    """Share of the samples that ended with an error each time they were tried; their reward is 0."""
-    truncated: float = 0.0
-    """Share of the samples that were cut off at a limit of tokens."""
-    length: float = 0.0
-    """Sampled tokens of a sample, mean."""
-    turns: float = 0.0
-    """Of a sample, mean."""
-    metrics: dict[str, float] = {}
-    """The environment's own, mean over samples that have them."""
+    pass_at: dict[int, Estimated]  # k to the probability that one of k samples solves an example
+    failed: float = 0.0  # fraction of samples that failed in every try; their reward is 0
+    truncated: float = 0.0  # fraction of samples cut off at a token limit
+    length: float = 0.0  # sampled tokens per sample, mean
+    turns: float = 0.0  # turns per sample, mean
+    metrics: dict[str, float] = {}  # the environment's metrics, mean over the samples that have them
 
     @property
     def estimates(self) -> dict[str, Estimated]:
-        """Return what has a standard error, by name: `reward_mean`, and `pass@<k>` of every k."""
+        """Results with a standard error, by name: `reward_mean`, and `pass@<k>` for every k."""
         return {"reward_mean": self.reward, **{f"pass@{k}": each for k, each in self.pass_at.items()}}
-
-    def metric(self, name: str) -> float | None:
-        """Return one of `estimates`; None if it was not measured."""
-        found = self.estimates.get(name)
-        return found.value if found else None
 
     @property
     def words(self) -> str:
-        """Write the mean reward, pass@k of the largest k, and how many samples failed."""
         k = max(self.pass_at, default=1)
         parts = [f"{self.label} {self.reward}", *([f"pass@{k} {self.pass_at[k]}"] if k > 1 else [])]
         return ", ".join([*parts, *([f"{self.failed:.0%} failed"] if self.failed else [])])
 
     def row(self) -> Row:
-        """Return all that was measured, by name."""
         row = {name: float(getattr(self, name)) for name in ("failed", "truncated", "length", "turns")}
         for name, each in self.estimates.items():
             row[name] = each.value
@@ -78,33 +63,27 @@ class LabelResult(msgspec.Struct, frozen=True):
 
 
 class EvaluationRecord(msgspec.Struct, frozen=True):
-    """One finished evaluation: `summary.json`."""
+    """`summary.json` of a complete evaluation."""
 
-    step: int
-    """The step that was to be evaluated: 0 for the model as it was."""
-    version: int
-    """Policy version that the engines had when it began."""
-    oldest_version: int
-    """Policy versions that sampled tokens."""
+    step: int  # the evaluated step; 0 for the original model
+    version: int  # policy version of the engines at its start
+    oldest_version: int  # range of the policy versions that sampled tokens
     newest_version: int
-    time: float
-    """When it was done, in Unix seconds."""
-    seconds: float
-    """From its beginning, time without an orchestrator included."""
+    time: float  # its end, in Unix seconds
+    seconds: float  # from start to end, time without an orchestrator included
     results: list[LabelResult] = []
 
     def result(self, label: str) -> LabelResult | None:
-        """Return what came out in an environment."""
         return next((result for result in self.results if result.label == label), None)
 
     def metric(self, name: str) -> float | None:
-        """Return the metric `<label>/<name>`; None if it was not measured."""
+        """Return the estimate `<label>/<name>`; None if it was not measured."""
         label, _, metric = name.partition("/")
-        found = self.result(label)
-        return found.metric(metric) if found else None
+        result = self.result(label)
+        estimate = result.estimates.get(metric) if result else None
+        return estimate.value if estimate else None
 
     def row(self) -> Row:
-        """Return all that was measured as metrics of its step."""
         row: Row = {
             f"{EVALUATION}version_min": float(self.oldest_version),
             f"{EVALUATION}version_max": float(self.newest_version),
@@ -116,47 +95,42 @@ class EvaluationRecord(msgspec.Struct, frozen=True):
 
 
 class BestCheckpoint(msgspec.Struct, frozen=True):
-    """The step whose evaluation was the best so far; its checkpoint is kept."""
+    """The step with the best evaluation so far. Its checkpoint is kept."""
 
     step: int
-    metric: str
-    """`<label>/<reward_mean or pass@k>`."""
+    metric: str  # `<label>/<reward_mean or pass@k>`
     value: float
 
 
 class EvaluationProgress(msgspec.Struct, frozen=True):
-    """How far evaluation is, in the orchestrator's words."""
+    """Progress of the running evaluation."""
 
-    step: int | None = None
-    """Of the evaluation that runs; None if there is none."""
-    ended: int = 0
-    """Samples of it that have ended."""
+    step: int | None = None  # evaluated step; None if no evaluation runs
+    ended: int = 0  # samples that have ended, of `total`
     total: int = 0
     inflight: int = 0
-    last: EvaluationRecord | None = None
-    """The newest that is done."""
+    last: EvaluationRecord | None = None  # the newest complete evaluation
     best: BestCheckpoint | None = None
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Return the directory of the evaluation of a step."""
     return run_dir / DIRECTORY / f"step-{step:06d}"
 
 
 def steps(run_dir: Path) -> list[int]:
-    """List the steps that have a directory, ascending; their evaluation may not be done."""
+    """List the steps with an evaluation directory, complete or not, in ascending order."""
     directories = files.settled_listing(run_dir / DIRECTORY)
     return sorted(int(match[1]) for path in directories if (match := _NAME.match(path.name)))
 
 
 def evaluations(run_dir: Path) -> list[EvaluationRecord]:
-    """Read all evaluations that are done, by step."""
-    found = (find_record(step_dir(run_dir, step) / SUMMARY, EvaluationRecord) for step in steps(run_dir))
-    return [record for record in found if record is not None]
+    """Read all complete evaluations, by step."""
+    records = (find_record(step_dir(run_dir, step) / SUMMARY, EvaluationRecord) for step in steps(run_dir))
+    return [record for record in records if record is not None]
 
 
 def best_of(records: list[EvaluationRecord], metric: str) -> BestCheckpoint | None:
-    """Find the step with the highest value of a metric, the first of several; the model as it was is no checkpoint."""
+    """Return the first step with the highest value of a metric. Step 0 has no checkpoint and does not compete."""
     best: BestCheckpoint | None = None
     for record in records:
         value = record.metric(metric)

@@ -1,7 +1,7 @@
-"""What agents and head tell each other, through files in the attempt directory.
+"""Files in the attempt directory through which agents and head communicate.
 
-`agents/<rank>.json` is an agent's heartbeat. The head's are `fleet.json` (what is ready, and the end), `roster.json`
-(who plays which node of the Plan) and `preflight.json` (what nodes compare themselves with).
+`agents/<rank>.json` is an agent's heartbeat. The head writes `fleet.json` (what is ready, and the end), `roster.json`
+(the node assignment) and `preflight.json` (what the nodes compare themselves with).
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ class Outcome(StrEnum):
     """How an attempt ended."""
 
     COMPLETED = "completed"
-    PREEMPTED = "preempted"
-    """Asked to stop by Slurm; resumes as a new attempt."""
-    FAILED = "failed"
-    """Something died; resumes as a new attempt while attempts are left."""
+    PREEMPTED = "preempted"  # stopped by Slurm; the run resumes in a new attempt
+    FAILED = "failed"  # the run resumes in a new attempt while attempts are left
     CANCELLED = "cancelled"
 
 
 def outcome_text(outcome: str, reason: str) -> str:
-    """Write how something ended and why, without naming the outcome twice: `preempted: Slurm cancels the job`."""
+    """Format outcome and reason without repeating the outcome: `preempted: Slurm cancels the job`."""
     if not reason or reason.startswith(outcome):
         return reason or outcome
     return f"{outcome}: {reason}"
@@ -33,64 +31,51 @@ def outcome_text(outcome: str, reason: str) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """Why and how the attempt ends."""
+    """How and why the attempt ends."""
 
     outcome: Outcome
     reason: str
-    suspect: str = ""
-    final: bool = False
-    """Another attempt would end in the same way."""
-    error: str = ""
-    """Message of what has failed. Empty if nothing says why, or if a node, a signal or Slurm has ended the attempt."""
+    suspect: str = ""  # node, process or part that probably caused it
+    final: bool = False  # another attempt would end in the same way
+    error: str = ""  # error message of the failed process; empty if a node, a signal or Slurm ended the attempt
 
 
 class HeartbeatReport(msgspec.Struct, frozen=True):
-    """Where a process was when it was last heard of, and how long ago that was."""
+    """The last heartbeat of a process, and its age."""
 
     phase: str = ""
     step: int | None = None
-    number: int = 0
-    """HeartbeatLimits so far; 0: it has not begun."""
-    collectives: int = 0
-    """Collectives that a trainer rank has begun."""
-    silent_s: float = 0.0
-    """Without the time for which it cannot be blamed."""
-    limit_s: float = 0.0
-    """It hangs if it is silent for longer; 0: nobody knows."""
-    stopped: bool = False
-    """By a signal."""
+    number: int = 0  # heartbeats so far; 0 before the first one
+    collectives: int = 0  # collectives that a trainer rank has begun
+    silent_s: float = 0.0  # age of the heartbeat, without time in which the process could not run
+    limit_s: float = 0.0  # timeout: an older heartbeat means unresponsive; 0: none known
+    stopped: bool = False  # stopped by a signal
 
     @property
-    def words(self) -> str:
-        """Tell for how long the process has been silent, and where."""
+    def text(self) -> str:
         phase = f", phase {self.phase}" if self.phase else "" if self.number else ", has not begun"
         step = f" of step {self.step}" if self.step is not None else ""
         return f"silent for {self.silent_s:.0f} s{phase}{step}" + (", stopped by a signal" if self.stopped else "")
 
 
 class ProcessReport(msgspec.Struct, frozen=True):
-    """One process in an agent's heartbeat."""
+    """State of one process in an agent's heartbeat."""
 
-    state: str
+    state: str  # see `node.agent.supervision.ProcessState`
     pid: int | None = None
     exit_code: int | None = None
     restarts: int = 0
-    since: float = 0.0
-    healthy: bool = False
-    """Answers 200 on /health: for an engine, it is up and holds the current policy."""
+    since: float = 0.0  # begin of this state, in Unix seconds
+    healthy: bool = False  # it answers 200 on /health; an engine does so only with the current policy
     reason: str = ""
-    generation: int = 0
-    """Generation of its restart group that it was last started in."""
-    failed_starts: int = 0
-    """So often, most recently, it ended alike before it was ready."""
-    start_error: str = ""
-    """With this error."""
-    heartbeat: HeartbeatReport | None = None
-    """None: it neither beats nor is probed, or does not run."""
+    generation: int = 0  # generation of its restart group at its last start
+    failed_starts: int = 0  # consecutive starts that ended with the same error before it was ready
+    start_error: str = ""  # that error
+    heartbeat: HeartbeatReport | None = msgspec.field(name="beat", default=None)  # None without heartbeats and probes
 
 
 class PreflightState(StrEnum):
-    """Whether an agent's node can be worked on."""
+    """Result of a node's preflight so far."""
 
     CHECKING = "checking"
     FIT = "fit"
@@ -101,24 +86,17 @@ class AgentReport(msgspec.Struct, frozen=True):
     """An agent's heartbeat: `agents/<rank>.json`."""
 
     rank: int
-    name: str
-    """The node's name as Slurm knows it."""
+    name: str  # the node's Slurm name
     address: str
-    time: float
-    """When it was written, by the node's own wall clock: to be shown, never to be compared."""
+    time: float  # by the node's wall clock: to be displayed, never compared
     agent_pid: int
-    number: int = 0
-    """Heartbeats so far: whoever reads them sees by it that there is a new one."""
+    number: int = 0  # heartbeats so far; readers detect a new one by it
     fitness: PreflightState = PreflightState.CHECKING
-    unfit_because: str = ""
-    environments_fail: str = ""
-    """Why environments do not load there."""
-    failed: list[str] = []
-    """Names of the checks that the node failed."""
-    file_system: str = ""
-    """What is wrong with the file system of the run directory, of which no node is to blame."""
-    node: int | None = None
-    """The Plan's node that it plays; None while it is a spare."""
+    unfit_because: str = ""  # why the preflight failed
+    environments_fail: str = ""  # why environments do not load there
+    failed: list[str] = []  # names of the failed checks
+    file_system: str = ""  # fault of the run's file system, for which no node is to blame
+    node: int | None = None  # Plan index of the assigned node; None for a spare
     ports: dict[str, dict[str, int]] = {}
     processes: dict[str, ProcessReport] = {}
     ended: bool = False
@@ -126,55 +104,43 @@ class AgentReport(msgspec.Struct, frozen=True):
 
 
 class RestartOrder(msgspec.Struct, frozen=True):
-    """What the processes of a restart group have to do: end those of an older generation; start, unless held."""
+    """Order to the members of a restart group: processes of an older generation end, and start again unless held."""
 
     generation: int
     hold: bool
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """`fleet.json`: what the head tells every agent."""
+    """`fleet.json`: what the head tells all agents."""
 
-    time: float
-    """When it was written, by the head's own wall clock: to be shown, never to be compared."""
+    time: float  # by the head's wall clock: to be displayed, never compared
     ready: list[str] = []
     states: dict[str, str] = {}
-    units: dict[str, RestartOrder] = {}
-    """Restart groups (`unit` in the Plan) that were restarted at least once."""
-    lost: list[str] = []
-    """Processes that were given up: they end, and nothing waits for them."""
-    silent: dict[str, HeartbeatReport] = {}
-    """Processes that have been silent for a while."""
-    hung: dict[str, str] = {}
-    """Trainer ranks that their agents have to end, and why."""
+    units: dict[str, RestartOrder] = {}  # restart groups that were restarted at least once
+    lost: list[str] = []  # processes that were given up: they end, and nothing waits for them
+    silent: dict[str, HeartbeatReport] = {}  # processes without a heartbeat for a while
+    hung: dict[str, str] = {}  # unresponsive trainer ranks that their agents must end, and why
     ending: Ending | None = None
-    waits_for: str = ""
-    """What is wrong with the shared file system, while the run waits for that to be over."""
-    release: bool = False
-    """Set while ending: trainers are done (or out of time), everything else may stop."""
-    heartbeat_s: float = 1.0
-    """Longest time between two signs of life of the head, and of an agent."""
+    waits_for: str = ""  # fault of the shared file system that the run waits out
+    release: bool = False  # while ending: trainers are done or out of time, so that everything else may stop
+    heartbeat_s: float = 1.0  # longest time between two heartbeats of the head or of an agent
 
 
 class AssignedAgent(msgspec.Struct, frozen=True):
-    """The agent that plays one node of the Plan."""
+    """The agent that a node of the Plan is assigned to."""
 
     rank: int
-    name: str
-    """The node's name as Slurm knows it."""
+    name: str  # the node's Slurm name
 
 
 class AssignmentRecord(msgspec.Struct, frozen=True):
-    """`roster.json`. A new generation is written whenever a node is replaced, or left to nobody."""
+    """`roster.json`: the node assignment. Every change raises the generation."""
 
     generation: int
-    agents: dict[int, AssignedAgent] = msgspec.field(name="seats")
-    """By index of the Plan's node."""
-    moved: dict[str, int] = {}
-    """Processes of nodes that are lost, and the Plan's nodes that run them instead."""
+    agents: dict[int, AssignedAgent] = msgspec.field(name="seats")  # by Plan index of the node
+    moved: dict[str, int] = {}  # processes of lost nodes, and the Plan nodes that run them now
 
     def node_of(self, rank: int) -> int | None:
-        """Return the Plan's node that an agent plays, or None: it is a spare, or was replaced."""
         return next((node for node, agent in self.agents.items() if agent.rank == rank), None)
 
 
@@ -182,7 +148,7 @@ CheckLevel = Literal["ok", "warning", "failed"]
 
 
 class PreflightCheck(msgspec.Struct, frozen=True):
-    """What one check of a node found."""
+    """Result of one preflight check."""
 
     name: str
     level: CheckLevel
@@ -191,11 +157,11 @@ class PreflightCheck(msgspec.Struct, frozen=True):
 
 
 class SharedCheck(PreflightCheck, frozen=True):
-    """The same of one that tells of the file system of the run directory, and nothing of the node."""
+    """Result of a check of the run's file system, for which no node is to blame."""
 
 
 class PreflightReference(msgspec.Struct, frozen=True):
-    """`preflight.json`: what the head's own node looks like to it, for the others to compare."""
+    """`preflight.json`: properties of the head's node that the other nodes compare themselves with."""
 
     plan_digest: str
     packages: dict[str, str | None]

@@ -1,8 +1,7 @@
-"""HeartbeatLimits: a process's main loop says that it goes on, where it is, and how long that may take.
+"""Process heartbeats: a main loop reports that it runs, in which phase it is, and how long that phase may take.
 
-A beat is a few bytes in a page of memory that the process's agent made and handed down as a file descriptor: nothing of
-it is on any file system, nobody else can name it, and it goes with the two of them. One writer, one reader: what a
-writer was in the middle of is read again.
+The agent creates a page of shared memory for each process and passes it on as a file descriptor. A heartbeat is a few
+bytes in that page, so it needs no file system and no other user can reach it. The page has one writer and one reader.
 """
 
 from __future__ import annotations
@@ -18,70 +17,56 @@ from collections.abc import MutableMapping
 from typing import NamedTuple
 
 VARIABLE = "PRIMESLURM_BEAT"
-"""Descriptor of the page, in the environment of a process that its agent expects to beat."""
+"""Environment variable with the descriptor of the page, set for processes whose agent expects heartbeats."""
 DUMP_SIGNAL = signal.SIGRTMIN + 8
-"""Has a process that beats write the stacks of all its threads to its log, in whatever it is."""
+"""Makes a process that sends heartbeats write the stacks of all its threads to its log, even while it is stuck."""
 
 _SIZE = mmap.PAGESIZE
-_BEAT = struct.Struct("<Qqd48sQ")
-"""Number of the beat, step (-1: none), limit in seconds (0: the usual one), phase; and the number again."""
+# Number of the heartbeat, step (-1: none), timeout [s] (0: default), phase, and the number again: a reader that finds
+# two different numbers has read in the middle of a write.
+_HEARTBEAT = struct.Struct("<Qqd48sQ")
 _COLLECTIVES = struct.Struct("<Q")
 _COLLECTIVES_AT = 128
 
 
 class Heartbeat(NamedTuple):
-    """What a process said last."""
+    """The last heartbeat of a process."""
 
-    number: int = 0
-    """How many beats there were; 0: it has not begun."""
+    number: int = 0  # heartbeats so far; 0 before the first one
     phase: str = ""
     step: int | None = None
-    limit_s: float = 0.0
-    """It may be silent for so long in this phase; 0: as long as its kind may."""
-    collectives: int = 0
-    """Collectives that it has begun, of all its process groups together."""
+    limit_s: float = 0.0  # timeout of this phase; 0: the default of the process
+    collectives: int = 0  # collectives begun so far, over all process groups
 
 
 class LivenessReporter:
-    """The end of the process that beats.
-
-    Args:
-        page: shared with the agent. Default: there is none, and nobody looks.
-    """
+    """Sends the heartbeats of this process, if `page` is shared with an agent. Without a page nobody reads them."""
 
     def __init__(self, page: mmap.mmap | None = None) -> None:
         self._page: mmap.mmap | bytearray = bytearray(_SIZE) if page is None else page
         self._number = 0
-        self._where = (b"", -1, 0.0)
+        self._phase = (b"", -1, 0.0)
 
     def enter(self, phase: str, step: int | None = None, limit_s: float = 0.0) -> None:
-        """Begin a phase, which is a beat.
+        """Begin a phase, whose name has at most 48 bytes, and send a heartbeat.
 
-        Args:
-            phase: its name, at most 48 bytes.
-            step: that it belongs to.
-            limit_s: it may be silent for so long in this phase. Default: as long as its kind may.
+        `limit_s` is the timeout between two heartbeats of this phase [s]; 0: the default of the process.
         """
-        self._where = (phase.encode()[:48], -1 if step is None else step, limit_s)
+        self._phase = (phase.encode()[:48], -1 if step is None else step, limit_s)
         self.heartbeat()
 
     def heartbeat(self) -> None:
-        """Say that the main loop goes on."""
         self._number += 1
-        phase, step, limit_s = self._where
-        self._page[: _BEAT.size] = _BEAT.pack(self._number, step, limit_s, phase, self._number)
+        phase, step, limit_s = self._phase
+        self._page[: _HEARTBEAT.size] = _HEARTBEAT.pack(self._number, step, limit_s, phase, self._number)
 
     def count_collectives(self, begun: int) -> None:
-        """Say how many collectives were begun. From any thread: it is no beat."""
+        """Report the number of collectives begun so far. Any thread may call this; it is not a heartbeat."""
         self._page[_COLLECTIVES_AT : _COLLECTIVES_AT + _COLLECTIVES.size] = _COLLECTIVES.pack(begun)
 
 
 class HeartbeatPage:
-    """The agent's end: the page of one process, from its start to its end.
-
-    Args:
-        name: of the process, for those who look at the agent's open files.
-    """
+    """The agent's end of the page of one process."""
 
     def __init__(self, name: str) -> None:
         self.descriptor = os.memfd_create(f"beat-{name}")
@@ -90,33 +75,34 @@ class HeartbeatPage:
         self._last = Heartbeat()
 
     def read(self) -> Heartbeat:
-        """Return what the process said last."""
-        number, step, limit_s, phase, again = _BEAT.unpack_from(self._page)
-        if number == again:  # or it is being written just now
+        """Return the last complete heartbeat."""
+        number, step, limit_s, phase, again = _HEARTBEAT.unpack_from(self._page)
+        if number == again:
             begun: int = _COLLECTIVES.unpack_from(self._page, _COLLECTIVES_AT)[0]
-            words = phase.rstrip(b"\0").decode(errors="replace")
-            limit_s = limit_s if 0 < limit_s < math.inf else 0.0  # or it would hang at once, or never
-            self._last = Heartbeat(number, words, None if step < 0 else step, limit_s, begun)
+            # The process may write any bytes. With a negative or infinite timeout it would be unresponsive at once, or
+            # never.
+            limit_s = limit_s if 0 < limit_s < math.inf else 0.0
+            text = phase.rstrip(b"\0").decode(errors="replace")
+            self._last = Heartbeat(number, text, None if step < 0 else step, limit_s, begun)
         return self._last
 
     def close(self) -> None:
-        """Give the page up."""
         self._page.close()
         os.close(self.descriptor)
 
 
 @functools.cache
 def liveness() -> LivenessReporter:
-    """Return this process's own pulse, made at the first call."""
+    """Return the reporter of this process, made at the first call."""
     return from_environment(os.environ)
 
 
 def from_environment(environ: MutableMapping[str, str]) -> LivenessReporter:
-    """Take the page that an agent has handed down, if it has, so that nothing that this process starts inherits it."""
-    handed = environ.pop(VARIABLE, "")
-    if not handed:
+    """Map the page that the agent has passed on, if any, and hide it from processes that this one starts."""
+    text = environ.pop(VARIABLE, "")
+    if not text:
         return LivenessReporter()
-    descriptor = int(handed)
+    descriptor = int(text)
     page = mmap.mmap(descriptor, _SIZE)
     os.close(descriptor)
     faulthandler.register(DUMP_SIGNAL, all_threads=True)

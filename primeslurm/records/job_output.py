@@ -1,4 +1,4 @@
-"""The output of a job (`slurm-<job>.out`): which lines belong to which start, and why srun could not start a step."""
+"""Parser of a job's output (`slurm-<job>.out`): the lines of one start, and srun's error messages."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import re
 from collections.abc import Iterable
 
 MARK = "primeslurm: start"
-"""Begins a line of the job's output, before the word of a start of the job: what follows belongs to that start."""
+"""The batch script prints this and the word of the start. Everything after it belongs to that start."""
 _SRUN = re.compile(r"^(?:\d+: )?(srun: (?:error|fatal): .+)$")
-_FOLLOWS = re.compile(
+# Lines about the end of tasks: consequences of an error or a requeue, not errors themselves.
+_CONSEQUENCE = re.compile(
     r"CANCELLED AT .* DUE TO (JOB REQUEUE|PREEMPTION)|Job step aborted|Force Terminated"
     r"|^srun: error: \S+: tasks? [\d,-]+: |^(\d+: )?srun: (Terminating|Job )"
 )
-"""Lines about the end of tasks. They follow from an error, or from a requeue, and are no error themselves."""
 
 
 def of_start(output: str, word: str) -> str | None:
-    """Return the part of a job's output that belongs to one start of the job; None if the start is not in it."""
+    """Return the output of one start of the job; None if the start is not in it."""
     _, mark, rest = output.rpartition(f"{MARK} {word}\n")
     return rest.partition(f"{MARK} ")[0] if mark else None
 
 
 def telling(lines: Iterable[str]) -> list[str]:
-    """Leave out the lines that only say that tasks have ended."""
-    return [line for line in lines if not _FOLLOWS.search(line)]
+    """Drop the lines that only report the end of tasks."""
+    return [line for line in lines if not _CONSEQUENCE.search(line)]
 
 
 def srun_error(lines: Iterable[str]) -> str:
-    """Return why srun could not start the tasks, in its own words; empty if it does not say."""
-    found = [match[1] for line in telling(lines) if (match := _SRUN.match(line))]
-    fatal = [line for line in found if line.startswith("srun: fatal")]
-    return (fatal or found or [""])[0].removesuffix(".")
+    errors = [match[1] for line in telling(lines) if (match := _SRUN.match(line))]
+    fatal = [line for line in errors if line.startswith("srun: fatal")]
+    return (fatal or errors or [""])[0].removesuffix(".")

@@ -1,7 +1,8 @@
-"""Metrics of each step: metrics.jsonl, TensorBoard, and Weights & Biases when configured.
+"""Metrics per step: metrics.jsonl, TensorBoard, and Weights & Biases if configured.
 
-The orchestrator of an RL run and the trainer of an SFT run write them. Rows of RL name who measured (`trainer/loss`,
-`reward/mean`); rows of SFT are the trainer's alone and go without (`loss`). Readers get both under the same names.
+The orchestrator of an RL run or the trainer of an SFT run writes them. Names in RL rows start with the component
+(`trainer/loss`, `reward/mean`). SFT rows come from the trainer alone and have no such prefix (`loss`). Readers get the
+RL names for both.
 """
 
 from __future__ import annotations
@@ -22,23 +23,23 @@ from primeslurm.records.reading import find_record, last_lines, whole_lines
 
 log = logging.getLogger(__name__)
 EVALUATION = "eval/"
-"""Prefix of what evaluations measured: it comes when they are done, as a row of its own of the step evaluated."""
+"""Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own."""
 
 FILE = "metrics.jsonl"
 """In the run directory."""
 
 Row = dict[str, float]
-"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
+"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included."""
 
 
 class MetricsLog:
-    """One row per step.
+    """Writes one row per step, and one per evaluation.
 
     Args:
-        run_dir: of the run; rows of steps after `resumed_step` were written by an abandoned attempt and are removed.
-        resumed_step: the last step that counts as trained.
-        tensorboard: write TensorBoard's event files, too.
-        wandb: what `wandb.init` is told of the run besides its id and place; None for no Weights & Biases.
+        run_dir: the run; rows of steps after `resumed_step` come from an abandoned attempt and are removed.
+        resumed_step: the last step that is part of the resumed checkpoint.
+        tensorboard: also write TensorBoard event files.
+        wandb: arguments of `wandb.init` besides id and directory; None disables Weights & Biases.
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class MetricsLog:
         self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        """Add the row of a step; a step that has one is ignored.
+        """Add the row of a step. A second row of the same step is ignored.
 
         Raises:
-            OSError: it is not in the file yet; it is written with the next row, or by `flush`.
+            OSError: the row is not in the file yet; the next row or `flush` writes it.
         """
         if step <= self._last:
             return
@@ -66,19 +67,14 @@ class MetricsLog:
             self._wandb.log(dict(row), step=step)
 
     def add_evaluation(self, step: int, row: Mapping[str, float]) -> None:
-        """Add what an evaluation of a step measured, as a row of its own; a second one is ignored.
-
-        Later steps may have their rows by then, so W&B gets it with the step that is being trained, and
-        `eval/step` as what to plot it over.
-
-        Raises:
-            OSError: as `write`.
-        """
+        """Add the results of a step's evaluation as a row. Raises OSError like `write`."""
         if step in self._evaluated:
             return
         self._evaluated.add(step)
         self._append(step, row)
         if self._wandb is not None:
+            # W&B refuses rows of earlier steps, and later steps may have been logged already. The row therefore goes
+            # to the current step, and W&B plots it over `eval/step`.
             self._wandb.log({**row, f"{EVALUATION}step": step}, commit=False)
 
     def _append(self, step: int, row: Mapping[str, float]) -> None:
@@ -91,20 +87,18 @@ class MetricsLog:
                 self._board.write(step, now, row)
 
     def flush(self) -> None:
-        """Write rows that the file system has not taken yet. Raises OSError."""
         with self._lock:
             if self._unwritten:
                 self._appender.append(self._unwritten)
                 self._unwritten = b""
 
     def sync(self) -> None:
-        """Have all rows so far on disk. Raises OSError."""
+        """Flush all rows to disk. Raises OSError."""
         self.flush()
         with self._lock:
             durable.sync_if_there(self._path)
 
     def close(self) -> None:
-        """Write what is left, and close."""
         with contextlib.suppress(OSError):
             self.flush()
         if self._board is not None:
@@ -114,27 +108,27 @@ class MetricsLog:
 
 
 def sync(run_dir: Path) -> None:
-    """Have all rows so far on disk: a checkpoint counts only with the rows of its steps. Raises OSError."""
+    """Flush all rows to disk: a checkpoint is only valid with the rows of its steps. Raises OSError."""
     durable.sync_if_there(run_dir / FILE)
 
 
-def by_one_name(row: Row) -> Row:
-    """Return a row as it was written, with the trainer's own metrics named as in RL, whatever the task.
+def with_rl_names(row: Row) -> Row:
+    """Return a row with the names of RL runs.
 
-    What an RL run measures as `throughput/step_seconds` is, for SFT, the sum of the trainer's phases.
+    RL runs measure `throughput/step_seconds`. For SFT it is the sum of the trainer's phases.
     """
     if "loss" not in row:
         return row
-    kept = {name: row[name] for name in ("step", "time") if name in row}
-    own = {f"trainer/{name}": value for name, value in row.items() if name not in kept}
+    common = {name: row[name] for name in ("step", "time") if name in row}
+    trainer = {f"trainer/{name}": value for name, value in row.items() if name not in common}
     phases = [value for name, value in row.items() if name.startswith("seconds/")]
-    return kept | own | ({"throughput/step_seconds": sum(phases)} if phases else {})
+    return common | trainer | ({"throughput/step_seconds": sum(phases)} if phases else {})
 
 
-def row_of(line: bytes) -> Row | None:
-    """Read one line of a metrics.jsonl: what in it is a number. None if it is damaged."""
+def parse_row(line: bytes) -> Row | None:
+    """Return the numbers of one line of metrics.jsonl; None if the line is damaged."""
     try:
-        value = json.loads(line)  # and not msgspec: a metric may be NaN
+        value = json.loads(line)  # not msgspec: a metric may be NaN
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or type(value.get("step")) is not int:
@@ -142,69 +136,63 @@ def row_of(line: bytes) -> Row | None:
     return {name: number for name, number in value.items() if isinstance(number, int | float)}
 
 
-def of_evaluation(row: Row) -> bool:
-    """Tell whether a row holds what an evaluation measured, and nothing of training."""
+def is_evaluation(row: Row) -> bool:
+    """Return whether a row holds evaluation metrics. It holds nothing else then."""
     return any(name.startswith(EVALUATION) for name in row)
 
 
 def rows(path: Path) -> list[Row]:
-    """Read the rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL.
-
-    What evaluations measured is with the step that they evaluated.
-    """
-    return _rows(whole_lines(path))
+    """Read one row per trained step, in order, under the names of RL. Evaluations are merged into their step."""
+    return _merged(whole_lines(path))
 
 
 def recent_rows(path: Path) -> list[Row]:
-    """Read the last complete rows, as many as fit into 256 KiB; none if there is no such file."""
-    return _rows(last_lines(path))
+    """Read the rows in the last 256 KiB of the file; none if the file is missing."""
+    return _merged(last_lines(path))
 
 
-def _rows(lines: list[bytes]) -> list[Row]:
-    found, evaluated = [], {}
-    for row in filter(None, map(row_of, lines)):
-        if of_evaluation(row):
+def _merged(lines: list[bytes]) -> list[Row]:
+    trained, evaluated = [], {}
+    for row in filter(None, map(parse_row, lines)):
+        if is_evaluation(row):
             evaluated[row["step"]] = row
         else:
-            found.append(by_one_name(row))
-    # The model before the first step has been evaluated, but no step made it.
-    return [{**evaluated.get(row["step"], {}), **row} for row in found]
+            trained.append(with_rl_names(row))
+    # An evaluation of step 0 has no trained step to merge with.
+    return [{**evaluated.get(row["step"], {}), **row} for row in trained]
 
 
 def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
-    """Forget the rows of later steps, and what is left of a row whose writer was killed.
-
-    Returns:
-        The last step that has a row of training, and the steps that have one of evaluation.
-    """
+    """Remove the rows of later steps. Return the last trained step in the file, and the evaluated steps."""
     if not files.exists(path):
         return 0, set()
-    kept = []
+    rows = []
     for line in files.read_bytes(path).splitlines():
-        row = row_of(line)  # None: the writer was killed in the middle of its last line
+        row = parse_row(line)  # None: the writer was killed in the middle of its last line
         if row is not None and row["step"] <= step:
-            kept.append((row, line))
-    write_atomic(path, b"".join(line + b"\n" for _, line in kept))
-    trained = max((row["step"] for row, _ in kept if not of_evaluation(row)), default=0)
-    return int(trained), {int(row["step"]) for row, _ in kept if of_evaluation(row)}
+            rows.append((row, line))
+    write_atomic(path, b"".join(line + b"\n" for _, line in rows))
+    trained = max((row["step"] for row, _ in rows if not is_evaluation(row)), default=0)
+    return int(trained), {int(row["step"]) for row, _ in rows if is_evaluation(row)}
 
 
 class _Board:
-    """TensorBoard's event files, without torch. What it shows of steps after `resumed_step` is forgotten.
+    """TensorBoard event files, written without torch.
 
-    A file that cannot be written costs what it would have shown, never the run: a new file is begun.
+    A file that cannot be written costs its rows, never the run: the next row begins a new file.
     """
 
     def __init__(self, directory: Path, resumed_step: int) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # 0.3 s, and not in the base install
+        # Importing takes 0.3 s, and the base install has no TensorBoard.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         self._directory = directory
         self._writer: Any = None
+        # A session start makes TensorBoard forget what earlier files say about later steps.
         begin = SessionLog(status=SessionLog.START)
         self._add(Event(wall_time=time.time(), step=resumed_step + 1, session_log=begin))
 
     def write(self, step: int, now: float, row: Mapping[str, float]) -> None:
-        """Add the row of a step."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
@@ -220,24 +208,21 @@ class _Board:
             self._writer.add_event(event)
             self._writer.flush()
         except OSError as error:
-            log.warning("TensorBoard's file cannot be written, a new one is begun: %s", error)
+            log.warning("cannot write the TensorBoard file, beginning a new one: %s", error)
             self._writer = None  # its thread has ended
 
     def close(self) -> None:
-        """Write what is left."""
         with contextlib.suppress(OSError):
             if self._writer is not None:
                 self._writer.close()
 
 
 def _wandb(run_dir: Path, options: Mapping[str, Any]) -> Any:
-    """The W&B run of this run, whose id it has: every attempt goes on in it, and another run of this name has its own.
-
-    Of steps that an attempt trains anew, W&B keeps what it was told first.
-    """
+    # All attempts share one W&B run, because its id is the run's id. W&B keeps the first value of a step that a later
+    # attempt trains again.
     import wandb
 
     lock = find_record(run_dir / "lock.json", LockRecord) or LockRecord()
-    found = wandb.init(**options, id=lock.run_id or run_dir.name, resume="allow", dir=run_dir)
-    found.define_metric(f"{EVALUATION}*", step_metric=f"{EVALUATION}step")
-    return found
+    run = wandb.init(**options, id=lock.run_id or run_dir.name, resume="allow", dir=run_dir)
+    run.define_metric(f"{EVALUATION}*", step_metric=f"{EVALUATION}step")
+    return run

@@ -1,4 +1,4 @@
-"""Reading what processes write: whole records, and files that grow by lines, the last of which may be half a line."""
+"""Readers of records: whole JSON files, and files that grow by lines and may end with an incomplete line."""
 
 from __future__ import annotations
 
@@ -14,24 +14,21 @@ from primeslurm.base.files import FileWatcher, read_json
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
-_ONE_AT_A_TIME = threading.Lock()
+_CONVERT_LOCK = threading.Lock()
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
-    """Read a record.
-
-    Returns:
-        None if the file is not there (or, on a shared file system, not there yet) or no JSON.
+    """Read a record. Return None if the file is missing (or not visible yet on a shared file system) or not JSON.
 
     Raises:
-        msgspec.ValidationError: it is another kind of record.
+        msgspec.ValidationError: the file holds another kind of record.
     """
     value = read_json(path)
     return None if value is None else _convert(value, kind, strict=True)
 
 
 def find_record(path: Path, kind: type[T]) -> T | None:
-    """Read a record that one can do without: None also if it is another kind of record."""
+    """Read an optional record. Return None also if the file holds another kind of record."""
     try:
         return read_record(path, kind)
     except msgspec.ValidationError:
@@ -39,11 +36,7 @@ def find_record(path: Path, kind: type[T]) -> T | None:
 
 
 def changed_record(file: FileWatcher, kind: type[T]) -> T | None:
-    """Read a record that its writer replaces again and again.
-
-    Returns:
-        None if it did not change, and if it is damaged: the next one will come.
-    """
+    """Read a record that its writer replaces. Return None if it is unchanged or damaged: the next one follows soon."""
     value = file.changed()
     try:
         return None if value is None else _convert(value, kind, strict=False)
@@ -52,17 +45,14 @@ def changed_record(file: FileWatcher, kind: type[T]) -> T | None:
 
 
 def _convert(value: Any, kind: type[T], *, strict: bool) -> T:
-    """Convert plain data; never in two threads at once.
-
-    msgspec works out what a type is made of at its first use. A thread that uses the type meanwhile reads what is not
-    there yet, and the process dies of it: one of 518 agents did, as its preflight read the head's view, too.
-    """
-    with _ONE_AT_A_TIME:
+    # msgspec inspects a type at its first use, without a lock. A second thread that used the type meanwhile crashed the
+    # process: it happened to one of 518 agents, whose preflight thread also read the head's view.
+    with _CONVERT_LOCK:
         return msgspec.convert(value, kind, strict=strict, str_keys=True)
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """Read the complete lines of a file; none if there is no such file."""
+    """Read the complete lines of a file; none if the file is missing."""
     try:
         return files.read_bytes(path).split(b"\n")[:-1]
     except OSError:
@@ -70,7 +60,7 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
-    """Read the complete lines in the last `size` bytes of a file; none if there is no such file."""
+    """Read the complete lines within the last `size` bytes of a file; none if the file is missing."""
 
     def read(handle: BinaryIO) -> tuple[int, bytes]:
         begin = max(0, handle.seek(0, os.SEEK_END) - size)

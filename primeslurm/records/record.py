@@ -1,4 +1,4 @@
-"""What every event and every state says of itself."""
+"""Base classes of what a process writes into its journal."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import msgspec
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that one process wrote down. Its journal fills in who and when."""
+    """A record of one process. Its journal fills in time and writer."""
 
-    time: float = 0.0
-    """Unix seconds; 0 before it is written."""
-    process: str = ""
-    """Name of the writer: a process of the Plan, `head`, `batch` (the job's script), or `agent-<rank>`."""
+    time: float = 0.0  # Unix seconds; 0 before it is written
+    process: str = ""  # a process of the Plan, `head`, `batch` (the job's script) or `agent-<rank>`
 
 
 class Event(Record, frozen=True, kw_only=True, tag_field="kind"):
-    """Something that happened: one line of `events/<process>.jsonl`. `kind` tells the subclasses apart."""
+    """One line of `events/<process>.jsonl`. `kind` distinguishes the subclasses."""

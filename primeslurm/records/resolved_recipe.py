@@ -1,7 +1,7 @@
-"""What is read of a run's recipe, as it was resolved by whatever release: the fields that figures and advice need.
+"""The part of `recipe.resolved.json` that reports and advice read, whatever release wrote it.
 
-Whoever runs something reads all of it as `primeslurm.recipe.Recipe`. Here fields that a release did not have have a
-default, and others are passed over.
+Programs that run something read all of it as `primeslurm.recipe.Recipe`. Here, missing fields have a default and
+unknown fields are ignored.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ class RunRecipe(msgspec.Struct, frozen=True):
 
     @property
     def batch_size(self) -> int:
-        """Rollouts of a step; 0 for a run without any."""
+        """Rollouts per step; 0 for a run without rollouts."""
         return self.orchestrator.batch_size if self.orchestrator else 0

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from primeslurm.base.durable import MIN_FREE_BYTES
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
-from primeslurm.records.reserve import LEAST_FREE
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
 from tests.support.emulation import PATIENCE_S, Deployment
@@ -66,7 +66,7 @@ def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
 
 
 def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: Callable[[int], Path]) -> None:
-    filler = fill(LEAST_FREE // 2)
+    filler = fill(MIN_FREE_BYTES // 2)
     deployment.submit()
     deployment.wait(lambda status: "GiB free" in status.waits_for and status.phase == "starting")
     told = deployment.command("status", deployment.run.path)

@@ -1,4 +1,4 @@
-"""A minimal Hugging Face config of every family."""
+"""A tiny config of transformers for every family, just large enough for its features."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ COMMON: dict[str, Any] = {
     "bos_token_id": None,
     "pad_token_id": 0,
     "eos_token_id": 2,
-    # large enough for attention and routing to matter
+    # Large enough that attention and routing affect the logits.
     "initializer_range": 0.1,
 }
 YARN: dict[str, Any] = {
@@ -127,7 +127,7 @@ MLA: dict[str, Any] = COMMON | {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
-    "head_dim": 8,  # of rotary embeddings, for transformers
+    "head_dim": 8,  # transformers sizes the rotary embeddings by it
     "v_head_dim": 16,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
@@ -137,7 +137,7 @@ MLA: dict[str, Any] = COMMON | {
 }
 GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
 MLA_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
-# Few index heads leave many keys with a score of exactly zero: which of them are selected is then arbitrary.
+# With few index heads, many keys have a score of exactly zero, and the selection among them is arbitrary.
 DSA: dict[str, Any] = MLA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 16}
 SHARED: list[str] = ["full", "shared", "shared", "full"]
 
@@ -153,16 +153,18 @@ LLAMA3 = {
 
 @dataclass(frozen=True)
 class Case:
+    """A config to compare with transformers."""
+
     name: str
     config: Callable[[], Any]
     tolerance: float = 5e-5
-    """Maximum difference of float32 logits to transformers."""
+    """Largest difference of logits in float32."""
 
 
 CASES = (
     Case(
         "gpt_oss",
-        # a window shorter than either document
+        # The window is shorter than either document.
         lambda: GptOssConfig(
             **COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=16, rope_parameters=dict(YARN)
         ),
@@ -198,7 +200,7 @@ CASES = (
     Case("qwen3_vl", lambda: Qwen3VLConfig(text_config=dict(QWEN3_VL), vision_config=dict(DEEPSTACK), **IMAGES)),
     Case(
         "qwen3_vl_moe",
-        # no expert is square: transformers tells by their shape which way round they are stored
+        # No expert is square: transformers infers their orientation from their shape.
         lambda: Qwen3VLMoeConfig(
             text_config=QWEN3_VL | EXPERTS | {"moe_intermediate_size": 24}, vision_config=dict(DEEPSTACK), **IMAGES
         ),
@@ -268,7 +270,7 @@ CASES = (
 
 SIX: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 UNEVEN_CASES = (
-    # 6 experts are not spread evenly over 4 ranks, nor 3 of them over 2: another dimension is split
+    # 4 ranks cannot share 6 experts evenly, nor 2 ranks 3 of them: FSDP splits another dimension.
     Case("qwen3_moe-uneven", lambda: Qwen3MoeConfig(**COMMON, **SIX, norm_topk_prob=True)),
     Case(
         "deepseek_v3-uneven", lambda: DeepseekV3Config(**MLA | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
@@ -284,7 +286,7 @@ UNEVEN_CASES = (
 )
 
 GENERIC_CASES = (
-    # a window, in all layers and in some; experts, stored one by one under other names; tied heads
+    # A window in all layers and in some; experts stored one by one under other names; tied heads.
     Case("mistral", lambda: MistralConfig(**COMMON, sliding_window=7)),
     Case(
         "qwen2",
@@ -294,9 +296,9 @@ GENERIC_CASES = (
     ),
     Case("mixtral", lambda: MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)),
 )
-"""Families with an implementation in transformers only."""
+"""Models without a family."""
 _MROPE: dict[str, Any] = COMMON | {
-    "head_dim": 8,  # these take hidden_size by heads, whatever is said
+    "head_dim": 8,  # these compute it from hidden_size anyway
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
 }
 _ENCODER: dict[str, Any] = {
@@ -307,7 +309,7 @@ _ENCODER: dict[str, Any] = {
     "out_hidden_size": 32,
     "patch_size": 4,
 }
-SEEING_CASES = (
+VISION_CASES = (
     Case("glm4v", lambda: Glm4vConfig(text_config=dict(_MROPE), vision_config=_ENCODER | {"image_size": 16}, **IMAGES)),
     Case(
         "qwen2_vl",
@@ -322,8 +324,8 @@ SEEING_CASES = (
         ),
     ),
 )
-"""Vision families with an implementation in transformers only."""
-BLIND_CASE = Case(
+"""Models with a vision encoder and without a family."""
+OTHER_VISION_CASE = Case(
     "llava",
     lambda: LlavaConfig(
         text_config=Qwen2Config(**COMMON).to_dict(),
@@ -338,7 +340,7 @@ BLIND_CASE = Case(
         },
     ),
 )
-"""A family with an unsupported vision encoder, trained on text."""
+"""Its vision encoder is not supported, so it is trained on text."""
 
 
 def _nemotron(**options: Any) -> NemotronHConfig:
@@ -347,11 +349,12 @@ def _nemotron(**options: Any) -> NemotronHConfig:
 
 
 def reference_of(case: Case) -> Any:
+    """Return the class of transformers that loads a case's checkpoint."""
     return AutoModelForImageTextToText if hasattr(case.config(), "vision_config") else AutoModelForCausalLM
 
 
 def write(case: Case, directory: Path) -> Path:
-    """Write a random checkpoint of a case, in which no tensor has its initial value."""
+    """Write a checkpoint in which every tensor, including biases and norms, differs from its initial value."""
     torch.manual_seed(0)
     model = reference_of(case).from_config(case.config(), dtype=torch.float32)
     with torch.no_grad():
@@ -365,7 +368,7 @@ def write(case: Case, directory: Path) -> Path:
 
 
 def _transpose_experts(file: Path) -> None:
-    """Released checkpoints have the opposite order of transformers."""
+    # Released checkpoints have the other orientation than those that transformers writes.
     tensors = load_file(file)
     stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
     save_file(tensors | stacks, file, metadata={"format": "pt"})

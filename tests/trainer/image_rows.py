@@ -1,4 +1,4 @@
-"""Vision models, and packed rows of random text and images."""
+"""Models with vision, and packed rows of random text with random images in it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from primeslurm.trainer.data.image_positions import Images
 from primeslurm.wire.batches.rollouts import Row
 from scripts.models.tiny_model import tokenizer
 from tests.trainer.conftest import SEQ_LEN
-from tests.trainer.families import CASES, IMAGES, SEEING_CASES, Case, write
+from tests.trainer.families import CASES, IMAGES, VISION_CASES, Case, write
 
 START, IMAGE, END = tokenizer().convert_ids_to_tokens(
     [IMAGES[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")]
 )
-"""Token ids of IMAGES in the tiny tokenizer."""
+"""The tokens of IMAGES as the tiny tokenizer spells them."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
@@ -37,15 +37,16 @@ PROCESSOR = {
 }
 Grid = tuple[int, int]
 DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
-"""Patches (height, width) of the images of each document."""
+"""Patches in height and width of the images of each document: two, none and one."""
 
 
 def case_of(name: str) -> Case:
-    return next(case for case in (*CASES, *SEEING_CASES) if case.name == name)
+    """The case of this name."""
+    return next(case for case in (*CASES, *VISION_CASES) if case.name == name)
 
 
 def write_vision_model(name: str, directory: Path) -> Path:
-    """Write a checkpoint with image processor and tokenizer."""
+    """A checkpoint of a case with what reads its images and renders its conversations."""
     path = write(case_of(name), directory)
     words = AutoTokenizer.from_pretrained(path)
     words.chat_template = TEMPLATE
@@ -55,6 +56,7 @@ def write_vision_model(name: str, directory: Path) -> Path:
 
 
 def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
+    """Random text with random images in it."""
     rng = np.random.default_rng(seed)
     tokens, starts = list(rng.integers(3, 100, 3)), []
     for height, width in grids:
@@ -69,6 +71,7 @@ def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
 
 
 def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row, Images | None]:
+    """Documents in a row, and padding."""
     parts = [document(grids, seed + index) for index, grids in enumerate(documents)]
     lengths = [len(tokens) for tokens, _ in parts]
     padding = SEQ_LEN - sum(lengths)

@@ -1,1 +1,1 @@
-"""One node's agent: it starts, watches and ends the node's processes."""
+"""The agent of one node: it starts, watches, restarts and ends the node's processes."""

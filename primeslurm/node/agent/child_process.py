@@ -1,4 +1,4 @@
-"""One operating-system process and everything it starts, in a process group of its own."""
+"""An operating-system process with all its descendants, as a process group of its own."""
 
 from __future__ import annotations
 
@@ -18,50 +18,44 @@ from primeslurm.base import files
 from primeslurm.base.parent_death import end_with_parent
 
 
-def settle(*, ignore_term: bool = False) -> None:
-    """Set up this process, which a child is about to become: it ends with the agent, and has limits of its own.
+def prepare_child(*, ignore_term: bool = False) -> None:
+    """Set up this process, which is about to become a child of the agent: lifetime, signals and limits.
 
-    Args:
-        ignore_term: ignore SIGTERM. Slurm may send it to every process of a step before it ends the job, and the agent
-            still wants a checkpoint from the trainer then.
+    With `ignore_term` it ignores SIGTERM.
     """
-    # A killed agent must not leave servers behind; Slurm would find them, the local executor would not.
+    # A killed agent must not leave servers behind. Slurm would end them, the local executor would not.
     end_with_parent()
-    # Before a time limit Slurm sends USR2 to every process of the step, not only to its task: it is for the agent.
+    # Before a time limit Slurm sends USR2 to every process of the step. Only the agent may react to it.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if ignore_term:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Slurm hands on the shell's soft limit, often 1,024: as many strangers' connections would leave a server no file.
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Slurm passes on the shell's soft limit of open files, often 1,024: too few for a server's connections.
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
 
 
 class ProcessGroup(abc.ABC):
-    """A started process that leads a session of its own."""
+    """A started process that leads its own session. `pid` is also the id of its process group."""
 
     pid: int
-    """Process id, which is also the id of its process group."""
 
     @abc.abstractmethod
     def poll(self) -> int | None:
-        """Return the exit code once it ended (negative: by that signal). What it left in its group lives on."""
+        """Return the exit code, or None while the process runs. Its descendants may outlive it."""
 
     def send(self, number: int) -> None:
-        """Send a signal to the process alone."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
-    def go_on(self) -> None:
-        """Continue all of the group that were stopped by a signal."""
+    def resume(self) -> None:
         self._signal_group(signal.SIGCONT)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the whole group."""
+        """Send SIGTERM to the group."""
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL to the whole group."""
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:
@@ -70,7 +64,7 @@ class ProcessGroup(abc.ABC):
 
 
 def open_log(log: Path, argv: Sequence[str]) -> BinaryIO:
-    """Open the log file of a process that is about to be started, and say what is started. Raises OSError."""
+    """Open the log file of a process for appending, and write its command as a header. Raises OSError."""
     header = f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode()
 
     def opened() -> BinaryIO:
@@ -87,15 +81,10 @@ def open_log(log: Path, argv: Sequence[str]) -> BinaryIO:
 
 
 class Child(ProcessGroup):
-    """A process of a program. Its standard output and error go to one log file, appended to over restarts.
+    """A process started from a command line. Its output is appended to one log file.
 
-    Args:
-        argv: its command.
-        env: all of its environment.
-        log: file for what it prints.
-        cwd: its directory.
-        pass_fds: open files that it gets under the same numbers.
-        ignore_term: it ignores SIGTERM, unless it installs a handler. `terminate` then kills it.
+    With `ignore_term` it ignores SIGTERM unless it installs a handler, and `terminate` kills it. Slurm may send SIGTERM
+    to all processes of a step before the job ends, when the trainer still has to write a checkpoint.
 
     Raises:
         OSError: the program or the log file cannot be opened.
@@ -122,16 +111,15 @@ class Child(ProcessGroup):
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 pass_fds=pass_fds,
-                preexec_fn=partial(settle, ignore_term=ignore_term),
+                preexec_fn=partial(prepare_child, ignore_term=ignore_term),
             )
         self.pid = self._popen.pid
 
     def poll(self) -> int | None:
-        """Return the exit code once it ended."""
         return self._popen.poll()
 
     def terminate(self) -> None:
-        """Send SIGTERM to the whole group, and SIGKILL to a process that ignores SIGTERM."""
+        """Send SIGTERM to the group, and SIGKILL to a process that ignores SIGTERM."""
         super().terminate()
         if self._ignores_term:
             self.send(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Does a local server answer? Probed in the background, so that a hanging server never holds up its agent."""
+"""Polls a local server in the background, so that an unresponsive server never blocks its agent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """One server to probe: `ready_path` says that it is up, `/health` that it serves."""
+    """A server to poll: `ready_path` answers 200 once it is up, and `/health` while it serves."""
 
     host: str
     port: int
@@ -21,17 +21,6 @@ class ProbeTarget:
 
 
 def status_of(host: str, port: int, path: str, timeout_s: float = TIMEOUT_S) -> int | None:
-    """Ask a server once, with GET.
-
-    Args:
-        host: address of the server.
-        port: where it listens.
-        path: what is asked for, from the slash on.
-        timeout_s: longest wait for the connection, and again for the answer.
-
-    Returns:
-        The HTTP status, or None without any answer.
-    """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path)
@@ -43,38 +32,36 @@ def status_of(host: str, port: int, path: str, timeout_s: float = TIMEOUT_S) -> 
 
 
 class HealthProbe:
-    """Probes one target each second until stopped."""
+    """Polls one server every second until stopped."""
 
-    behind = False
-    """It last said that what is behind it does not answer: an engine's core."""
+    core_unresponsive = False
 
     def __init__(self, target: ProbeTarget, timeout_s: float = TIMEOUT_S) -> None:
         self.ready = False
         self.healthy = False
+        # Any answer counts except 504, which an engine's server gives when its engine core does not respond. An engine
+        # with an old policy answers 503, and is responsive.
         self.answers = 0
-        """How often the target answered anything: an engine that is not current answers, with 503. A server that only
-        says that what is behind it does not answer (504) has not."""
         self._target = target
         self._timeout_s = timeout_s
         self._stop = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     def stop(self) -> None:
-        """Stop probing; both answers become False."""
+        """Stop polling. The server counts as neither ready nor healthy from now on."""
         self._stop.set()
         self.ready = self.healthy = False
 
     def _run(self) -> None:
-        target = self._target
+        path = self._target.ready_path
         while not self._stop.is_set():
             started = time.monotonic()
-            status = self._ask(target.ready_path)
-            self.behind = status == http.client.GATEWAY_TIMEOUT
-            if status is not None and not self.behind:
+            status = self._ask(path)
+            self.core_unresponsive = status == http.client.GATEWAY_TIMEOUT
+            if status is not None and not self.core_unresponsive:
                 self.answers += 1
             ready = status == 200
-            same = target.ready_path == "/health"
-            healthy = ready if same else ready and self._ask("/health") == 200
+            healthy = ready if path == "/health" else ready and self._ask("/health") == 200
             if not self._stop.is_set():
                 self.ready, self.healthy = ready, healthy
             self._stop.wait(max(0.0, PERIOD_S - (time.monotonic() - started)))

@@ -1,6 +1,6 @@
-"""How the processes of one node are: which are silent, for how long, where they were last, and what keeps them.
+"""Liveness of the processes of one node: the age of each process's last heartbeat, and its timeout.
 
-A process says that it goes on by beats of its main loop (`records.beats`), or by answering its probe.
+A process shows that it runs by heartbeats of its main loop (`records.heartbeats`), or by answers to its health probe.
 """
 
 from __future__ import annotations
@@ -16,40 +16,31 @@ from primeslurm.records.fleet import HeartbeatReport
 from primeslurm.records.heartbeats import Heartbeat, HeartbeatPage
 
 STOPPED_S = 10.0
-"""A process that is silent for so long and was stopped by a signal is continued: nothing else does that. Whoever wants
-to look at one stops it with a debugger, and that is left alone."""
+"""A process that a signal has stopped is continued after this long. People stop processes with a debugger instead."""
 QUIET_S = 2.0
-"""What has just been heard of is in no condition that would matter."""
-AGAIN_S = 1.0
-"""Between two looks into /proc at what stays silent: ranks that wait for rollouts are silent for minutes."""
+"""With a younger heartbeat, the condition of a process is not looked up in /proc."""
+LOOKUP_PERIOD_S = 1.0
+"""Period of look-ups of a process without heartbeats: a rank that waits for rollouts sends none for minutes."""
 
-
-_NOTHING = Heartbeat()
+_NONE = Heartbeat()
 
 
 @dataclass(frozen=True)
 class Liveness:
-    """How one process was at the last look."""
+    """Liveness of one process at the last check."""
 
-    silent_s: float = 0.0
-    limit_s: float | None = None
-    """It hangs if it is silent for longer; None: nobody knows."""
-    heartbeat: Heartbeat = _NOTHING
-    stopped: bool = False
-    """By a signal."""
+    silent_s: float = 0.0  # age of the last heartbeat, without time in which the process could not run
+    limit_s: float | None = None  # timeout; None: none known
+    heartbeat: Heartbeat = _NONE
+    stopped: bool = False  # by a signal
 
     @property
-    def hangs(self) -> bool:
-        """Whether it has been silent for too long."""
+    def unresponsive(self) -> bool:
         return self.limit_s is not None and self.silent_s > self.limit_s
 
     def report(self) -> HeartbeatReport:
-        """For the heartbeat."""
-        heartbeat, limit_s = self.heartbeat, self.limit_s or 0.0
-        silent_s = round(self.silent_s, 1)
-        return HeartbeatReport(
-            heartbeat.phase, heartbeat.step, heartbeat.number, heartbeat.collectives, silent_s, limit_s, self.stopped
-        )
+        last, limit_s, silent_s = self.heartbeat, self.limit_s or 0.0, round(self.silent_s, 1)
+        return HeartbeatReport(last.phase, last.step, last.number, last.collectives, silent_s, limit_s, self.stopped)
 
 
 @dataclass
@@ -58,30 +49,24 @@ class _Watched:
     pid: int
     page: HeartbeatPage | None
     probe: HealthProbe | None
-    silence: UnresponsiveTimer = field(default_factory=UnresponsiveTimer)
+    timer: UnresponsiveTimer = field(default_factory=UnresponsiveTimer)
     liveness: Liveness = Liveness()
-    looked_at: float = 0.0
-    waited_s: float | None = None
-    """For a CPU, at the last look; None: its condition was not looked at then."""
+    checked_at: float = 0.0
+    cpu_wait_s: float | None = None  # time without a CPU so far, at the last check; None: not looked up then
 
 
 class LivenessMonitor:
-    """Looks after processes from their start to their end.
-
-    Args:
-        condition: of a process, by its id.
-    """
+    """Watches processes from start to end. `condition` looks up a process by id."""
 
     def __init__(self, condition: Callable[[int], Condition] = condition_of) -> None:
         self._condition = condition
         self._watched: dict[str, _Watched] = {}
 
     def started(self, process: Process, pid: int, page: HeartbeatPage | None, probe: HealthProbe | None) -> None:
-        """Begin to look after a process."""
         self._watched[process.name] = _Watched(process, pid, page, probe)
 
     def ended(self, name: str) -> int:
-        """Stop looking after a process; returns how many beats its main loop has made."""
+        """Stop watching a process. Return how many heartbeats its main loop has sent."""
         watched = self._watched.pop(name, None)
         if watched is None or watched.page is None:
             return 0
@@ -90,47 +75,46 @@ class LivenessMonitor:
         return heartbeats
 
     def of(self, name: str) -> Liveness:
-        """Return how a process was at the last look."""
         return self._watched[name].liveness if name in self._watched else Liveness()
 
-    def look(self, now: float) -> None:
-        """Look at all of them."""
+    def check(self, now: float) -> None:
+        """Read the heartbeats of all processes. `now`: monotonic clock [s]."""
         for watched in self._watched.values():
             if watched.page is not None or watched.probe is not None:
-                watched.liveness = self._look(watched, now)
+                watched.liveness = self._check(watched, now)
 
-    def _look(self, watched: _Watched, now: float) -> Liveness:
-        heartbeat = _answers(watched.probe) if watched.probe else watched.page.read() if watched.page else _NOTHING
-        still = watched.silence.seconds >= QUIET_S and heartbeat.number == watched.liveness.heartbeat.number
-        if still and 0.0 <= now - watched.looked_at < AGAIN_S:
+    def _check(self, watched: _Watched, now: float) -> Liveness:
+        last = _newest(watched)
+        quiet = watched.timer.seconds >= QUIET_S
+        unchanged = last.number == watched.liveness.heartbeat.number
+        if quiet and unchanged and 0.0 <= now - watched.checked_at < LOOKUP_PERIOD_S:
             return watched.liveness
-        condition, excused_s = Condition(), 0.0
-        if watched.silence.seconds >= QUIET_S:  # /proc is read of few: most have just been heard of
+        # Reading /proc costs more than reading a heartbeat, so only quiet processes are looked up.
+        condition, excused_s, cpu_wait_s = Condition(), 0.0, None
+        if quiet:
             condition = self._condition(watched.pid)
-            excused_s = _excused_s(watched, condition, now)
-            watched.waited_s = condition.waited_s
-        else:
-            watched.waited_s = None
-        watched.looked_at = now
-        silent_s = watched.silence.look(now, heartbeat.number, excused_s)
-        return Liveness(silent_s, _limit_s(watched, heartbeat), heartbeat, condition.stopped)
+            cpu_wait_s = condition.waited_s
+            if condition.held:
+                excused_s = now - watched.checked_at
+            elif watched.cpu_wait_s is not None:
+                excused_s = cpu_wait_s - watched.cpu_wait_s
+        watched.cpu_wait_s, watched.checked_at = cpu_wait_s, now
+        silent_s = watched.timer.look(now, last.number, excused_s)
+        return Liveness(silent_s, _timeout_s(watched, last), last, condition.stopped)
 
 
-def _answers(probe: HealthProbe) -> Heartbeat:
-    return Heartbeat(probe.answers, "of the core behind its server" if probe.behind else "")
+def _newest(watched: _Watched) -> Heartbeat:
+    if watched.probe:
+        phase = "of the core behind its server" if watched.probe.core_unresponsive else ""
+        return Heartbeat(watched.probe.answers, phase)
+    return watched.page.read() if watched.page else _NONE
 
 
-def _excused_s(watched: _Watched, condition: Condition, now: float) -> float:
-    """For how long since the last look it could do nothing."""
-    if condition.held:
-        return now - watched.looked_at
-    return 0.0 if watched.waited_s is None else condition.waited_s - watched.waited_s
-
-
-def _limit_s(watched: _Watched, heartbeat: Heartbeat) -> float | None:
-    health, heartbeats = watched.process.health, watched.process.heartbeats
+def _timeout_s(watched: _Watched, last: Heartbeat) -> float | None:
+    health, limits = watched.process.health, watched.process.heartbeats
     if watched.probe is not None and health is not None:
-        return health.hang_timeout_s if heartbeat.number else None  # until it listens, its start has a limit of its own
-    if heartbeats is None:
+        # Before the first answer, the start timeout of the health check applies instead.
+        return health.hang_timeout_s if last.number else None
+    if limits is None:
         return None
-    return heartbeat.limit_s or (heartbeats.hang_timeout_s if heartbeat.number else heartbeats.start_timeout_s)
+    return last.limit_s or (limits.hang_timeout_s if last.number else limits.start_timeout_s)

@@ -1,8 +1,8 @@
-"""The agent of one allocated node: checks the node, plays the part that the head gives it, and follows the head's end.
+"""The agent of one allocated node: checks the node, runs the processes that the head assigns to it, and reports.
 
-It survives what it runs, and speaks to the other agents through small files in the attempt directory: its heartbeat
-`agents/<rank>.json`, and from the head `roster.json` (who plays which node), `addresses.json` (who listens where) and
-`fleet.json` (what is ready, and the end).
+The agent outlives its processes. Agents and head communicate through small files in the attempt directory. An agent
+writes its heartbeat `agents/<rank>.json`. The head writes `roster.json` (the node assignment), `addresses.json` (hosts
+and ports of all processes) and `fleet.json` (what is ready, and the end).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,10 +21,9 @@ import msgspec
 from primeslurm.base import files
 from primeslurm.base.files import FileWatcher, write_json
 from primeslurm.base.unresponsive_timer import MAX_GAP_S, scheduling_delay_s
-from primeslurm.node.agent.head_watch import HeadKillDetector
 from primeslurm.node.agent.health_probe import TIMEOUT_S
 from primeslurm.node.agent.liveness_monitor import STOPPED_S
-from primeslurm.node.agent.node_context import directory_of, remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_of, remove_leftovers
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.host.exit_cleanup import ExitCleanup
 from primeslurm.node.host.network import NetworkError, node_name, own_address
@@ -32,66 +32,74 @@ from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
-from primeslurm.records.fleet import (
-    AgentReport,
-    AssignmentRecord,
-    Ending,
-    FleetView,
-    Outcome,
-    PreflightState,
-)
+from primeslurm.records.fleet import AgentReport, AssignmentRecord, Ending, FleetView, Outcome, PreflightState
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
-from primeslurm.run.directory import BY_SIGTERM, Attempt
+from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.slurm.launch_failures import START, JobOutput, kills, node_names
 from primeslurm.wire.transport.addresses import Addresses
 
 TICK_RETRY_S = 0.5
-"""How long one turn of an agent or the head repeats an operation on a file: it comes back soon by itself."""
+"""How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway."""
+HEARTBEATS_BEFORE_LOOK = 3.0
+"""Age of the head's last heartbeat, in heartbeat periods, from which on the job's output is searched for its death."""
+LOOK_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True)
 class AgentTimings:
-    """Paces and patience of an agent, in seconds."""
+    """Periods and timeouts of an agent [s]."""
 
     tick_s: float = 0.25
-    term_grace_s: float = 15.0
-    """From SIGTERM to SIGKILL."""
-    hurried_grace_s: float = 5.0
-    """The same when Slurm has sent SIGTERM to the agent itself, which it kills soon."""
-    head_wait_s: float = 10.0
-    """After SIGTERM, how long the agent waits for the head to end the attempt before it ends by itself."""
+    term_grace_s: float = 15.0  # from SIGTERM to SIGKILL
+    hurried_grace_s: float = 5.0  # the same, if Slurm has sent SIGTERM to the agent itself and will kill it soon
+    head_wait_s: float = 10.0  # after SIGTERM: longest wait for the head to end the attempt
     probe_timeout_s: float = TIMEOUT_S
-    """For the answer of a server that is probed."""
-    stopped_s: float = STOPPED_S
-    """After which a process that a signal has stopped is continued."""
+    stopped_s: float = STOPPED_S  # time after which a process that a signal has stopped is continued
     preflight: PreflightTimings = field(default_factory=PreflightTimings)
 
 
-class NodeAgent:
-    """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node.
+class HeadKillDetector:
+    """Finds the death of the head's agent in the job's output. srun reports it before the head's timeout.
 
-    Args:
-        plan: the whole.
-        rank: of this agent among the job's nodes.
-        attempt: through whose files agents and head speak.
-        run_id: the run's unique id.
-        python: what `${python}` in command lines means.
-        timings: paces and patience.
+    Without a Slurm job it finds nothing.
+    """
+
+    def __init__(self, plan: Plan, environ: Mapping[str, str]) -> None:
+        names = node_names(plan, environ)
+        self._head = names[0] if names else None
+        path = RunDirectory(Path(plan.run_dir)).job_output(environ.get("SLURM_JOB_ID", ""))
+        self._output = JobOutput(path, environ.get(START, ""))
+        self._quiet_s = HEARTBEATS_BEFORE_LOOK * plan.heartbeat_s
+        self._looked_at = -math.inf
+
+    def killed(self, silent_s: float, now: float) -> str | None:
+        """Return how the head's agent was killed, if its last heartbeat is `silent_s` old; None if nothing says so."""
+        if self._head is None or silent_s < self._quiet_s or now - self._looked_at < LOOK_PERIOD_S:
+            return None
+        self._looked_at = now
+        try:
+            return kills(self._output.news()).get(self._head)
+        except OSError:
+            return None
+
+
+class NodeAgent:
+    """Runs the processes of one node of the Plan, or waits as a spare.
+
+    `run` returns when the attempt has ended here.
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        rank: int,
-        attempt: Attempt,
-        run_id: str,
-        python: str,
-        timings: AgentTimings = AgentTimings(),
+        self, plan: Plan, rank: int, attempt: Attempt, run_id: str, python: str, timings: AgentTimings = AgentTimings()
     ) -> None:
         self.plan, self.rank, self.attempt = plan, rank, attempt
         self.timings = timings
         self.name = node_name()
-        self.address = _address(self.name, plan)
+        try:
+            self.address = own_address(self.name, plan.interface, plan.addresses, plan.allocated == 1)
+        except NetworkError:  # preflight reports it
+            self.address = ""
         key = random_word()
         self.tmp = directory_of(Path(tempfile.gettempdir()), run_id, attempt.number, rank, key)
         self._directory = PrivateDirectory(self.tmp)
@@ -102,7 +110,7 @@ class NodeAgent:
         self.view = FleetView(time=0.0)
         self.error = ""
         self.head_lost = False
-        self._head_watch = HeadKillDetector(plan, os.environ)
+        self._head_kills = HeadKillDetector(plan, os.environ)
         self._values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
@@ -113,16 +121,16 @@ class NodeAgent:
             "key": key,
         }
         self._fleet_file = FileWatcher(attempt.fleet_file)
-        self._roster_file = FileWatcher(attempt.assignment_file)
+        self._assignment_file = FileWatcher(attempt.assignment_file)
         self._addresses_file = FileWatcher(attempt.addresses_file)
-        self._sweeper: ExitCleanup | None = None
+        self._cleanup: ExitCleanup | None = None
         self._local_ending: Ending | None = None
+        # Wall clock for times that people read. All decisions use the monotonic clock of `tick`.
         self.wall = time.time
-        """Clock of what is shown to people. Everything else goes by the monotonic clock of `tick`."""
         self._last_heartbeat = -math.inf
         self._heartbeats = 0
         self._records = RecordWriter(Path(plan.run_dir), 1.5 * plan.stall_timeout_s)
-        self._told = self._news()
+        self._reported = self._news()
         self._head_seen_at = self._ticked_at = time.monotonic()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
@@ -131,34 +139,32 @@ class NodeAgent:
         self._terminated_at: float | None = None
 
     def terminate(self) -> None:
-        """Take note of SIGTERM, from any thread or signal handler.
+        """Note a SIGTERM, from any thread or signal handler.
 
-        The trainer may still write a checkpoint: the head knows for how long, and tells all agents when to stop.
+        The trainer may still have time for a checkpoint. The head knows how much, and tells all agents when to stop.
         """
         self._terminated = True
 
     def end(self, ending: Ending) -> None:
-        """Ask this node to stop what it runs, from any thread or signal handler."""
+        """End all processes of this node, from any thread or signal handler."""
         self._local_ending = self._local_ending or ending
 
     @property
     def ending(self) -> Ending | None:
-        """Why the attempt ends, if it does."""
         return self._local_ending or self.view.ending
 
     @property
-    def head_silent_s(self) -> float:
-        """A head that has published nothing for this long is gone: its nodes stop what they run."""
+    def head_timeout_s(self) -> float:
+        """Age of the head's last heartbeat from which on the head is lost, and this node ends its processes [s]."""
         started = self.view.time > 0.0
         return 2.0 * self.plan.node_silent_s if started else self.plan.node_start_s
 
     def run(self) -> None:
-        """Start what there is to start and keep it running until the attempt ends."""
-        self._sweeper = sweeper = ExitCleanup()
+        self._cleanup = cleanup = ExitCleanup()
         try:
-            remove_of_earlier_attempts(self.tmp)
+            remove_leftovers(self.tmp)
             self._directory.make()
-            sweeper.add(self.tmp)
+            cleanup.add(self.tmp)
             self.journal.note_storage_faults()
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
@@ -173,17 +179,18 @@ class NodeAgent:
             if self.processes is not None:
                 self.processes.close()
             self._directory.remove()
-            sweeper.close()
+            cleanup.close()
             self._heartbeat(time.monotonic(), ended=True)
 
     def tick(self, now: float) -> None:
-        """One turn: reap, look at what the head says, act, report. `now`: a monotonic clock, in seconds."""
+        """Read the head's files, act, and report. `now`: monotonic clock [s]."""
         with files.within(TICK_RETRY_S):
             self._tick(now)
 
     def _tick(self, now: float) -> None:
-        hindered = now - self._head_seen_at > MAX_GAP_S and self._records.excuses(now)
-        self._head_seen_at += now - self._ticked_at if hindered else scheduling_delay_s(self._ticked_at, now)
+        # The head is not blamed for time in which this agent did not run, or could not read and write files.
+        excused = now - self._head_seen_at > MAX_GAP_S and self._records.excuses(now)
+        self._head_seen_at += now - self._ticked_at if excused else scheduling_delay_s(self._ticked_at, now)
         self._ticked_at = now
         if self._terminated and self._terminated_at is None:
             self._terminated_at = now
@@ -194,48 +201,56 @@ class NodeAgent:
                 self.preflight.check_gpus_again()
         self._read_head(now)
         waited_s = 0.0 if self._terminated_at is None else now - self._terminated_at
-        if self.view.ending is None and waited_s > self.timings.head_wait_s:  # this node alone was told to end
+        if self.view.ending is None and waited_s > self.timings.head_wait_s:  # only this node got the SIGTERM
             self.end(Ending(Outcome.CANCELLED, BY_SIGTERM))
         if self.ending is not None:
             self._wind_down(now, self.ending)
-        elif self._terminated:
-            pass  # nothing is started any more
-        elif self.processes is not None and self.addresses is not None and self.processes.is_known(self.addresses):
-            self.processes.tick(now, self.view, self.addresses)
-        if self._news() != self._told or now - self._last_heartbeat >= self.plan.heartbeat_s:
+        elif not self._terminated:  # after SIGTERM nothing is started any more
+            self._tick_processes(now)
+        if self._news() != self._reported or now - self._last_heartbeat >= self.plan.heartbeat_s:
             self._heartbeat(now, ended=False)
 
+    def _tick_processes(self, now: float) -> None:
+        processes, addresses = self.processes, self.addresses
+        if processes is not None and addresses is not None and processes.has_published(addresses):
+            processes.tick(now, self.view, addresses)
+
     def _news(self) -> tuple[object, ...]:
-        """What the head waits for: whether the node is fit, whether its ports are claimed, how its processes are."""
+        """Return what the head waits for. A change is reported at once, without waiting for the next heartbeat."""
         return self.preflight.verdict[0], self.processes and self.processes.states
 
     def _read_head(self, now: float) -> None:
-        # In this order: the head publishes addresses before the orders that rely on them.
+        # The head publishes addresses before the orders that rely on them, so they are read after the orders.
         view = changed_record(self._fleet_file, FleetView)
         self._records.unread = self._fleet_file.fault
         if view is not None:
             self.view = view
             self._head_seen_at = now
-        elif now - self._head_seen_at > self.head_silent_s:
-            self._lose_head(f"the head has been silent for {self.head_silent_s:.0f} s")
-        elif how := self._head_watch.killed(now - self._head_seen_at, now):
+        elif now - self._head_seen_at > self.head_timeout_s:
+            self._lose_head(f"the head has been silent for {self.head_timeout_s:.0f} s")
+        elif how := self._head_kills.killed(now - self._head_seen_at, now):
             self._lose_head(f"the head's agent was killed: {how}")
         addresses = changed_record(self._addresses_file, Addresses)
         if addresses is not None:
             self.addresses = addresses
             if self.processes is not None:
                 self.processes.renew(self.addresses)
-        assignment = changed_record(self._roster_file, AssignmentRecord)
+        assignment = changed_record(self._assignment_file, AssignmentRecord)
         if assignment is not None:
-            self._take_place(assignment)
+            self._follow(assignment)
 
     def _lose_head(self, why: str) -> None:
         self.head_lost = True
         self.end(Ending(Outcome.FAILED, why, "head"))
 
-    def _take_place(self, assignment: AssignmentRecord) -> None:
+    def _follow(self, assignment: AssignmentRecord) -> None:
         index = assignment.node_of(self.rank)
-        if index is not None and self.processes is None:
+        if index is None:
+            if self.processes is not None:
+                # The head has replaced this node. Its processes would interfere with their replacements.
+                self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
+            return
+        if self.processes is None:
             node = self.plan.nodes[index]
             self.processes = ProcessManager(
                 self.plan,
@@ -247,20 +262,16 @@ class NodeAgent:
                 probe_timeout_s=self.timings.probe_timeout_s,
                 stopped_s=self.timings.stopped_s,
             )
-            if self._sweeper is not None:
+            if self._cleanup is not None:
                 for directory in self.processes.scratch:
-                    self._sweeper.add(directory)
+                    self._cleanup.add(directory)
             event = NodesAssigned(node=self.name, index=index, role=node.role, generation=assignment.generation)
             self.journal.write(event)
-        if index is not None and self.processes is not None:
-            moved = [name for name, node in assignment.moved.items() if node == index]
-            self.processes.take_over([self.plan.process(name) for name in moved])
-        elif index is None and self.processes is not None:
-            # The head gave this node up. Whatever it still runs would be in the way of what replaces it.
-            self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
+        moved = [name for name, node_index in assignment.moved.items() if node_index == index]
+        self.processes.take_over([self.plan.process(name) for name in moved])
 
     def _wind_down(self, now: float, ending: Ending) -> None:
-        """Trainers first, with a checkpoint if that is still possible; then everything else."""
+        """End the processes: trainers first, with a checkpoint if there is time, then everything else."""
         if self._ending_since is None:
             self._ending_since = now
             self.journal.write(AttemptEnds(ending.outcome, ending.reason))
@@ -288,8 +299,8 @@ class NodeAgent:
         self._last_heartbeat = now
         self._heartbeats += 1
         processes = self.processes
-        self._told = self._news()
-        fitness, why = self.preflight.verdict
+        self._reported = self._news()
+        state, why = self.preflight.verdict
         report = AgentReport(
             rank=self.rank,
             name=self.name,
@@ -297,11 +308,11 @@ class NodeAgent:
             time=self.wall(),
             agent_pid=os.getpid(),
             number=self._heartbeats,
-            fitness=fitness,
+            fitness=state,
             unfit_because=why,
             failed=self.preflight.failed,
             file_system=self.preflight.file_system,
-            environments_fail=self.preflight.environments_fail if fitness is PreflightState.UNFIT else "",
+            environments_fail=self.preflight.environments_fail if state is PreflightState.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},
             processes=processes.reports() if processes else {},
@@ -316,11 +327,3 @@ class NodeAgent:
             self.journal.write(HeartbeatFailed(str(error)))
         if self._records.fault and not fault:
             self.journal.write(HeartbeatFailed(self._records.fault))
-
-
-def _address(name: str, plan: Plan) -> str:
-    """The node's address; empty if it has none, which its preflight then says."""
-    try:
-        return own_address(name, plan.interface, plan.addresses, plan.allocated == 1)
-    except NetworkError:
-        return ""

@@ -1,4 +1,4 @@
-"""What processes find on their node: values for the Plan's placeholders, their files, and directories on its disk."""
+"""What processes need from their node: values of the Plan's placeholders, files, and directories on the local disk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,17 @@ from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.transport.addresses import Addresses
 
 RUN_ID_END = 9
-"""Letters of a run's id that no other run has: names of directories have them all, and more where there is room."""
+"""The last letters of a run's id, which no other run has. Directory names contain at least these."""
 LONGEST_RUN_ID = 38
-"""Letters of a run's id in names of directories, at most."""
+"""Longest part of a run's id in a directory name."""
 _OF_ATTEMPT = re.compile(rf"\.?(primeslurm-.+)-(\d+)-a(\d+)(?:-[a-z2-7]{{{WORD}}})?")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 
 
 class NodeContext:
-    """Everything about one node of the Plan that is known only on the machine that runs it.
+    """Facts about one node of the Plan that are only known on its machine.
 
-    Args:
-        plan: the whole.
-        node: this node's part of it.
-        address: the node's own.
-        values: placeholders that hold for every node (`plan.model`).
+    `values` has the placeholders with the same value for all processes (`plan.model`).
     """
 
     def __init__(self, plan: Plan, node: Node, address: str, values: Mapping[str, str]) -> None:
@@ -40,26 +36,22 @@ class NodeContext:
         self._scratch: list[PrivateDirectory] = []
 
     def values(self, process: Process) -> dict[str, str]:
-        """Return the values of all placeholders that are no addresses, for one process."""
+        """Return the values of all placeholders for one process, addresses excepted."""
         gpus = [self._gpus[gpu] for gpu in process.gpus if gpu < len(self._gpus)]
         near = fabric.placeholders(fabric.nearest(self._hcas, gpus), self._values["interface"])
         return {**self._values, "ucx_devices_near": near["ucx_devices"]}
 
     @property
     def scratch(self) -> list[Path]:
-        """Directories that were made on the node's disk."""
         return [directory.path for directory in self._scratch]
 
     def make_scratch(self) -> None:
-        """Make every directory that a process wants on the node's disk, empty.
-
-        Raises:
-            OSError: one cannot be made.
-        """
+        """Make the scratch directories of all processes, and remove those of killed attempts. Raises OSError."""
         for text in sorted({text for process in self._node.processes for text in process.scratch}):
             directory = Path(self._resolved(text, self._values["key"]))
             earlier = Path(self._resolved(text, "?" * WORD))
-            hidden = earlier.with_name(f".{earlier.name}")  # who made it was killed before it had its name
+            # An agent that was killed while it made its directory has left it under the hidden name.
+            hidden = earlier.with_name(f".{earlier.name}")
             for left in (directory, *earlier.parent.glob(earlier.name), *earlier.parent.glob(hidden.name)):
                 if is_abandoned(left):
                     shutil.rmtree(left, ignore_errors=True)
@@ -67,16 +59,11 @@ class NodeContext:
             made.make()
 
     def remove_scratch(self) -> None:
-        """Remove these directories, if they are there."""
         for directory in self._scratch:
             directory.remove()
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write files of a process, name to text.
-
-        Raises:
-            OSError: one cannot be written.
-        """
+        """Write files of a process, name to text. Raises OSError."""
         for name, text in files.items():
             (Path(self._values["tmp"]) / name).write_bytes(text.encode(errors="surrogateescape"))
 
@@ -85,60 +72,44 @@ class NodeContext:
 
 
 def directory_of(parent: Path, run_id: str, attempt: int, rank: int, key: str) -> Path:
-    """Name an agent's directory on its node's disk, so shortly that sockets below it can be made.
+    """Return the path of an agent's local directory, short enough for the paths of sockets in it.
 
-    Args:
-        parent: where it is to be.
-        run_id: the run's unique id.
-        attempt: number of the attempt.
-        rank: the agent's.
-        key: a random word, so that nobody else can make it beforehand.
+    `key` is a random word, so that nobody else can make the directory first.
     """
-    room = LONGEST_FOR_SOCKETS - len(os.fsencode(parent / f"primeslurm--99-a9999-{key}"))  # alike in all attempts
+    # The longest numbers, so that the name contains the same part of the id in all attempts.
+    room = LONGEST_FOR_SOCKETS - len(os.fsencode(parent / f"primeslurm--99-a9999-{key}"))
     letters = min(max(room, RUN_ID_END), LONGEST_RUN_ID)
     return parent / f"primeslurm-{run_id[-letters:]}-{attempt}-a{rank}-{key}"
 
 
-def remove_of_earlier_attempts(directory: Path) -> None:
-    """Remove what killed agents have left: of earlier attempts of the run, or in the place of this one.
+def remove_leftovers(directory: Path) -> None:
+    """Remove the directories that killed agents of the same run have left: of earlier attempts, or of this rank.
 
-    One that was killed while it made its directory has left it hidden.
-
-    Args:
-        directory: an agent's, as `directory_of` names it.
+    `directory` is the agent's own, named by `directory_of`.
     """
-    own = _OF_ATTEMPT.fullmatch(directory.name)
-    if own is None or not directory.parent.is_dir():
+    match = _OF_ATTEMPT.fullmatch(directory.name)
+    if match is None or not directory.parent.is_dir():
         return
     for other in directory.parent.iterdir():
-        found = _OF_ATTEMPT.fullmatch(other.name)
-        if found is None or found[1] != own[1]:
+        other_match = _OF_ATTEMPT.fullmatch(other.name)
+        if other_match is None or other_match[1] != match[1]:
             continue
-        if (int(found[2]) < int(own[2]) or found.groups() == own.groups()) and is_abandoned(other):
+        if (int(other_match[2]) < int(match[2]) or other_match.groups() == match.groups()) and is_abandoned(other):
             shutil.rmtree(other, ignore_errors=True)
 
 
 class UnknownPlaceholder(KeyError):
-    """A Plan names a process, port or value that does not exist."""
+    """The Plan names a process, port or value that does not exist."""
 
 
 def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, str]) -> str:
-    """Replace every placeholder of `text`, seen from `process`.
+    """Replace the placeholders in a text of the Plan that belongs to `process`.
 
-    `${host}`, `${host:NAME}`, `${port:http}`, `${port:http-3}` (that port minus three), `${port:NAME:http}`,
-    `${addr:NAME:http}`; anything else of the form `${word}` must be in `values`.
-
-    Args:
-        text: of a Plan.
-        process: name of the process that it belongs to.
-        addresses: hosts and ports of all processes.
-        values: placeholders that are no addresses.
-
-    Returns:
-        The text with nothing left to fill in.
+    The placeholders are `${host}`, `${host:NAME}`, `${port:http}`, `${port:http-3}` (that port minus three),
+    `${port:NAME:http}`, `${addr:NAME:http}`, and `${word}` for each word in `values`.
 
     Raises:
-        UnknownPlaceholder: something is named that does not exist.
+        UnknownPlaceholder: the text names something that does not exist.
     """
 
     def fill(match: re.Match[str]) -> str:

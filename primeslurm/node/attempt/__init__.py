@@ -1,1 +1,1 @@
-"""An attempt's begin and end."""
+"""Start and end of an attempt."""

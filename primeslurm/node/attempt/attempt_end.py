@@ -1,4 +1,4 @@
-"""The end of an attempt: whether another one follows, what is put on record, and what the next one has to know."""
+"""End of an attempt: the record, the decision about another attempt, and the nodes that it must avoid."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tenacity import RetryCallState
 
+from primeslurm.base import files
 from primeslurm.base.errors import ClusterError, same_error
 from primeslurm.node.attempt.controller_commands import requeue
 from primeslurm.plan.model import Plan
@@ -18,7 +19,6 @@ from primeslurm.records.attempt import EndRecord, newest_attempt
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import Reserve
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -31,32 +31,21 @@ from primeslurm.wire.transport.retry import retry_in_thread
 
 EXCLUDE_S = 5.0
 REQUEUE_S = 5.0
-"""For Slurm to answer: it kills what has not ended in the half minute since it asked for that."""
+"""Timeout for Slurm's answer. Slurm kills all processes of an ended job step within half a minute."""
 FRUITLESS_ATTEMPTS = 3
-"""Failed attempts without a new committed step, after which a run ends."""
+"""A run ends after this many failed attempts without a new committed step."""
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
-    """Record how the attempt ended.
-
-    Args:
-        plan: of the attempt.
-        run: whose earlier attempts and checkpoints say whether another try makes sense.
-        attempt: the one that ended.
-        ending: how and why it ended.
-        journal: of whoever puts it on record.
-
-    Returns:
-        Whether the job should be requeued.
-    """
+    """Record how the attempt ended. Return whether the job must be requeued."""
     step = checkpoints.newest(run.path)
-    known = [end for a in run.attempts() if a.number < attempt.number and (end := a.end()) is not None]
-    ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in known]
+    earlier = [end for a in run.attempts() if a.number < attempt.number and (end := a.end()) is not None]
+    ends = [(_failed_itself(end.outcome, end.suspect), end.committed_step) for end in earlier]
     ends.append((_failed_itself(ending.outcome, ending.suspect), step))
-    failed = [end for end in known if end.outcome == Outcome.FAILED and end.committed_step == step]
+    failed = [end for end in earlier if end.outcome == Outcome.FAILED and end.committed_step == step]
     error = lasting_error(ending, attempt)
     again = bool(failed) and same_error(error, failed[-1].error)
-    outcomes = [(end.outcome, end.committed_step) for end in known]
+    outcomes = [(end.outcome, end.committed_step) for end in earlier]
     free = fruitful_preemptions([*outcomes, (ending.outcome, step)])
     requeue, why_not = should_requeue(ending, attempt.number, plan, fruitless(ends), again=again, free=free)
     if (newest := newest_attempt(run.path)) > attempt.number:
@@ -71,10 +60,9 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
         time=time.time(),
         error=error,
     )
-    reserve = Reserve(run.path)
     try:
-        reserve.spend_on(lambda: attempt.record_end(record))
-    except OSError as error:  # a full disk must not keep the job from being requeued
+        attempt.record_end(record)
+    except OSError as error:  # the job must be requeued even if the record cannot be written
         journal.write(EndNotRecorded(str(error)))
     journal.write(AttemptEnded(ending.outcome, requeue, why_not))
     with contextlib.suppress(OSError):
@@ -83,14 +71,9 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
 
 
 def lasting_error(ending: Ending, attempt: Attempt) -> str:
-    """Return the error of an attempt that has made no progress, unless another attempt may be free of the error.
+    """Return the error of a failed attempt without progress, without node names, if the next attempt may have it, too.
 
-    Args:
-        ending: of the attempt.
-        attempt: which one.
-
-    Returns:
-        The message, without names of nodes; empty if the attempt has trained a step, was preempted, or lost a node.
+    Empty if the attempt has trained a step, was preempted or lost a node, or if the error is transient.
     """
     if ending.outcome is not Outcome.FAILED or not ending.error or is_transient(ending.error) or trained_of(attempt):
         return ""
@@ -101,15 +84,13 @@ def lasting_error(ending: Ending, attempt: Attempt) -> str:
 
 
 def _failed_itself(outcome: str, suspect: str) -> bool:
-    """Whether an attempt failed, and not for a fault of the file system."""
     return outcome == Outcome.FAILED and suspect != FILE_SYSTEM
 
 
 def fruitless(ends: Sequence[tuple[bool, int | None]]) -> int:
-    """Count the failed attempts since the newest committed step, not the one that committed it. Pure.
+    """Count the failed attempts after the attempt that committed the newest step. Pure.
 
-    Args:
-        ends: of all attempts, in order: whether it failed by itself, and the newest committed step by then.
+    `ends` has, for each attempt in order, whether it failed itself, and the newest committed step by then.
     """
     newest, count = ends[-1][1], 0
     before = [None, *(step for _, step in ends)]
@@ -121,10 +102,9 @@ def fruitless(ends: Sequence[tuple[bool, int | None]]) -> int:
 
 
 def fruitful_preemptions(ends: Sequence[tuple[str, int | None]]) -> int:
-    """Count the attempts that Slurm ended, by preemption or the time limit, after they had committed a step. Pure.
+    """Count the attempts that committed a step and were ended by Slurm, by preemption or the time limit. Pure.
 
-    Args:
-        ends: of all attempts, in order: the outcome, and the newest committed step by then.
+    `ends` has the outcome of each attempt in order, and the newest committed step by then.
     """
     before = [None, *(step for _, step in ends)]
     pairs = zip(ends, before[:-1], strict=True)
@@ -134,18 +114,15 @@ def fruitful_preemptions(ends: Sequence[tuple[str, int | None]]) -> int:
 def should_requeue(
     ending: Ending, attempt: int, plan: Plan, fruitless: int, *, again: bool, free: int = 0
 ) -> tuple[bool, str]:
-    """Decide whether the job resumes as a new attempt. Pure.
+    """Decide whether the job resumes as a new attempt. If it failed and does not resume, also return why. Pure.
 
     Args:
         ending: how the attempt ended.
         attempt: its number.
-        plan: of the attempt.
-        fruitless: failed attempts that have committed nothing new, this one included.
-        again: the failed attempt before ended with the same error, and neither has made progress.
-        free: attempts that do not count: Slurm ended them after they had committed a step.
-
-    Returns:
-        The decision, and why not if the job does not resume though it failed.
+        plan: its Plan.
+        fruitless: failed attempts without a new committed step, this one included.
+        again: the failed attempt before had the same error, and neither made progress.
+        free: attempts that do not count, because Slurm ended them after they had committed a step.
     """
     if ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
         return False, ""
@@ -166,38 +143,28 @@ def should_requeue(
 
 
 def record_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:
-    """Put a node into the ledger of all runs. Nodes of the local executor are this one machine, and are left out.
+    """Add a node to the ledger of all runs. The local executor has no nodes to avoid.
 
-    Args:
-        plan: of the attempt; it says for how long the node is avoided.
-        attempt: in which the node failed.
-        node: its name, in Slurm's words.
-        reason: what was wrong with it.
-        journal: gets an event if the ledger cannot be written.
+    If the ledger cannot be written, the journal gets an event.
     """
     if plan.executor != "slurm":
         return
-    now = time.time()
-    ledger = Ledger(Path(plan.run_dir).parent)
+    now, ledger, run_dir = time.time(), Ledger(Path(plan.run_dir).parent), Path(plan.run_dir)
     try:
-        Reserve(Path(plan.run_dir)).spend_on(
-            lambda: ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
+        # The ledger is outside of the run directory, so it must be named here for its reserve to be used.
+        files.writing(
+            run_dir, lambda: ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
         )
     except OSError as error:
         journal.write(BadNodeNotRecorded(node, str(error)))
 
 
 def nodes_to_avoid(plan: Plan, partitions: Partitions) -> list[BadNode]:
-    """Choose the ledger's nodes that the next attempt must not get, as far as the job can do without them."""
     return spared(plan, Ledger(Path(plan.run_dir).parent).entries(time.time()), partitions)
 
 
 def exclude_bad_nodes(plan: Plan, job_id: str) -> None:
-    """Tell Slurm which nodes a job that was just requeued must not get, in place of those that it must not get so far.
-
-    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets its commands as well. Not for long: the job
-    does not start again before this process has ended.
-    """
+    """Exclude the ledger's nodes from a job that was just requeued, in place of the nodes excluded so far."""
     run_dir, client = Path(plan.run_dir), SlurmClient()
     if not excluded(run_dir) and not Ledger(run_dir.parent).entries(time.time()):
         return
@@ -209,22 +176,21 @@ def exclude_bad_nodes(plan: Plan, job_id: str) -> None:
         client.exclude(job_id, job.excluded or "")
         return bad
 
-    def tell(state: RetryCallState) -> None:
+    def warn(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        print(f"job {job_id} is not kept away from bad nodes yet: {error}", file=sys.stderr, flush=True)
+        print(f"bad nodes are not excluded from job {job_id} yet: {error}", file=sys.stderr, flush=True)
 
-    again = retry_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
+    # Slurm is ending the step, and its SIGTERM also hits Slurm's commands, so they are retried. Only for a short time:
+    # the job does not start again before this process has ended.
+    retrying = retry_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
     with contextlib.suppress(ClusterError, OSError):
-        record_excluded(run_dir, again.copy(after=tell)(exclude))
+        record_excluded(run_dir, retrying.copy(after=warn)(exclude))
 
 
-def see_requeued(plan: Plan, job_id: str, restarts: int) -> None:
-    """After submitit has requeued the job, or could not: stay until the controller cannot forget that any more.
+def ensure_requeued(plan: Plan, job_id: str, restarts: int) -> None:
+    """After submitit's requeue: requeue the job if that failed, and return once the controller has saved it.
 
-    Args:
-        plan: of the attempt.
-        job_id: the job's.
-        restarts: how often Slurm had requeued the job when the attempt began.
+    `restarts` is the number of requeues at the start of the attempt.
     """
     try:
         requeue(SlurmClient(), job_id, restarts)
@@ -234,14 +200,14 @@ def see_requeued(plan: Plan, job_id: str, restarts: int) -> None:
 
 
 def is_requeued(job_id: str, restarts: int) -> bool:
-    """Tell whether Slurm has put the job back into the queue since the attempt began. False: no, or no answer."""
+    """Return whether Slurm has requeued the job since the attempt began. False without an answer."""
     with contextlib.suppress(ClusterError):
         job = SlurmClient(timeout_s=REQUEUE_S).job(job_id)
         return job is not None and job.active and job.restarts > restarts
     return False
 
 
-def end_for_good(job_id: str) -> None:
+def cancel_requeued(job_id: str) -> None:
     """Cancel a job that Slurm has requeued although its run is over."""
     try:
         SlurmClient().cancel(job_id)
@@ -250,15 +216,12 @@ def end_for_good(job_id: str) -> None:
 
 
 def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:
-    """After Slurm has ended an attempt: if it starts the job again, have it start whole, and away from bad nodes.
+    """After Slurm has ended an attempt and requeued the job: requeue all components, and exclude bad nodes.
 
-    A node that fails is counted against each component of a heterogeneous job. The leading one is requeued alone if it
-    has a single node left, and the others are ended (`Plan.survives_nodes`).
+    A failed node counts against each component of a heterogeneous job. If the leading component has a single node left,
+    Slurm requeues that component alone, and ends the others (`Plan.survives_nodes`).
 
-    Args:
-        plan: of the attempt.
-        job_id: the job's.
-        restarts: how often Slurm had requeued the job when the attempt began.
+    `restarts` is the number of requeues at the start of the attempt.
     """
     client = SlurmClient()
 
@@ -267,10 +230,10 @@ def complete_requeue(plan: Plan, job_id: str, restarts: int) -> None:
         if job is None or not job.active or job.restarts <= restarts:
             return False  # it was cancelled
         if job.broken_up:
-            with contextlib.suppress(ClusterError):  # of the component that waits it says that it does
+            with contextlib.suppress(ClusterError):  # Slurm reports that the pending component is pending already
                 client.requeue(job_id)
-            again = client.job(job_id)
-            if again is not None and again.broken_up:
+            job = client.job(job_id)
+            if job is not None and job.broken_up:
                 raise ClusterError(f"Slurm has requeued one component of job {job_id} alone")
         return True
 

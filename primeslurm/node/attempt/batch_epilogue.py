@@ -1,9 +1,9 @@
-"""What the batch script runs after a step that failed.
+"""Run by the batch script after a job step that failed.
 
     python -m primeslurm.node.attempt.batch_epilogue RUN_DIR SUBMISSION CODE SRUN ...
 
-Usually the head has recorded how the attempt ended, and had the job requeued. It cannot where no head was there to do
-so: srun ends all tasks when it cannot reach a single node to start one. And Slurm's controller may have been away.
+Usually the head has recorded how the attempt ended, and has requeued the job. There may have been no head: srun ends
+all tasks if it cannot reach one of the nodes. Or Slurm's controller did not answer the head.
 """
 
 from __future__ import annotations
@@ -46,14 +46,9 @@ _LABEL = re.compile(r"^\d+: ")
 def ending_of_step(
     end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str], output: str
 ) -> Ending | None:
-    """Tell how the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
+    """Return how the attempt has ended; None if the head has recorded it, or Slurm is ending or requeueing the job.
 
-    Args:
-        end: what the head has recorded.
-        job_state: Slurm's word for the job.
-        code: srun's exit code.
-        unreached: nodes on which it could not start a task, and why.
-        output: of this start of the job.
+    `unreached` has the nodes on which srun could not start a task, and why. `output` is that of this start of the job.
     """
     if end is not None or job_state != "RUNNING":
         return None
@@ -62,25 +57,20 @@ def ending_of_step(
         more = f", nor on {len(unreached) - 1} more" if len(unreached) > 1 else ""
         return Ending(Outcome.FAILED, f"node {name}: no agent could be started ({why}){more}", name)
     lines = output.splitlines()
-    if words := srun_error(lines):
-        return Ending(Outcome.FAILED, f"no agent could be started: {words}", "job", error=words)
+    if text := srun_error(lines):
+        return Ending(Outcome.FAILED, f"no agent could be started: {text}", "job", error=text)
     error = error_line([_LABEL.sub("", line) for line in telling(lines)]) or ""
     reason = f"srun ended with exit code {code}, and no agent has said why"
     return Ending(Outcome.FAILED, f"{reason}: {error}" if error else reason, "job", error=error)
 
 
 class BatchEpilogue:
-    """What this job has left to do.
-
-    Args:
-        run: the run that the job belongs to.
-        submission: that the job was made for.
-        step: srun's command line.
+    """The remaining work of a job after its step, srun's command line, has failed.
 
     Raises:
-        ClusterError: Slurm refused or did not answer; also in what follows.
-        RunError: the run belongs to another job, has no attempt, or none with a readable plan.
-        OSError: the run directory cannot be read or written; also in what follows.
+        ClusterError: Slurm refused or did not answer. Also raised by the methods.
+        RunError: the run belongs to another job, has no attempt, or none with a readable Plan.
+        OSError: the run directory cannot be read or written. Also raised by the methods.
     """
 
     def __init__(self, run: RunDirectory, submission: str, step: list[str]) -> None:
@@ -90,33 +80,31 @@ class BatchEpilogue:
         self._attempt = enter(run, submission, start, wait_s=0.0)
         self._plan = self._attempt.plan()
         self._names = node_names(self._plan, os.environ)
-        self._output = JobOutput(run.job_output(self._job_id), start.word)
-        self._said = ""
-        """What was written into the job's output since this start."""
-        self._unreached: dict[str, str] = {}
-        """Nodes on which no task could be started, and why."""
+        self._job_output = JobOutput(run.job_output(self._job_id), start.word)
+        self._output = ""  # output of this start so far
+        self._unreached: dict[str, str] = {}  # nodes on which no task could be started, and why
         self._journal = Journal(self._attempt.path, "batch")
         self._journal.note_storage_faults()
 
-    def see_to(self, code: int) -> int:
-        """Start the attempt again on the nodes that are left, or requeue the job. Returns the last step's exit code."""
+    def complete(self, code: int) -> int:
+        """Start the step again on the remaining nodes, or requeue the job. Return the last step's exit code."""
         while code:
             end = self._attempt.end()
-            if end is not None and end.requeued:  # if the controller was away when the head asked for it: now
+            if end is not None and end.requeued:  # the head may not have reached the controller
                 self._requeue()
                 break
-            said = self._output.news()
-            self._said += said
-            told = launch_failures(said)
-            news = {name: why for name, why in told.items() if name not in self._unreached}
-            self._unreached |= news
+            new_output = self._job_output.news()
+            self._output += new_output
+            failures = launch_failures(new_output)
+            failures = {name: why for name, why in failures.items() if name not in self._unreached}
+            self._unreached |= failures
             job = insist(self._client, partial(self._client.job, self._job_id))
-            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached, self._said)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached, self._output)
             if ending is None:
                 break
-            if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault
-                self._blame(news)
-            if not news or not spares_suffice(self._plan, self._names, self._unreached):
+            if len(self._unreached) < len(self._names):  # if srun reaches no node at all, no node is to blame
+                self._blame(failures)
+            if not failures or not spares_suffice(self._plan, self._names, self._unreached):
                 self._end(ending)
                 break
             code = self._launch_again()
@@ -129,8 +117,8 @@ class BatchEpilogue:
             record_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
-        """A head may have assigned the nodes that are left already: srun gives it seconds before it ends all tasks."""
         self._journal.write(LaunchedAgain(sorted(self._unreached)))
+        # srun ends all tasks some seconds after a failure. Until then a head may have assigned the remaining nodes.
         self._attempt.forget_agents()
         print(AGAIN, flush=True)
         argv = step_without(self._plan, self._names, self._unreached, self._step)
@@ -142,15 +130,14 @@ class BatchEpilogue:
             self._requeue()
 
     def _requeue(self) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a requeue also ends this script, but there is work left
         requeue(self._client, self._job_id, self._restarts)
         exclude_bad_nodes(self._plan, self._job_id)
 
 
 def main(run_dir: str, submission: str, code: str, *step: str) -> int:
-    """Returns the exit code of the last step."""
     try:
-        return BatchEpilogue(RunDirectory(Path(run_dir)), submission, list(step)).see_to(int(code))
+        return BatchEpilogue(RunDirectory(Path(run_dir)), submission, list(step)).complete(int(code))
     except (ClusterError, RunError, OSError) as error:
         print(f"primeslurm: {error}", file=sys.stderr)
         return int(code)

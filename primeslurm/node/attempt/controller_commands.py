@@ -1,6 +1,6 @@
-"""Commands that Slurm's controller must get although it may be away for long: nobody else starts a run again.
+"""Commands for Slurm's controller that must succeed even if it is down for a while: nothing else restarts a run.
 
-Slurm's own give up after half a minute without it, an upgrade of it takes minutes.
+Slurm's own commands give up after half a minute. An upgrade of the controller takes minutes.
 """
 
 from __future__ import annotations
@@ -14,66 +14,60 @@ from primeslurm.base.errors import ClusterError
 from primeslurm.slurm.client import SlurmClient
 
 T = TypeVar("T")
-AWAY_S = 3600.0
-"""For so long a controller that does not answer is waited for."""
-REFUSALS = 5
-"""A controller that has just started may refuse what it takes a moment later."""
-LOOK_AGAIN_S = 2.0
+DOWN_S = 3600.0
+"""Longest wait for a controller that does not answer."""
+MAX_REFUSALS = 5
+"""A controller that has just started may refuse a command that it accepts a moment later."""
+POLL_S = 2.0
 SAVED_S = 7.0
-"""After which a controller has a change on its disk: it writes what has changed within five seconds."""
+"""After this long a change is on the controller's disk, because it saves changes within five seconds."""
 
 
 def insist(client: SlurmClient, command: Callable[[], T]) -> T:
-    """Call `command` when the controller is there, and again while it was not.
+    """Call `command` once the controller answers, and repeat it while the controller fails.
 
     Raises:
-        ClusterError: the controller refuses, or is away for `AWAY_S`.
+        ClusterError: the controller refuses, or is down for `DOWN_S`.
     """
-    refused, until, told = 0, time.monotonic() + AWAY_S, False
+    refusals, deadline, announced = 0, time.monotonic() + DOWN_S, False
     while True:
         if client.ping():
             try:
                 return command()
             except ClusterError:
-                refused += 1
-                if refused == REFUSALS:
+                refusals += 1
+                if refusals == MAX_REFUSALS:
                     raise
-        elif time.monotonic() > until:
-            raise ClusterError(f"Slurm's controller has been away for {AWAY_S / 60:.0f} minutes")
-        elif not told:
-            told = True
-            print("primeslurm: Slurm's controller is away; waiting for it", file=sys.stderr, flush=True)
-        time.sleep(LOOK_AGAIN_S)
+        elif time.monotonic() > deadline:
+            raise ClusterError(f"Slurm's controller has not answered for {DOWN_S / 60:.0f} minutes")
+        elif not announced:
+            announced = True
+            print("primeslurm: Slurm's controller does not answer; waiting for it", file=sys.stderr, flush=True)
+        time.sleep(POLL_S)
 
 
 def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
-    """Put a job back into the queue, unless somebody has done so or has ended it, and stay until that is on disk.
+    """Requeue a job unless it was already requeued or ended, and return once the controller has saved that.
 
-    A controller that is killed before comes back with a job that runs, whose processes have all ended: it would find
-    out minutes later. While the caller stays, the job does not start again; nor could it sooner, as Slurm waits for the
-    credentials of its last start to expire (`cred_expire`, 120 s by default).
-
-    Args:
-        client: of the cluster.
-        job_id: the leader's.
-        restarts: how often Slurm had requeued the job when the attempt began.
+    A controller that is killed earlier restarts with a job in state RUNNING whose processes have all ended, and notices
+    only minutes later. This wait costs nothing: the job cannot start before the credentials of its last start have
+    expired (`cred_expire`, 120 s by default). `restarts` is the number of requeues at the start of the attempt.
 
     Raises:
-        ClusterError: as `insist`.
+        ClusterError: as for `insist`.
     """
 
     def once() -> bool:
-        """Whether there was a need to."""
         job = client.job(job_id)
         needed = job is not None and job.state == "RUNNING" and job.restarts <= restarts
         if needed:
             client.requeue(job_id)
         return needed
 
-    until = time.monotonic() + SAVED_S
+    deadline = time.monotonic() + SAVED_S
     while True:
         if insist(client, once):
-            until = time.monotonic() + SAVED_S
-        elif time.monotonic() >= until:
+            deadline = time.monotonic() + SAVED_S
+        elif time.monotonic() >= deadline:
             return
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(POLL_S)

@@ -1,9 +1,9 @@
-"""What the batch script runs if a command of the site's set-up (`modules`, `prologue`) failed.
+"""Run by the batch script if a command of the site's set-up (`modules`, `prologue`) failed.
 
     python -m primeslurm.node.attempt.setup_failure RUN_DIR SUBMISSION CODE COMMAND
 
-It records the end of the attempt with the words of that command. The job is not requeued: the next start would run the
-same commands.
+Records the end of the attempt with the output of that command. The job is not requeued, because the next start would
+run the same commands.
 """
 
 from __future__ import annotations
@@ -23,30 +23,24 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import JobOutput
 
 SUSPECT = "site set-up"
-MOST_LINES = 3
-MOST_CHARACTERS = 600
+MAX_LINES = 3
+MAX_CHARACTERS = 600
 
 
 def ending_of_setup(code: int, command: str, output: str) -> Ending:
-    """Tell how the attempt ends. Pure.
-
-    Args:
-        code: exit code of the command.
-        command: that failed.
-        output: what the job has printed since it started; its last lines are the words of the command.
-    """
+    """Return the ending of the attempt. The job's output ends with the output of the failed command. Pure."""
     lines = [line.strip() for line in output.splitlines() if line.strip() and not line.startswith("primeslurm: ")]
-    words = "; ".join(lines[-MOST_LINES:])[-MOST_CHARACTERS:]
-    reason = f"a command of the site's set-up failed: {command} (exit code {code})" + (f": {words}" if words else "")
+    tail = "; ".join(lines[-MAX_LINES:])[-MAX_CHARACTERS:]
+    reason = f"a command of the site's set-up failed: {command} (exit code {code})" + (f": {tail}" if tail else "")
     return Ending(Outcome.FAILED, reason, SUSPECT, final=True)
 
 
 def record(run: RunDirectory, submission: str, code: int, command: str) -> None:
-    """Put the end of this job's attempt on record, unless Slurm is ending the job.
+    """Record the end of this job's attempt, unless Slurm is ending the job.
 
     Raises:
         ClusterError: Slurm does not answer.
-        RunError: the run belongs to another job, has no attempt, or none with a readable plan.
+        RunError: the run belongs to another job, has no attempt, or none with a readable Plan.
         OSError: the run directory cannot be read or written.
     """
     job_id = os.environ["SLURM_JOB_ID"]
@@ -62,7 +56,6 @@ def record(run: RunDirectory, submission: str, code: int, command: str) -> None:
 
 
 def main(run_dir: str, submission: str, code: str, command: str) -> int:
-    """Returns 0, or 1 if the end could not be recorded."""
     try:
         record(RunDirectory(Path(run_dir)), submission, int(code), command)
     except (ClusterError, RunError, OSError) as error:

@@ -1,1 +1,1 @@
-"""The head agent: the state of the whole run, and its end."""
+"""The head: it watches all agents, assigns nodes, and decides about restarts across nodes and about the end."""

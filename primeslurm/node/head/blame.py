@@ -1,4 +1,4 @@
-"""Whose fault it is that a node is not fit: its own, or of something that all nodes share. Pure."""
+"""Decides whether a node is to blame for its failed preflight, or something that all nodes share. Pure."""
 
 from __future__ import annotations
 
@@ -8,36 +8,28 @@ from enum import StrEnum
 from primeslurm.records.fleet import AgentReport, PreflightState
 
 COMMON = frozenset({"address", "model", "shared file system", "temporary directory", "versions"})
-"""Checks that depend on what all nodes share, whatever runs on them: files, packages, and the site file."""
+"""Checks of what all nodes share whatever runs on them: files, packages and the site file."""
 LASTING = frozenset({"address", "hca", "locked memory", "model", "temporary directory", "versions"})
-"""Checks that all nodes fail again in the next attempt if all of them failed now."""
+"""Checks that fail again in the next attempt if they failed on all nodes of this one."""
 
 
 class Fault(StrEnum):
-    """Whose fault a failed preflight is."""
+    """Cause of a failed preflight."""
 
     NODE = "node"
     FILE_SYSTEM = "file system"
-    ALIKE = "alike"
-    """All that look at the same fail the same checks: what is wrong is somewhere else."""
-    OPEN = "open"
-    """Others have not said yet what they see."""
+    ALIKE = "alike"  # all comparable nodes fail the same checks, so the cause is elsewhere
+    OPEN = "open"  # comparable nodes have not finished their preflight
 
 
 def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[int], used: Collection[int]) -> Fault:
-    """Judge an agent that found its node unfit.
+    """Judge the failed preflight of a rank.
 
-    A file system that is full says so by itself. Of anything else a node is to blame unless every other node of its
-    kind fails the same checks. The only one of its kind is to blame unless every other node of any kind, if there is
-    one, fails the same of the checks that all make alike.
+    A node is to blame unless every other node of its kind fails one of the same checks. The only node of its kind is
+    compared with all nodes, by the checks that all nodes have in common. One shared check is enough, because the other
+    nodes may not have got to the others yet.
 
-    One check in common is enough: the rest of what each looks at may still be to come.
-
-    Args:
-        rank: of the agent.
-        agents: all reports, by rank.
-        kind: ranks of the nodes of its kind that are still used, its own among them.
-        used: the same of all kinds.
+    `kind` and `used` are the ranks of the used nodes of the same kind, and of all kinds.
     """
     failed = set(agents[rank].failed)
     if agents[rank].file_system:
@@ -46,15 +38,15 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
         failed, kind = failed & COMMON, used
     others = [agents.get(other) for other in kind if other != rank]
     decided = [other for other in others if other is not None and other.fitness is not PreflightState.CHECKING]
-    if not failed or any(not _alike(other, failed) for other in decided):
+    if not failed or any(not _fails_alike(other, failed) for other in decided):
         return Fault.NODE
     return Fault.ALIKE if len(decided) == len(others) else Fault.OPEN
 
 
 def fails_again(report: AgentReport) -> bool:
-    """Whether the next attempt would end in the same way, after a failure that all nodes share."""
+    """Return whether the next attempt would fail in the same way, if all nodes failed alike in this one."""
     return not LASTING.isdisjoint(report.failed)
 
 
-def _alike(other: AgentReport, failed: set[str]) -> bool:
+def _fails_alike(other: AgentReport, failed: set[str]) -> bool:
     return other.fitness is PreflightState.UNFIT and not failed.isdisjoint(other.failed)

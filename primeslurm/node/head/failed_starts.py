@@ -1,7 +1,7 @@
-"""Whether engines of a role can never start: all of them end before they are ready, again and again alike. Pure.
+"""Detects engines that can never start, because all of them keep failing with the same error. Pure.
 
-A start fails alike where the recipe, the model or the installation is wrong: further restarts would end so, too. What
-another try or another node may be free of (a GPU's fault, a port that is taken) is left to restarts and new attempts.
+Then the recipe, the model or the installation is wrong, and further restarts would fail, too. Errors that another try
+or another node may not have, such as a broken GPU or a taken port, are left to restarts and new attempts.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from primeslurm.plan.model import VLLM_ROLES, Process
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 
-STARTS_ALIKE = 2
-"""So many failed starts of one engine, alike, are enough, if all others of its role have failed so at least once."""
+ENOUGH_STARTS = 2
+"""Failed starts of one engine that are enough, if every other engine of the role has failed in the same way once."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,7 @@ class _FailedStart:
 
 
 class FailedStarts:
-    """Remembers which roles have served in this attempt, and judges those that have not.
-
-    Args:
-        processes: all of the Plan.
-    """
+    """Judges the engine roles that have not served in this attempt yet."""
 
     def __init__(self, processes: Iterable[Process]) -> None:
         self._roles: dict[str, list[Process]] = defaultdict(list)
@@ -40,18 +36,13 @@ class FailedStarts:
             if process.role in VLLM_ROLES:
                 self._roles[process.role].append(process)
 
-    def look(self, report: Callable[[str], ProcessReport | None], lost: Collection[str]) -> Ending | None:
-        """Tell why the attempt ends, or None.
-
-        Args:
-            report: what is known of a process, by its name.
-            lost: those that were given up.
-        """
+    def check(self, report: Callable[[str], ProcessReport | None], lost: Collection[str]) -> Ending | None:
+        """Return why the attempt ends, or None. `report` returns the newest report of a process, by name."""
         for role, processes in list(self._roles.items()):
-            known = [(process, report(process.name)) for process in processes if process.name not in lost]
-            if any(found is not None and found.state == ProcessState.READY for _, found in known):
-                del self._roles[role]  # one that works shows that the role can
-            elif failed := _all_alike(known):
+            reports = [(process, report(process.name)) for process in processes if process.name not in lost]
+            if any(each is not None and each.state == ProcessState.READY for _, each in reports):
+                del self._roles[role]  # one engine works, so the role can work
+            elif failed := _common_failure(reports):
                 reason = (
                     f"{failed.process} cannot start: {failed.starts} starts in a row ended with the same error, and "
                     f"no process of role {role} has been ready: {failed.error}"
@@ -60,19 +51,18 @@ class FailedStarts:
         return None
 
 
-def _all_alike(known: Iterable[tuple[Process, ProcessReport | None]]) -> _FailedStart | None:
-    """The worst of those that fail alike, if all do; engines that are restarted as one count as one."""
-    found: dict[str, dict[str, _FailedStart]] = {}
-    """By engine and kind of error."""
-    for process, report in known:
-        errors = found.setdefault(process.unit or process.name, {})
+def _common_failure(reports: Iterable[tuple[Process, ProcessReport | None]]) -> _FailedStart | None:
+    """Return the most frequent failure that all engines share. Engines of one restart group count as one."""
+    failures: dict[str, dict[str, _FailedStart]] = {}  # by engine and error signature
+    for process, report in reports:
+        errors = failures.setdefault(process.unit or process.name, {})
         if report is None or not report.failed_starts or is_transient(report.start_error):
             continue
         failed = _FailedStart(process.name, report.failed_starts, report.start_error)
-        alike = signature(failed.error)
-        errors[alike] = max(failed, errors.get(alike, failed), key=lambda each: each.starts)
-    for alike in set.intersection(*map(set, found.values())) if found else ():
-        worst = max((errors[alike] for errors in found.values()), key=lambda each: each.starts)
-        if worst.starts >= STARTS_ALIKE:
+        kind = signature(failed.error)
+        errors[kind] = max(failed, errors.get(kind, failed), key=lambda each: each.starts)
+    for kind in set.intersection(*map(set, failures.values())) if failures else ():
+        worst = max((errors[kind] for errors in failures.values()), key=lambda each: each.starts)
+        if worst.starts >= ENOUGH_STARTS:
             return worst
     return None

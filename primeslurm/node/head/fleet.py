@@ -1,11 +1,11 @@
-"""The state of the whole run as its head sees it: who plays which node, what goes on without a loss, and the end.
+"""State machine of the whole run: node assignment, restarts across nodes, degradation after losses, and the end.
 
-Pure: reports and a clock in; orders, news and endings out.
+Pure: reports and a clock go in; orders, events and endings come out.
 
-An attempt ends when the work is complete, when something dies that nothing replaces, when nothing makes progress, or
-when it is told to (preemption, time limit, cancel). A node that is lost is replaced by a spare of its group; without
-one, the engines and routers on it are given up as long as some replica still serves, and the environment workers of a
-node that has nothing else move to others of its kind.
+An attempt ends when the work is complete, when a process dies that cannot be replaced, when there is no progress, or on
+request (preemption, time limit, cancellation). A spare of the same group replaces a lost node. Without a spare, the run
+continues without the node's engines and routers as long as one replica still serves. The environment workers of a node
+that has only such workers move to other nodes of its kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from primeslurm.node.head.failed_starts import FailedStarts
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died, message
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
-from primeslurm.node.head.unresponsive_ranks import PATIENCE, Patience, UnresponsiveRanks, unresponsive_ranks
+from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds, UnresponsiveRanks, unresponsive_ranks
 from primeslurm.plan.model import Plan, Process, Replica
 from primeslurm.records.events.nodes import (
     NodeLost,
@@ -46,54 +46,44 @@ from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exit_codes
 
 AGENT_ENDED = "its agent ended"
-"""Why a node is lost whose agent has ended by itself, without an error."""
+"""Reason for the loss of a node whose agent has ended without an error."""
 SPARE_WAIT_S = 30.0
-"""Longest wait for the rest once there are enough fit nodes."""
+"""Longest wait for spares once every node of the Plan can be assigned."""
 VERDICT_S = 5.0
-"""With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
-of so much later: it takes a moment to find that a GPU has failed."""
-_TOLD = 4
-"""Lost nodes that are named where an attempt ends for them."""
+"""Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
+trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then."""
+_NAMED_LOSSES = 4
+"""Lost nodes that the reason of an ending names."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 
 
 @dataclass(frozen=True)
 class News:
-    """Something that happened, for the journal."""
+    """An event for the journal, and the name of the node to blame for the ledger of bad nodes."""
 
     event: Event
     blamed: str | None = None
-    """Name of a node that is to blame, for the bad-node ledger."""
 
 
 @dataclass
 class Fleet:
-    """The head's view. Feed it heartbeats with `observe`, then ask `decide`."""
+    """The head's view of the run. Feed it with the `observe` methods, then call `decide`."""
 
     plan: Plan
-    started_at: float
-    """By the monotonic clock of the head, as every `now`."""
-    patience: Patience = PATIENCE
-    """With processes that say nothing."""
-    hosts: Sequence[str] = ()
-    """Names of the job's nodes, by rank; empty where nobody knows them before their agents report."""
-    agents: dict[int, AgentReport] = field(default_factory=dict)
-    """By rank."""
-    seen_at: dict[int, float] = field(default_factory=dict)
-    gone: dict[int, str] = field(default_factory=dict)
-    """Ranks that are not used any more in this attempt, and why."""
-    lost: set[str] = field(default_factory=set)
-    """Processes that were given up."""
+    started_at: float  # by the head's monotonic clock, as every `now`
+    thresholds: QuietThresholds = THRESHOLDS
+    hosts: Sequence[str] = ()  # node names by rank; empty if they are only known from reports
+    agents: dict[int, AgentReport] = field(default_factory=dict)  # newest report by rank
+    seen_at: dict[int, float] = field(default_factory=dict)  # arrival of the newest report by rank
+    gone: dict[int, str] = field(default_factory=dict)  # ranks that are not used any more in this attempt, and why
+    lost: set[str] = field(default_factory=set)  # processes that were given up
     news: list[News] = field(default_factory=list)
     progress: Any = None
     progress_at: float = 0.0
-    last_words: str = ""
-    """Why the orchestrator ends, in its own words."""
-    hung: dict[str, str] = field(default_factory=dict)
-    """Trainer ranks that have to be ended, and why."""
-    unresponsive_ranks: UnresponsiveRanks | None = None
-    """Of the trainer's ranks, as long as it lasts."""
+    last_words: str = ""  # why the orchestrator ends, in its own words
+    hung: dict[str, str] = field(default_factory=dict)  # unresponsive trainer ranks that must be ended, and why
+    unresponsive_ranks: UnresponsiveRanks | None = None  # while no trainer rank sends heartbeats
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
@@ -101,117 +91,108 @@ class Fleet:
         self._processes = {process.name: process for process in self.plan.processes()}
         self._failed_starts = FailedStarts(self._processes.values())
         self._enough_since: float | None = None
-        self._exits: dict[str, str] = {}
-        """Names of nodes whose task has ended, and how."""
-        self._killed: dict[str, str] = {}
-        """Names of nodes whose agent was killed, and how."""
-        self._waited_until = self.started_at
-        """When a fault of the file system was last waited for, which nobody is late for."""
-        self._died_at: dict[str, float] = {}
-        """By restart group: when the first of its processes was seen to have ended for good."""
+        self._exits: dict[str, str] = {}  # node names whose task has ended, and how
+        self._killed: dict[str, str] = {}  # node names whose agent was killed, and how
+        self._file_system_fault_at = self.started_at  # last time agents waited for the file system
+        self._died_at: dict[str, float] = {}  # by restart group: first death of a member that is not restarted
 
     def observe(self, report: AgentReport, now: float) -> None:
-        """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
-        known = self.agents.get(report.rank)
-        if known is None or (known.number, known.agent_pid) != (report.number, report.agent_pid):
+        """Take in an agent's heartbeat.
+
+        Its age counts from the first time that this head sees it, because the clocks of nodes differ.
+        """
+        before = self.agents.get(report.rank)
+        if before is None or (before.number, before.agent_pid) != (report.number, report.agent_pid):
             self.seen_at[report.rank] = now
         self.agents[report.rank] = report
 
     def observe_progress(self, marker: Any, now: float) -> None:
-        """Take in a value that changes whenever the run gets on (finished rollouts, version, step)."""
         if marker != self.progress or not self.progress_at:
             self.progress, self.progress_at = marker, now
 
-    def observe_exits(self, exit_codes: Mapping[str, str], now: float) -> None:
-        """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run.
-
-        No node is to blame if this happened to all of its peers. Until that is known, nothing is decided.
-        """
-        self._exits = {**exit_codes, **self._exits}
+    def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
+        """Take in the names of nodes whose task has ended, and how. Without a heartbeat, the agent has never run."""
+        self._exits = {**exits, **self._exits}
         for rank in self.unheard:
             name, peers = self._name(rank), self._peers(rank)
+            # If it happened to all peers, no node is to blame. So this waits until every peer works or has failed.
             if name in self._exits and (self._works(peers) or all(self._name(peer) in self._exits for peer in peers)):
                 why = f"no agent could be started: {self._exits[name]}"
                 self._lose(rank, why, now, blame=self._works(peers))
 
     def observe_kills(self, kills: Mapping[str, str]) -> None:
-        """Take in nodes whose agent was killed, and how: nobody has to wait until it has been silent for long."""
+        """Take in the names of nodes whose agent was killed, and how. They are lost without a timeout."""
         self._killed |= kills
 
-    def unreadable(self, ranks: Collection[int], seconds: float) -> None:
-        """Take in that the heartbeats of some agents could not be read for so long."""
+    def excuse_unreadable(self, ranks: Collection[int], seconds: float) -> None:
+        """Excuse agents whose heartbeats could not be read for this long."""
         self.seen_at = {rank: at + seconds * (rank in ranks) for rank, at in self.seen_at.items()}
 
-    def held_up(self, seconds: float) -> None:
-        """Take in that the head itself was held up: for so long nobody could have been heard of."""
+    def excuse_all(self, seconds: float) -> None:
+        """Excuse all agents: the head itself did not run for this long, or nobody could write."""
         self.seen_at = {rank: at + seconds for rank, at in self.seen_at.items()}
         self._died_at = {group: at + seconds for group, at in self._died_at.items()}
 
     @property
     def unheard(self) -> list[int]:
-        """Ranks whose agents have not reported yet."""
         return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
 
     def agent_of(self, node: int) -> AgentReport | None:
-        """Return the heartbeat of the agent that plays a node, once it does."""
+        """Return the report of the agent that has taken over a Plan node."""
         report = self.agents.get(self.assignment.rank_of.get(node, -1))
         return report if report is not None and report.node == node else None
 
     def report(self, name: str) -> ProcessReport | None:
-        """Tell what is known of one process."""
         agent = self.agent_of(self.assignment.home(self._processes[name]))
         return agent.processes.get(name) if agent else None
 
-    def silence(self, name: str, now: float) -> float:
-        """Tell how many seconds ago the agent of a process was heard of."""
+    def heartbeat_age(self, name: str, now: float) -> float:
+        """Return the age of the last heartbeat of a process's agent [s]."""
         rank = self.assignment.rank_of.get(self.assignment.home(self._processes[name]), -1)
         return now - self.seen_at.get(rank, now)
 
     @property
     def assembled(self) -> bool:
-        """Whether every node is played by an agent that has taken its place."""
+        """True if agents have taken over all assigned nodes."""
         return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
 
     @property
-    def silent(self) -> dict[str, HeartbeatReport]:
-        """Processes that have been silent for a while; of the trainer's ranks those that the others wait for."""
-        found = {}
+    def quiet(self) -> dict[str, HeartbeatReport]:
+        """Processes without a heartbeat for a while. Of trainer ranks, only those that the others wait for."""
+        quiet = {}
         for process in self._processes.values():
             report = self.report(process.name)
             if report is None or report.heartbeat is None:
                 continue
             waited_for = self.unresponsive_ranks is not None and process.name in self.unresponsive_ranks.behind
-            if waited_for if process.role == "trainer" else self.patience.is_over(report.heartbeat):
-                found[process.name] = report.heartbeat
-        return found
+            if waited_for if process.role == "trainer" else self.thresholds.exceeded(report.heartbeat):
+                quiet[process.name] = report.heartbeat
+        return quiet
 
     @property
     def orders(self) -> dict[str, RestartOrder]:
-        """What agents have to know of restart groups."""
         return {name: group.order for name, group in self.restart_groups.items() if group.generation}
 
     @property
     def waits_for(self) -> str:
-        """What is wrong with the shared file system, as long as agents wait for that to be over; empty otherwise."""
-        waiting = (
-            a for r, a in sorted(self.agents.items()) if r not in self.gone and a.fitness is PreflightState.CHECKING
-        )
-        return next((agent.file_system for agent in waiting if agent.file_system), "")
+        """The fault of the shared file system that agents wait out; empty without one."""
+        checking = (r for r in self.agents if r not in self.gone and self._checks(r))
+        return next((text for rank in sorted(checking) if (text := self.agents[rank].file_system)), "")
 
     def decide(self, now: float) -> Ending | None:
-        """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        """Replace, restart and give up what is necessary. Return why the attempt ends now, or None."""
         if self.waits_for:
-            self._waited_until = now
-        self._give_up_waiting(now)
+            self._file_system_fault_at = now
+        self._give_up_late_agents(now)
         if not self.assignment.generation:
-            return self._unfit(now) or self._assign_nodes(now)
-        self._look_at_ranks()
+            return self._lose_unfit_nodes(now) or self._assign_nodes(now)
+        self._find_unresponsive_ranks()
         return (
-            self._unfit(now)
-            or self._missing(now)
-            or self._failed_starts.look(self.report, self.lost)
+            self._lose_unfit_nodes(now)
+            or self._lose_silent_nodes(now)
+            or self._failed_starts.check(self.report, self.lost)
             or self._restart_groups(now)
-            or self._dead_process(now)
+            or self._handle_dead_processes(now)
             or self._complete()
             or self._stalled(now)
         )
@@ -221,15 +202,17 @@ class Fleet:
     def _fit(self) -> set[int]:
         return {r for r, agent in self.agents.items() if agent.fitness is PreflightState.FIT and r not in self.gone}
 
+    def _checks(self, rank: int) -> bool:
+        return rank not in self.agents or self.agents[rank].fitness is PreflightState.CHECKING
+
     def _assign_nodes(self, now: float) -> Ending | None:
         if self.assignment.short(self.gone):
             return Ending(Outcome.FAILED, _folded([*self.gone.values()]), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
-        late = self._late(now)
         if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):
             self._enough_since = now
-        patient = self._enough_since is not None and now - self._enough_since > SPARE_WAIT_S
-        if undecided and not late and not patient:
+        waited_for_spares = self._enough_since is not None and now - self._enough_since > SPARE_WAIT_S
+        if undecided and not self._late(now) and not waited_for_spares:
             return None
         if not self.assignment.fill(self._fit()):
             names = [self._name(rank) for rank in undecided]
@@ -244,7 +227,7 @@ class Fleet:
         return None
 
     def _same_address(self) -> Ending | None:
-        """Return why the attempt ends if two nodes have one address, such as that of a bridge which every node has."""
+        """End the attempt if two nodes report one address, for example that of a bridge that exists on every node."""
         if self.plan.executor != "slurm":
             return None
         names: dict[str, str] = {}
@@ -256,15 +239,15 @@ class Fleet:
                 return Ending(Outcome.FAILED, f"{reason} or network.addresses in the site file", "network", final=True)
         return None
 
-    def _unfit(self, now: float) -> Ending | None:
-        """Agents that failed their preflight, or failed themselves."""
+    def _lose_unfit_nodes(self, now: float) -> Ending | None:
+        """Handle agents whose preflight failed, or which ended."""
         for rank, agent in sorted(self.agents.items()):
             if rank in self.gone:
                 continue
             if agent.environments_fail and not self._environments_load(rank):
                 ending = self._environments_fail(rank, agent)
             elif agent.fitness is PreflightState.UNFIT:
-                ending = self._lose_unfit(rank, agent, now)
+                ending = self._judge_unfit(rank, agent, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
             elif agent.ended:
@@ -275,10 +258,9 @@ class Fleet:
                 return ending
         return None
 
-    def _lose_unfit(self, rank: int, agent: AgentReport, now: float) -> Ending | None:
-        """Only a node that is at fault itself is done without."""
+    def _judge_unfit(self, rank: int, agent: AgentReport, now: float) -> Ending | None:
         used = set(range(self.plan.allocated)) - set(self.gone)
-        kind = used & set(self.plan.ranks(self.plan.group_of_rank(rank).index))
+        kind = used & self._same_kind(rank)
         match whose_fault(rank, self.agents, kind, used):
             case Fault.NODE:
                 return self._lose(rank, agent.unfit_because, now)
@@ -298,24 +280,24 @@ class Fleet:
                 return None
 
     def _late(self, now: float) -> bool:
-        """Whether every agent should have been heard of by now."""
-        return now - self._waited_until > self.plan.node_start_s
+        return now - self._file_system_fault_at > self.plan.node_start_s
+
+    def _same_kind(self, rank: int) -> set[int]:
+        return set(self.plan.ranks(self.plan.group_of_rank(rank).index))
 
     def _environments_load(self, rank: int) -> bool:
-        """Whether environments load on another node of an agent's group."""
-        peers = self.plan.ranks(self.plan.group_of_rank(rank).index)
-        return any(self.agents[peer].fitness is PreflightState.FIT for peer in peers if peer in self.agents)
+        kind = self._same_kind(rank) & set(self.agents)
+        return any(self.agents[peer].fitness is PreflightState.FIT for peer in kind)
 
     def _environments_fail(self, rank: int, agent: AgentReport) -> Ending | None:
-        """Where they load nowhere, no node is to blame. Until all that may run them have tried, nobody knows."""
-        peers = set(self.plan.ranks(self.plan.group_of_rank(rank).index)) - set(self.gone)
-        if any(peer not in self.agents or self.agents[peer].fitness is PreflightState.CHECKING for peer in peers):
+        """End the attempt if the environments load on no node. Then no node is to blame."""
+        if any(self._checks(peer) for peer in self._same_kind(rank) - set(self.gone)):
             return None
         reason = f"environments do not load on node {agent.name}: {agent.environments_fail}"
         return Ending(Outcome.FAILED, reason, "environments", final=True)
 
-    def _give_up_waiting(self, now: float) -> None:
-        """Agents that have never reported, whether they are needed or not, and those killed before they have a part."""
+    def _give_up_late_agents(self, now: float) -> None:
+        """Lose agents that were killed before the assignment, or that have not reported in time."""
         if not self.assignment.generation:
             for rank in sorted(set(self.agents) - set(self.gone)):
                 if how := self._killed.get(self._name(rank)):
@@ -326,20 +308,19 @@ class Fleet:
                 self._lose(rank, why, now, blame=self._works(self._peers(rank)))
 
     def _peers(self, rank: int) -> set[int]:
-        """Return the other nodes of its kind; if there are none, all other nodes but the head."""
-        kind = set(self.plan.ranks(self.plan.group_of_rank(rank).index))
+        """Return the other nodes of its kind. If there are none: all other nodes except the head's."""
+        kind = self._same_kind(rank)
         return (kind if len(kind) > 1 else set(range(1, self.plan.allocated))) - {rank}
 
     def _works(self, peers: set[int]) -> bool:
-        """Whether an agent could be started on one of these nodes, or nobody knows because there are none."""
         return not peers or not peers.isdisjoint(self.agents)
 
-    def _missing(self, now: float) -> Ending | None:
+    def _lose_silent_nodes(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):
-            silence, how = now - self.seen_at[rank], self._killed.get(self._name(rank))
-            if how is None and silence <= self.plan.node_silent_s:
+            silent_s, how = now - self.seen_at[rank], self._killed.get(self._name(rank))
+            if how is None and silent_s <= self.plan.node_silent_s:
                 continue
-            why = f"its agent was killed: {how}" if how else f"has been silent for {silence:.0f} s"
+            why = f"its agent was killed: {how}" if how else f"has been silent for {silent_s:.0f} s"
             if ending := self._lose(rank, why, now):
                 return ending
         return None
@@ -350,7 +331,7 @@ class Fleet:
         return self.hosts[rank] if rank < len(self.hosts) else f"rank {rank}"
 
     def _lose(self, rank: int, why: str, now: float, *, blame: bool = True) -> Ending | None:
-        """Do without an agent: a spare takes its place, or what ran there is given up, or the attempt ends."""
+        """Continue without an agent: replace its node by a spare, move or give up its processes, or end the attempt."""
         name = self._name(rank)
         reason = f"node {name}: {why}"
         self.gone[rank] = reason
@@ -375,7 +356,6 @@ class Fleet:
         return None
 
     def _other_environment_nodes(self, node: int) -> list[int]:
-        """The nodes that can run what a node for environments ran; none for a node of another kind."""
         if self.plan.nodes[node].role != "environments":
             return []
         kind = [other.index for other in self.plan.nodes if other.role == "environments" and other.index != node]
@@ -384,7 +364,7 @@ class Fleet:
     # processes
 
     def _give_up(self, names: Iterable[str], reason: str, suspect: str, error: str = "") -> Ending | None:
-        """Go on without some processes if any replica still serves; whoever depends on them is given up as well."""
+        """Continue without some processes and everything that depends on them, if a replica still serves."""
         lost = self.lost | set(names)
         for group in self.restart_groups.values():
             members = {process.name for process in group.members}
@@ -400,33 +380,34 @@ class Fleet:
         return None
 
     def _serves(self, replica: Replica, lost: set[str]) -> bool:
+        # With prefill and decode engines, one of each is enough.
         left = {self._processes[name].role for name in replica.engines if name not in lost}
         return replica.router not in lost and left == {self._processes[name].role for name in replica.engines}
 
     def _expendable(self, lost: set[str]) -> bool:
-        """Whether the run can do without all of these: a store must not be needed by what is left."""
+        # A remaining process may need a store, for example each client needs the store's master.
         stores = {name for name in lost if self._processes[name].role == "store"}
         needed = any(stores & set(p.after) for p in self._processes.values() if p.name not in lost)
         return not needed and all(self._processes[name].role in _EXPENDABLE for name in lost)
 
     def _restart_groups(self, now: float) -> Ending | None:
-        assembled = self.assembled  # looks at every node: not once for each group
+        assembled = self.assembled  # looks at every node, so it is computed once and not per group
         for group in self.restart_groups.values():
             if any(process.name in self.lost for process in group.members):
                 continue
             reports = {process.name: self.report(process.name) for process in group.members}
-            fallen = group.fell(reports)
-            if fallen is not None:
-                report = reports[fallen.name]
+            if (dead := group.dead_member(reports)) is not None:
+                report = reports[dead.name]
                 assert report is not None
-                reason = f"{fallen.name} {how_it_died(report)}"
+                reason = f"{dead.name} {how_it_died(report)}"
                 if group.exhausted:
-                    reason += f"; its unit {group.name} was restarted {group.restarts} times"
-                    if ending := self._give_up([fallen.name], reason, group.name, message(report)):
+                    reason += f"; its restart group {group.name} was restarted {group.restarts} times"
+                    if ending := self._give_up([dead.name], reason, group.name, message(report)):
                         return ending
                     continue
                 self._restart_group(group, reason, now)
-            if assembled:  # or members would start with the address of a node that is being replaced
+            # Before all agents have taken over their nodes, members would start with the address of a lost node.
+            if assembled:
                 group.tick(now, reports)
         return None
 
@@ -435,32 +416,32 @@ class Fleet:
         self._died_at.pop(group.name, None)
         self.news.append(News(ProcessesRestarted(group.name, group.generation, reason)))
 
-    def _look_at_ranks(self) -> None:
-        """Find those that hang: ranks wait for one another, so that their agents cannot tell."""
-        heartbeats = self._beats_of_ranks()
-        known, self.unresponsive_ranks = self.unresponsive_ranks, unresponsive_ranks(heartbeats, self.patience)
+    def _find_unresponsive_ranks(self) -> None:
+        # Agents cannot do this: ranks wait for one another, so that one unresponsive rank silences all of them.
+        heartbeats = self._heartbeats_of_ranks()
+        before, self.unresponsive_ranks = self.unresponsive_ranks, unresponsive_ranks(heartbeats, self.thresholds)
         if self.unresponsive_ranks is None:
-            self.hung = {} if heartbeats else self.hung  # kept while the others die of the end of those that hung
+            # Without heartbeats of all ranks, some have just died because the unresponsive ones were ended. The list is
+            # kept, because `_handle_dead_processes` must blame the right rank.
+            self.hung = {} if heartbeats else self.hung
             return
-        if known is None or known.behind != self.unresponsive_ranks.behind:
+        if before is None or before.behind != self.unresponsive_ranks.behind:
             self.news.append(News(self.unresponsive_ranks.event()))
-        if self.unresponsive_ranks.hangs and not self.hung:
+        if self.unresponsive_ranks.timed_out and not self.hung:
             self.hung = dict.fromkeys(self.unresponsive_ranks.behind, self.unresponsive_ranks.reason)
 
-    def _beats_of_ranks(self) -> dict[str, HeartbeatReport]:
-        """Of all ranks of the trainer; none if one of them does not run."""
+    def _heartbeats_of_ranks(self) -> dict[str, HeartbeatReport]:
+        """Return the heartbeats of all trainer ranks; nothing if one of them does not run."""
         ranks = [process.name for process in self._processes.values() if process.role == "trainer"]
         reports = [self.report(name) for name in ranks]
-        heartbeats = [report.heartbeat if report and report.state == ProcessState.READY else None for report in reports]
-        return (
-            {name: heartbeat for name, heartbeat in zip(ranks, heartbeats, strict=True) if heartbeat}
-            if all(heartbeats)
-            else {}
-        )
+        heartbeats = [each.heartbeat if each and each.state == ProcessState.READY else None for each in reports]
+        if not all(heartbeats):
+            return {}
+        return {name: heartbeat for name, heartbeat in zip(ranks, heartbeats, strict=True) if heartbeat}
 
-    def _dead_process(self, now: float) -> Ending | None:
-        # Those that hung first: the others died of their end. Then those with an error of their own, as ranks that lose
-        # another rank die at the same moment.
+    def _handle_dead_processes(self, now: float) -> Ending | None:
+        # When one rank dies, the others die with connection errors in the same moment. The cause is named first: ranks
+        # that were ended as unresponsive, then processes with an error of their own.
         def order(process: Process) -> tuple[bool, bool]:
             report = self.report(process.name)
             error = message(report) if report is not None else ""
@@ -472,7 +453,7 @@ class Fleet:
                 continue
             group = self.restart_groups.get(process.unit or "")
             if group is not None and report.generation < group.generation:
-                continue  # it is about to be started again
+                continue  # it is about to restart
             reason = f"{process.name} {how_it_died(report)}"
             if report.exit_code == exit_codes.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
@@ -480,8 +461,8 @@ class Fleet:
                 reason = self.last_words or f"{process.name} saw no progress: see its events"
                 return Ending(Outcome.FAILED, reason, process.name)
             if report.exit_code == exit_codes.UNRECOVERABLE:
-                words = self.last_words or (reason if report.reason else f"{reason}: see its events")
-                return Ending(Outcome.FAILED, words, process.name, final=True)
+                reason = self.last_words or (reason if report.reason else f"{reason}: see its events")
+                return Ending(Outcome.FAILED, reason, process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
             error = "" if process.name in self.hung else message(report)
@@ -490,7 +471,7 @@ class Fleet:
         return None
 
     def _may_miss_a_node(self, group: RestartGroup, now: float) -> bool:
-        """Whether a process may have died of a node of its group that is gone or broken, and can be replaced."""
+        """Return whether a process may have died because a node of its group failed, which a spare can replace."""
         died_at = self._died_at.setdefault(group.name, now)
         return any(
             self.seen_at[self.assignment.rank_of[process.node]] <= died_at + VERDICT_S
@@ -499,20 +480,20 @@ class Fleet:
         )
 
     def _complete(self) -> Ending | None:
-        last: tuple[Process, ...] = tuple(p for p in self.plan.processes() if p.role in ("trainer", "orchestrator"))
+        last = [process for process in self.plan.processes() if process.role in ("trainer", "orchestrator")]
         reports = [self.report(process.name) for process in last]
         if reports and all(report is not None and report.state == ProcessState.DONE for report in reports):
             return Ending(Outcome.COMPLETED, "all steps done")
         return None
 
     def _stalled(self, now: float) -> Ending | None:
-        limit = self.plan.stall_timeout_s * 1.5  # the orchestrator looks first, and knows more
+        limit = self.plan.stall_timeout_s * 1.5  # the orchestrator's timeout is shorter, and it knows the reason
         if self.progress_at and now - self.progress_at > limit:
             return Ending(Outcome.FAILED, f"no progress for {duration(now - self.progress_at)}", "orchestrator")
         return None
 
 
 def _folded(reasons: Sequence[str]) -> str:
-    """Name a few of the lost nodes and why, and say how many more there are: each has an event of its own."""
-    told = "; ".join(reasons[:_TOLD])
-    return told if len(reasons) <= _TOLD else f"{told}; and {len(reasons) - _TOLD} nodes more"
+    """Join the reasons of the first lost nodes, and count the others. Each node has an event of its own."""
+    text = "; ".join(reasons[:_NAMED_LOSSES])
+    return text if len(reasons) <= _NAMED_LOSSES else f"{text}; and {len(reasons) - _NAMED_LOSSES} nodes more"

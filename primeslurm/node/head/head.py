@@ -1,4 +1,4 @@
-"""The head: watches every heartbeat, gives nodes their parts, publishes the fleet's state, decides the end."""
+"""The head: reads every heartbeat, assigns nodes, publishes the state of the fleet, and decides the end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm.base import files
+from primeslurm.base import durable, files
 from primeslurm.base.files import FileWatcher, write_json
 from primeslurm.base.units import duration
 from primeslurm.base.unresponsive_timer import scheduling_delay_s
@@ -19,10 +19,19 @@ from primeslurm.node.agent.node_agent import TICK_RETRY_S, NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, record_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
+from primeslurm.node.head.job_end import (
+    MARGIN_S,
+    Termination,
+    ask_slurm,
+    boot_clock,
+    grace_time,
+    must_stop_before_warning,
+    seconds_left,
+    seconds_to_stop,
+    termination,
+)
 from primeslurm.node.head.process_states import fleet_state
-from primeslurm.node.head.termination import Termination, ask_slurm, grace_time, termination
-from primeslurm.node.head.unresponsive_ranks import PATIENCE, Patience
-from primeslurm.node.head.walltime import MARGIN_S, boot_clock, ends_too_late, seconds_left, seconds_to_stop
+from primeslurm.node.head.unresponsive_ranks import THRESHOLDS, QuietThresholds
 from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import newest_attempt
@@ -37,55 +46,35 @@ from primeslurm.records.events.nodes import (
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
-from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import CANCEL_NOW, Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.slurm.client import KILL_WAIT_S
-from primeslurm.slurm.launch_failures import (
-    START,
-    JobOutput,
-    early_exits,
-    kills,
-    launch_failures,
-    node_names,
-    restarts,
-)
+from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kills, launch_failures, node_names, restarts
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 
-SUSPECT = 10.0
-"""Who has not been heard of for so many heartbeats, or a third of `node_silent_s`, is not called healthy any more."""
-
-
+SUSPECT_HEARTBEATS = 10.0
+"""A process is suspect if its agent has missed this many heartbeats, or been silent for a third of `node_silent_s`."""
 RECORD_S = 3.0
 """The head stops waiting for other nodes this long before Slurm kills it, and records the end. [s]"""
 
 
 @dataclass(frozen=True)
 class HeadTimings:
-    """Pace and patience of the head, in seconds."""
+    """Period and timeouts of the head."""
 
     period_s: float = 0.5
-    checkpoint_grace_s: float = 300.0
-    """Longest wait for trainers to checkpoint when an attempt ends early and no time limit presses."""
-    gather_s: float = 60.0
-    """Longest wait for the other nodes to end."""
-    gather_silent: float = 5.0
-    """A node that says nothing for so many heartbeats at the end is not waited for. Requeueing ends what still runs
-    there, and must come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
-    silence: Patience = PATIENCE
-    """With processes that say nothing."""
+    checkpoint_grace_s: float = 300.0  # longest wait for last checkpoints if no time limit is near
+    gather_s: float = 60.0  # longest wait for the other nodes to end
+    # A node that misses this many heartbeats at the end is not waited for. Requeueing ends what still runs there. It
+    # must happen before Slurm itself starts a single component of the job again (`Plan.survives_nodes`).
+    gather_heartbeats: float = 5.0
+    thresholds: QuietThresholds = THRESHOLDS
 
 
 class Head(threading.Thread):
-    """Runs beside the agent of rank 0, until every node has ended or had its chance to.
-
-    Args:
-        agent: of the same node.
-        run: the run's directory.
-        timings: pace and patience.
-    """
+    """Runs beside the agent of rank 0, until every node has ended or had its time to do so."""
 
     def __init__(self, agent: NodeAgent, run: RunDirectory, timings: HeadTimings = HeadTimings()) -> None:
         super().__init__(daemon=True, name="head")
@@ -94,11 +83,11 @@ class Head(threading.Thread):
         self.plan: Plan = agent.plan
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
-        hosts = node_names(agent.plan, os.environ)
+        # Wall clock for times that people read. All decisions use the monotonic clock of `tick`.
         self.wall = time.time
-        """Clock of what is shown to people. Everything else goes by the monotonic clock of `tick`."""
         now = time.monotonic()
-        self.fleet = Fleet(agent.plan, started_at=now, hosts=hosts, patience=timings.silence)
+        hosts = node_names(agent.plan, os.environ)
+        self.fleet = Fleet(agent.plan, started_at=now, hosts=hosts, thresholds=timings.thresholds)
         self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), os.environ.get(START, ""))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
@@ -107,43 +96,37 @@ class Head(threading.Thread):
         self._waits_for = ""
         self._addresses = Addresses({}, {})
         self._published_generation = 0
-        self._told = FleetView(time=0.0)
-        self._asked: Ending | None = None
-        self._warned = self._terminated = 0
-        """How often, by USR2 and by SIGTERM."""
-        self._looked = (0, 0)
-        """The same when the reason was looked for last."""
+        self._published = FleetView(time=0.0)
+        self._published_at = -math.inf
+        self._requested: Ending | None = None
+        self._warned = self._terminated = 0  # signals received so far: USR2 and SIGTERM
+        self._explained = (0, 0)  # the same, when their reason was last looked up
         self._requeued_by_slurm = False
-        self._killed_at = math.inf
-        """When Slurm kills what still runs."""
+        self._killed_at = math.inf  # when Slurm kills what still runs
         self._ending_at = 0.0
-        self._told_at = -math.inf
         self._ticked_at = now
-        self._ends_at = boot_clock() + seconds_left(agent.plan, os.environ, time.time())
-        self._unread: dict[int, float] = {}
-        """Ranks of agents whose heartbeats cannot be read, and since when."""
+        self._job_ends_at = boot_clock() + seconds_left(agent.plan, os.environ, time.time())
+        self._unreadable_since: dict[int, float] = {}  # by rank, for heartbeats that cannot be read
         self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
 
     def end(self, ending: Ending) -> None:
-        """Ask for the end of the attempt, from any thread or signal handler."""
-        self._asked = self._asked or ending
+        self._requested = self._requested or ending
 
     def terminate(self) -> None:
-        """Take note of SIGTERM, from any thread or signal handler: the job's processes will be killed soon."""
+        """Note a SIGTERM, from any thread or signal handler: Slurm will kill the job soon."""
         self._terminated += 1
 
     def warn(self) -> None:
-        """Take note of USR2, from any thread or signal handler: the time limit comes, or Slurm preempts the job."""
+        """Note a USR2, from any thread or signal handler: the time limit is near, or Slurm preempts the job."""
         self.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
         self._warned += 1
 
     @property
     def requeued_by_slurm(self) -> bool:
-        """Whether Slurm starts the job again without being asked to."""
         return self._requeued_by_slurm
 
     def run(self) -> None:
-        """Watch until the attempt has ended everywhere. An error of the head itself ends the attempt."""
+        """Tick until the attempt has ended everywhere. An error of the head itself ends the attempt."""
         try:
             while not self._gathered(self._ticked_at):
                 self.tick(time.monotonic())
@@ -155,16 +138,17 @@ class Head(threading.Thread):
             self._agent.end(self.ending)
 
     def tick(self, now: float) -> None:
-        """Read every heartbeat that changed, decide, publish. `now`: a monotonic clock, in seconds."""
+        """Read the heartbeats that changed, decide, and publish. `now`: monotonic clock [s]."""
         with files.within(TICK_RETRY_S):
             self._tick(now)
 
     def _tick(self, now: float) -> None:
-        hindered, elapsed = self._records.excuses(now), now - self._ticked_at
-        if late := elapsed if hindered else scheduling_delay_s(self._ticked_at, now):
-            self.fleet.held_up(late)
+        # Agents are not blamed for time in which this head did not run, or could not read and write files.
+        excused, elapsed = self._records.excuses(now), now - self._ticked_at
+        if delay := elapsed if excused else scheduling_delay_s(self._ticked_at, now):
+            self.fleet.excuse_all(delay)
         else:
-            self.fleet.unreadable(self._unread_for_a_while(now), elapsed)
+            self.fleet.excuse_unreadable(self._unreadable_ranks(now), elapsed)
         self._ticked_at = now
         self._records.unread = ""
         self._records.fill_reserve(now)
@@ -176,39 +160,40 @@ class Head(threading.Thread):
             news = self._job_news()
             self.fleet.observe_exits(launch_failures(news) | early_exits(news), now)
             self.fleet.observe_kills(kills(news))
-        self._find_out_why(now)
-        if self.ending is None and (found := self._asked_to_end() or self.fleet.decide(now)):
-            self.ending, self._ending_at = found, now
-            self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
-        self._tell_news()
+        self._explain_signals(now)
+        if self.ending is None and (ending := self._requested_end() or self.fleet.decide(now)):
+            self.ending, self._ending_at = ending, now
+            self.journal.write(AttemptEnds(ending.outcome, ending.reason, ending.suspect))
+        self._record_news()
         self.journal.flush()
         self._records.write(lambda: self._publish_all(now))
 
     def conclude(self) -> bool:
-        """Record how the attempt ended. Returns whether the job should be requeued."""
+        """Record how the attempt ended. Return whether the job must be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
-        if self._asked is not None and ending.reason.endswith(AGENT_ENDED):
-            ending = self._asked  # whoever ends all agents of a job may reach another one first
+        # If all agents of a job are told to end, another agent may hear of it before the head does.
+        if self._requested is not None and ending.reason.endswith(AGENT_ENDED):
+            ending = self._requested
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
-    def _find_out_why(self, now: float) -> None:
-        """After a signal: learn from Slurm why it came, and until when a last checkpoint has to be written."""
+    def _explain_signals(self, now: float) -> None:
+        """After a signal, ask Slurm for its reason, and for the time that is left for a last checkpoint."""
         signals = (self._warned, self._terminated)
-        if signals == self._looked:
+        if signals == self._explained:
             return
-        self._looked = signals
-        found = self._why_terminated() if self._terminated else self._why_warned()
-        if found is None:
+        self._explained = signals
+        cause = self._why_terminated() if self._terminated else self._why_warned()
+        if cause is None:
             return
-        self._killed_at = now + found.left_s
-        self._requeued_by_slurm = found.requeued_by_slurm
-        self._grace_s = min(found.checkpoint_s, self._timings.checkpoint_grace_s)
+        self._killed_at = now + cause.left_s
+        self._requeued_by_slurm = cause.requeued_by_slurm
+        self._grace_s = min(cause.checkpoint_s, self._timings.checkpoint_grace_s)
         if self.ending is None:
-            self._asked = found.ending
+            self._requested = cause.ending
             return
-        self._grace_s += now - self._ending_at  # which is counted from when the attempt began to end
-        if found.known and found.ending.outcome is Outcome.CANCELLED and self.ending.outcome is Outcome.PREEMPTED:
-            self.ending = found.ending  # the user cancels a job that is about to be requeued
+        self._grace_s += now - self._ending_at  # it counts from the begin of the end
+        if cause.known and cause.ending.outcome is Outcome.CANCELLED and self.ending.outcome is Outcome.PREEMPTED:
+            self.ending = cause.ending  # the user cancels a job during its grace time: it must not be requeued
 
     def _why_terminated(self) -> Termination:
         job, kill_wait_s = None, KILL_WAIT_S
@@ -217,19 +202,19 @@ class Head(threading.Thread):
         return termination(job, restarts(os.environ), kill_wait_s, time.time())
 
     def _why_warned(self) -> Termination | None:
-        """Only a preemption has less time than the time limit's warning, which the plan knows."""
+        # Only a preemption leaves less time than the warning before the time limit, which the Plan knows.
         if self.plan.executor != "slurm":
             return None
         return grace_time(*ask_slurm(os.environ.get("SLURM_JOB_ID", "")), time.time())
 
-    def _unread_for_a_while(self, now: float) -> set[int]:
-        """Ranks whose heartbeats could not be read at the last look, as long as that is excused."""
-        unread = {rank for rank, file in self._heartbeats.items() if file.fault}
-        self._unread = {rank: self._unread.get(rank, now) for rank in unread}
-        return {rank for rank, since in self._unread.items() if now - since <= self._records.patience_s}
+    def _unreadable_ranks(self, now: float) -> set[int]:
+        """Return the ranks whose heartbeats cannot be read, as long as that excuses them."""
+        unreadable = {rank for rank, file in self._heartbeats.items() if file.fault}
+        self._unreadable_since = {rank: self._unreadable_since.get(rank, now) for rank in unreadable}
+        return {rank for rank, since in self._unreadable_since.items() if now - since <= self._records.excuse_s}
 
-    def _asked_to_end(self) -> Ending | None:
-        """By the user, by Slurm, by the clock, or because a newer attempt owns the run."""
+    def _requested_end(self) -> Ending | None:
+        """Return why the user, Slurm, the clock or a newer attempt ends the attempt; None if nothing does."""
         newest = self._records.read(lambda: newest_attempt(self.run_directory.path), otherwise=0)
         if newest > self.attempt.number:
             return Ending(Outcome.CANCELLED, f"attempt {newest} has taken over the run")
@@ -237,17 +222,16 @@ class Head(threading.Thread):
             return Ending(Outcome.CANCELLED, "cancelled by the user")
         trainer = self._records.read(lambda: self.attempt.state("trainer-rank-0", TrainerState), otherwise=None)
         stop_s = seconds_to_stop(trainer)
-        if self._asked is None and ends_too_late(boot_clock(), self._ends_at, self.plan.job.signal_s, stop_s):
+        if self._requested is None and must_stop_before_warning(
+            boot_clock(), self._job_ends_at, self.plan.job.signal_s, stop_s
+        ):
             self._grace_s = stop_s - MARGIN_S
             reason = f"time limit: a last checkpoint may take {duration(stop_s)}, more than Slurm's warning leaves"
             return Ending(Outcome.PREEMPTED, reason)
-        return self._asked
+        return self._requested
 
     def _job_news(self) -> str:
-        """What was written into the job's output since the last look.
-
-        Where an agent cannot be started or is killed, srun says so at once; without that, only its silence would tell.
-        """
+        """Return the new part of the job's output, where srun reports agents that cannot start or were killed."""
         try:
             return self._job_output.news()
         except OSError:
@@ -260,7 +244,7 @@ class Head(threading.Thread):
         if isinstance(state, OrchestratorState):
             self.fleet.last_words = state.failure
 
-    def _tell_news(self) -> None:
+    def _record_news(self) -> None:
         news, self.fleet.news = self.fleet.news, []
         for item in news:
             self.journal.write(item.event)
@@ -269,10 +253,10 @@ class Head(threading.Thread):
                     record_bad_node(self.plan, self.attempt, node, reason, self.journal)
 
     def _publish_all(self, now: float) -> None:
-        """In this order: agents rely on it. What cannot be written is written with the next turn."""
+        # Agents rely on this order. What cannot be written is written in the next tick.
         self._publish_assignment()
         self._publish_addresses()
-        self._publish(now)
+        self._publish_view(now)
 
     def _publish_assignment(self) -> None:
         assignment = self.fleet.assignment
@@ -285,7 +269,7 @@ class Head(threading.Thread):
         self._published_generation = assignment.generation
 
     def _publish_addresses(self) -> None:
-        """Who listens where, once everybody does. What was given up keeps its last address."""
+        """Publish all addresses once every node is taken over. Lost processes keep their last address."""
         if not self.fleet.assembled:
             return
         hosts, ports = dict(self._addresses.hosts), dict(self._addresses.ports)
@@ -301,50 +285,51 @@ class Head(threading.Thread):
         self._addresses = addresses
         self.journal.write(AddressesPublished(self.fleet.assignment.generation, addresses.lost))
 
-    def _publish(self, now: float) -> None:
-        fleet, silent = self.fleet, self.fleet.silent
+    def _publish_view(self, now: float) -> None:
+        fleet, quiet = self.fleet, self.fleet.quiet
         states, ready = {}, []
-        limit_s = min(SUSPECT * self.plan.heartbeat_s, self.plan.node_silent_s / 3)
+        suspect_s = min(SUSPECT_HEARTBEATS * self.plan.heartbeat_s, self.plan.node_silent_s / 3)
         for process in self.plan.processes():
-            report = fleet.report(process.name)
-            suspect = fleet.silence(process.name, now) > limit_s
-            seen = {"suspect": suspect, "silent": process.name in silent, "lost": process.name in fleet.lost}
-            states[process.name] = str(fleet_state(process, report, **seen))
+            name, report = process.name, fleet.report(process.name)
+            suspect = fleet.heartbeat_age(name, now) > suspect_s
+            state = fleet_state(process, report, suspect=suspect, silent=name in quiet, lost=name in fleet.lost)
+            states[name] = str(state)
             if report is not None and report.state == ProcessState.READY:
-                ready.append(process.name)
+                ready.append(name)
         view = FleetView(
             time=self.wall(),
             ready=ready,
             states=states,
             units=fleet.orders,
             lost=sorted(fleet.lost),
-            silent=silent,
+            silent=quiet,
             hung=fleet.hung,
             ending=self.ending,
-            waits_for=self._waiting(),
+            waits_for=self._file_system_fault(),
             release=self._release(now),
             heartbeat_s=self.plan.heartbeat_s,
         )
-        if now - self._told_at < self.plan.heartbeat_s and view == msgspec.structs.replace(self._told, time=view.time):
+        unchanged = view == msgspec.structs.replace(self._published, time=view.time)
+        if unchanged and now - self._published_at < self.plan.heartbeat_s:
             return
         try:
             write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
-            self._told, self._told_at = view, now
+            self._published, self._published_at = view, now
         except OSError as error:
-            if may_pass(error) or files.is_transient(error):
-                raise
+            if durable.may_recover(error):
+                raise  # `RecordWriter` notes the fault, and the next tick tries again
             self.journal.write(PublishFailed(str(error)))
 
-    def _waiting(self) -> str:
-        """What is wrong with the file system that the run waits for; an event tells of each change."""
-        trouble = self.fleet.waits_for or self._records.trouble
-        if bool(trouble) != bool(self._waits_for):
-            self.journal.write(FileSystemFault(trouble))
-        self._waits_for = trouble
-        return trouble
+    def _file_system_fault(self) -> str:
+        """Return the fault that the run waits out, and write an event when it begins or ends."""
+        fault = self.fleet.waits_for or self._records.trouble
+        if bool(fault) != bool(self._waits_for):
+            self.journal.write(FileSystemFault(fault))
+        self._waits_for = fault
+        return fault
 
     def _release(self, now: float) -> bool:
-        """Whether engines and orchestrator may stop: no trainer needs them for a last checkpoint any more."""
+        """Return whether engines and orchestrator may stop, because no trainer needs them for a last checkpoint."""
         if self.ending is None:
             return False
         if self.ending.outcome is Outcome.COMPLETED:
@@ -355,28 +340,26 @@ class Head(threading.Thread):
         return not checkpointing or now - self._ending_at > self._grace_s
 
     def _cancelled_now(self) -> bool:
-        """Whether the user wants no last checkpoint."""
         with contextlib.suppress(OSError):
             return files.read_text(self.attempt.cancel_file) == CANCEL_NOW
         return False
 
     def _all_saved(self) -> bool:
-        """Whether a checkpoint has all that was trained. A trainer that still loads has trained nothing."""
+        """Return whether a checkpoint contains the last trained step, or nothing was trained."""
         trainer = self.attempt.state("trainer-rank-0", TrainerState)
         if trainer is None or trainer.step is None:
             return True
         return trainer.step == (checkpoints.newest(self.run_directory.path) or 0)
 
     def _all_run(self, role: str, *, none: bool = False) -> bool:
-        """Whether all processes of a role run; `none`: the answer if there are none."""
+        """Return whether all processes of a role run. `none`: the answer if the Plan has none."""
         reports = [self.fleet.report(p.name) for p in self.plan.processes() if p.role == role]
         running = (ProcessState.LOADING, ProcessState.READY)
         return all(r is not None and r.state in running for r in reports) if reports else none
 
     def _has_ended(self, rank: int, now: float) -> bool:
-        fleet = self.fleet
-        limit_s = self._timings.gather_silent * self.plan.heartbeat_s
-        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > limit_s
+        timeout_s = self._timings.gather_heartbeats * self.plan.heartbeat_s
+        return self.fleet.agents[rank].ended or now - self.fleet.seen_at[rank] > timeout_s
 
     def _gathered(self, now: float) -> bool:
         if self.ending is None:

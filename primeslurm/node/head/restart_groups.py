@@ -1,9 +1,11 @@
-"""Restart groups: processes that live and die together, on one node or on several (`unit` in the Plan).
+"""Restart groups: processes on one or several nodes that only work together, and so restart together. Pure.
 
-Pure: reports and a clock in, orders out. When a member dies, the group's generation rises: agents end what is left of
-the older one, and start all members of the new one together as soon as nothing of the old one runs any more and the
-back-off is over. A group of engines does so for any death; the ranks of a trainer only when a spare takes the place of
-a node of theirs: whatever else ends one of them ends the attempt.
+When a member dies, the head raises the generation of its group. Agents end the members of the older generation. Once
+all have ended and the back-off is over, agents start the new generation. A group of engines restarts after any death.
+The group of trainer ranks restarts only if a spare replaces one of its nodes; any other death of a rank ends the
+attempt.
+
+The Plan calls a restart group `unit`.
 """
 
 from __future__ import annotations
@@ -20,28 +22,25 @@ _ENDED = (ProcessState.WAITING, ProcessState.FALLEN, ProcessState.FAILED, Proces
 
 @dataclass
 class RestartGroup:
-    """One restart group as the head sees it."""
+    """State of one restart group."""
 
     name: str
     members: tuple[Process, ...]
     generation: int = 0
-    restarts: int = 0
-    """Since it last ran for a while."""
-    raised_at: float = 0.0
-    hold: bool = False
+    restarts: int = 0  # since it last ran for `STABLE_S`
+    restarted_at: float = 0.0
+    hold: bool = False  # the new generation must not start yet
 
     @property
     def order(self) -> RestartOrder:
-        """For the agents."""
         return RestartOrder(self.generation, self.hold)
 
     @property
     def exhausted(self) -> bool:
-        """Whether it may not be restarted any more."""
         return self.restarts >= min(process.max_restarts for process in self.members)
 
-    def fell(self, reports: Mapping[str, ProcessReport | None]) -> Process | None:
-        """Find the member, if any, that died in the present generation."""
+    def dead_member(self, reports: Mapping[str, ProcessReport | None]) -> Process | None:
+        """Return a member that died in the current generation, if any."""
         for process in self.members:
             report = reports[process.name]
             if report and report.state == ProcessState.FALLEN and report.generation == self.generation:
@@ -49,25 +48,23 @@ class RestartGroup:
         return None
 
     def restart(self, now: float) -> None:
-        """Begin a new generation, which starts once `tick` lets it."""
-        if now - self.raised_at > STABLE_S:
+        """Begin a new generation, which starts once `tick` allows it."""
+        if now - self.restarted_at > STABLE_S:
             self.restarts = 0
         self.generation += 1
         self.restarts += 1
-        self.raised_at, self.hold = now, True
+        self.restarted_at, self.hold = now, True
 
     def tick(self, now: float, reports: Mapping[str, ProcessReport | None]) -> None:
-        """Let the new generation start when the old one is gone and the back-off is over."""
-        if not self.hold or now - self.raised_at < BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]:
-            return
-        self.hold = not all(self._gone(reports[process.name]) for process in self.members)
+        """Let the new generation start if the old one has ended and the back-off is over."""
+        if self.hold and now - self.restarted_at >= BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]:
+            self.hold = not all(self._has_ended(reports[process.name]) for process in self.members)
 
-    def _gone(self, report: ProcessReport | None) -> bool:
+    def _has_ended(self, report: ProcessReport | None) -> bool:
         return report is None or report.generation >= self.generation or report.state in _ENDED
 
 
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:
-    """Return all restart groups of a plan, by name."""
     members: dict[str, list[Process]] = {}
     for process in plan.processes():
         if process.unit is not None:

@@ -1,8 +1,9 @@
-"""Who is silent, and which trainer ranks the others wait for. Pure.
+"""Finds the trainer ranks that keep all others waiting. Pure.
 
-Ranks that wait in a collective are as silent as the one that they wait for. They have begun that collective, it has
-not: whoever has begun the fewest is behind. One that stands still in the midst of a collective has begun as many as
-the others: if a signal has stopped it, that tells. While any of them beats, all go on, or wait for what that one does.
+Ranks that wait in a collective send no heartbeats, just as the rank that they wait for. Each rank counts the
+collectives that it has begun, so the rank with the lowest count is the one that the others wait for. A rank that stops
+within a collective has the same count; then only a stop signal identifies it. As long as any rank sends heartbeats,
+either all make progress, or the others wait for that rank.
 """
 
 from __future__ import annotations
@@ -15,79 +16,58 @@ from primeslurm.records.fleet import HeartbeatReport
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long a process may be silent before that is worth a word."""
+class QuietThresholds:
+    """Age of a heartbeat from which on a process is reported as quiet, long before it counts as unresponsive."""
 
-    shown_s: float = 5.0
-    """Never less than this."""
-    share: float = 1 / 60
-    """Nor less than this share of what a phase may take."""
-    ranks_share: float = 1 / 12
-    """The same for the ranks of a trainer, which compute for a while between two beats."""
-    start_share: float = 1 / 2
-    """And for what has yet to begin: it imports and loads."""
+    shown_s: float = 5.0  # lower bound [s]
+    share: float = 1 / 60  # fraction of the timeout, for most processes
+    ranks_share: float = 1 / 12  # for trainer ranks, which compute for a while between two heartbeats
+    start_share: float = 1 / 2  # before the first heartbeat, while the process imports and loads
 
-    def is_over(self, heartbeat: HeartbeatReport, *, rank: bool = False) -> bool:
-        """Whether somebody has been silent for long enough to say so.
-
-        Args:
-            beat: what is known of the process.
-            rank: it is one of a trainer's.
-        """
+    def exceeded(self, heartbeat: HeartbeatReport, *, rank: bool = False) -> bool:
+        """Return whether a process is quiet. `rank`: it is a trainer rank."""
         share = (self.ranks_share if rank else self.share) if heartbeat.number else self.start_share
         return bool(heartbeat.limit_s) and heartbeat.silent_s > max(self.shown_s, heartbeat.limit_s * share)
 
 
-PATIENCE = Patience()
+THRESHOLDS = QuietThresholds()
 
 
 @dataclass(frozen=True)
 class UnresponsiveRanks:
-    """All ranks of a trainer are silent."""
+    """A state in which no trainer rank sends heartbeats."""
 
-    behind: tuple[str, ...]
-    """Those that the others wait for; all of them if nobody is behind."""
-    waiting: int
-    heartbeat: HeartbeatReport
-    """Of the one of these that was heard of last."""
+    behind: tuple[str, ...]  # ranks that the others wait for; all ranks if none is behind
+    waiting: int  # ranks that wait
+    heartbeat: HeartbeatReport  # the newest heartbeat of the ranks behind
 
     @property
-    def hangs(self) -> bool:
-        """Whether it has lasted for too long."""
+    def timed_out(self) -> bool:
         return bool(self.heartbeat.limit_s) and self.heartbeat.silent_s > self.heartbeat.limit_s
 
     @property
     def reason(self) -> str:
-        """Why those behind are ended."""
+        text = f"unresponsive: {self.heartbeat.text}"
         if self.waiting:
-            return f"hangs: {self.beat.words}; {self.waiting} ranks wait for it"
-        alone = len(self.behind) == 1
-        return f"hangs: {self.beat.words}" + ("" if alone else "; all ranks are, and none is behind the others")
+            return f"{text}; {self.waiting} ranks wait for it"
+        return text if len(self.behind) == 1 else f"{text}; all ranks are, and none is behind the others"
 
     def event(self) -> RanksUnresponsive:
-        """For the journal."""
-        heartbeat = self.heartbeat
-        return RanksUnresponsive(
-            list(self.behind), self.waiting, heartbeat.phase, heartbeat.step, round(heartbeat.silent_s, 1)
-        )
+        last = self.heartbeat
+        return RanksUnresponsive(list(self.behind), self.waiting, last.phase, last.step, round(last.silent_s, 1))
 
 
 def unresponsive_ranks(
-    heartbeats: Mapping[str, HeartbeatReport], patience: Patience = PATIENCE
+    heartbeats: Mapping[str, HeartbeatReport], thresholds: QuietThresholds = THRESHOLDS
 ) -> UnresponsiveRanks | None:
-    """Find out who keeps the ranks of a trainer from going on.
+    """Return the ranks that the others wait for; None while any rank sends heartbeats.
 
-    Args:
-        beats: of all ranks, by name.
-        patience: with them.
-
-    Returns:
-        None while any of them goes on.
+    `heartbeats` has the newest heartbeat of every trainer rank, by name.
     """
-    if not heartbeats or not all(patience.is_over(heartbeat, rank=True) for heartbeat in heartbeats.values()):
+    if not heartbeats or not all(thresholds.exceeded(each, rank=True) for each in heartbeats.values()):
         return None
-    least = min(heartbeat.collectives for heartbeat in heartbeats.values())
-    fewest = [name for name, heartbeat in heartbeats.items() if heartbeat.collectives == least]
+    least = min(each.collectives for each in heartbeats.values())
+    fewest = [name for name, each in heartbeats.items() if each.collectives == least]
     behind = tuple([name for name in fewest if heartbeats[name].stopped] or fewest)
-    last = min((heartbeats[name] for name in behind), key=lambda heartbeat: heartbeat.silent_s)
-    return UnresponsiveRanks(behind, len(heartbeats) - len(behind), last)
+    newest = min((heartbeats[name] for name in behind), key=lambda each: each.silent_s)
+    return UnresponsiveRanks(behind, len(heartbeats) - len(behind), newest)

@@ -1,1 +1,1 @@
-"""The machine under a node: network, fabric, shared memory, processes."""
+"""The machine below an agent: network, fabric, shared memory, local directories and processes."""

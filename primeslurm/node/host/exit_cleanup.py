@@ -1,4 +1,4 @@
-"""What an agent that is killed leaves on its node's disk is removed by a child that only waits for its end."""
+"""Removes directories of an agent on the local disk after the agent has ended, even if it was killed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 import subprocess
 from pathlib import Path
 
-# A shell, and not a process of Python: it waits beside every agent, in a few hundred KiB. It reads to the end of the
-# pipe, which is the agent's end, however that came. What the agent ran is killed in the same moment, and may write a
-# last time: the second look is for that.
+# The child reads paths until the pipe closes, which happens when the agent ends in any way. It is a shell and not a
+# Python process, because it waits beside every agent and needs only a few hundred KiB. Processes of the agent are
+# killed in the same moment and may still write, so it removes everything a second time.
 _SCRIPT = """
 trap '' HUP INT TERM USR1 USR2
 while IFS= read -r path; do set -- "$@" "$path"; done
@@ -16,15 +16,11 @@ for path; do [ ! -e "$path" ] || left=1; done
 [ -z "$left" ] || { rm -rf -- "$@"; sleep 1; rm -rf -- "$@"; }
 """
 _CLOSE_S = 5.0
-"""Longest wait for the shell's end; it goes on without anybody who waits."""
+"""Longest wait for the shell to end. It finishes by itself afterwards."""
 
 
 class ExitCleanup:
-    """Removes directories once this process has ended, whether or not it could remove them itself.
-
-    Raises:
-        OSError: no shell could be started.
-    """
+    """Removes directories when this process ends. Raises OSError if no shell can be started."""
 
     def __init__(self) -> None:
         self._shell = subprocess.Popen(
@@ -39,18 +35,17 @@ class ExitCleanup:
 
     @property
     def pid(self) -> int:
-        """Process id of the shell."""
         return self._shell.pid
 
     def add(self, directory: Path) -> None:
-        """Have a directory removed that this process has made for itself alone."""
+        """Add a directory that belongs to this process alone."""
         assert self._shell.stdin is not None
-        with contextlib.suppress(OSError):  # somebody ended the shell: who comes next on this node looks again
+        with contextlib.suppress(OSError):  # somebody killed the shell; the next agent on this node cleans up
             self._shell.stdin.write(f"{directory}\n".encode())
             self._shell.stdin.flush()
 
     def close(self) -> None:
-        """Let it go: it removes what is left of the directories, and ends."""
+        """Let the shell remove what is left, and end."""
         assert self._shell.stdin is not None
         with contextlib.suppress(OSError):
             self._shell.stdin.close()

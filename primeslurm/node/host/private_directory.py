@@ -1,7 +1,7 @@
-"""Directories of this user's alone in places where everybody may write, such as /tmp.
+"""Private directories in places where everybody may write, such as /tmp.
 
-Nobody can have made one beforehand: its name ends in a random word, and it is made, never taken as it is found. While
-its owner lives it is locked, which tells those who clear up after killed ones to leave it, systemd-tmpfiles included.
+Names end in a random word, so nobody can make the directory first. The owner holds a lock as long as it runs, so that
+clean-up by other agents and systemd-tmpfiles spares the directory.
 """
 
 from __future__ import annotations
@@ -17,38 +17,34 @@ from pathlib import Path
 from primeslurm.base.files import LONGEST_SOCKET
 
 WORD = 6
-"""Letters of the random word: paths of sockets are short."""
+"""Letters of the random word. Paths of sockets must be short."""
 LONGEST_FOR_SOCKETS = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcdef")
-"""Bytes of a directory's path: that of a Unix socket has 107, and vLLM names its sockets by such words."""
+"""Longest path of a directory for vLLM's sockets, whose names are UUIDs. [bytes]"""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 
 class UnsafeDirectoryError(OSError):
-    """Other users could put something else in a directory's place."""
+    """Other users could replace a directory."""
 
 
 def random_word() -> str:
-    """Return what makes a name impossible to know beforehand."""
+    """Return a word that nobody can guess."""
     return "".join(secrets.choice(_LETTERS) for _ in range(WORD))
 
 
 class PrivateDirectory:
-    """A directory that this process makes, locks and removes.
-
-    Args:
-        path: where; what is to be new has a `random_word` in its name.
-    """
+    """A directory that this process makes, locks and removes. A new directory has a `random_word` in its name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock: int | None = None
 
     def make(self) -> None:
-        """Make it, empty and closed to others; its parents, too, where they are missing.
+        """Make the directory, accessible for this user only, and missing parents.
 
         Raises:
-            UnsafeDirectoryError: others may rename what is in its parent.
-            OSError: it cannot be made, or is there already.
+            UnsafeDirectoryError: other users may rename entries of its parent.
+            OSError: it cannot be made, or exists.
         """
         parent = self.path.parent
         parent.mkdir(parents=True, exist_ok=True)
@@ -58,7 +54,7 @@ class PrivateDirectory:
             raise UnsafeDirectoryError(f"{parent} {why}; chmod +t {parent}, or another directory")
         if os.path.lexists(self.path):
             raise FileExistsError(f"{self.path} is there already")
-        # Locked before it has its name: whoever clears up finds it locked, or not at all.
+        # It gets its name after it is locked, so that clean-up finds it locked or not at all.
         hidden = parent / f".{self.path.name}"
         hidden.mkdir(mode=0o700)
         self._lock = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -67,7 +63,7 @@ class PrivateDirectory:
         hidden.rename(self.path)
 
     def remove(self) -> None:
-        """Remove it with all that is in it, if it was made here."""
+        """Remove the directory with its content, if this process has made it."""
         if self._lock is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -75,16 +71,13 @@ class PrivateDirectory:
 
 
 def swappable(directory: Path) -> bool:
-    """Whether anybody may rename or remove what this user makes in a directory. Raises OSError."""
+    """Return whether other users may rename or remove entries of a directory. Raises OSError."""
     mode = directory.stat().st_mode
     return bool(mode & stat.S_IWOTH) and not mode & stat.S_ISVTX
 
 
 def is_abandoned(path: Path) -> bool:
-    """Whether this is a directory that a process of this user has made and not removed, and that runs no more.
-
-    A link, or what another user has put there, is not.
-    """
+    """Return whether this is a directory of this user that no running process has locked. Links do not count."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:

@@ -1,4 +1,4 @@
-"""What keeps a process of this machine from running, as the kernel has it (/proc)."""
+"""Conditions that keep a process from running, according to /proc."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ _STOPPED, _DISK = "T", "D"
 
 
 class Condition(NamedTuple):
-    """A process at one moment."""
+    """Condition of a process and its children."""
 
-    stopped: bool = False
-    """By a signal (SIGSTOP)."""
-    held: bool = False
-    """By a debugger, or in a call of the kernel that cannot be interrupted: a disk, a file system, a driver."""
-    waited_s: float = 0.0
-    """Time that its main thread (those of all, for several) was able to run, but had no CPU, since it began."""
+    stopped: bool = False  # by a signal (SIGSTOP)
+    held: bool = False  # by a debugger, or in an uninterruptible system call: a disk, a file system, a driver
+    waited_s: float = 0.0  # total time that the main threads could run but had no CPU
 
 
 def condition_of(pid: int, proc: Path = Path("/proc")) -> Condition:
-    """Look at a process and at those that it has started in its own process group: what keeps them keeps it.
+    """Return the condition of a process and of its descendants in the same process group, combined.
 
-    An engine's server waits for its core, which is a process of its own. One that is gone is in no special condition.
+    For example, an engine's server waits for its engine core, which is a child process.
     """
     found = [_condition(proc / str(each)) for each in _family(pid, proc)]
     return Condition(any(c.stopped for c in found), any(c.held for c in found), sum(c.waited_s for c in found))
@@ -36,13 +33,12 @@ def _condition(directory: Path) -> Condition:
         lines = (directory / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         state, tracer = fields["State"].split()[0], int(fields["TracerPid"])
-    except (OSError, ValueError, KeyError, IndexError):
+    except (OSError, ValueError, KeyError, IndexError):  # the process has ended
         return Condition()
     return Condition(state == _STOPPED, tracer != 0 or state == _DISK, _waited_s(directory / "schedstat"))
 
 
 def _family(pid: int, proc: Path) -> Iterator[int]:
-    """The process alone, where the kernel does not list children (CONFIG_PROC_CHILDREN)."""
     yield pid
     for child in _children(proc / str(pid)):
         if _group(child) == _group(pid):
@@ -51,10 +47,9 @@ def _family(pid: int, proc: Path) -> Iterator[int]:
 
 def _children(directory: Path) -> list[int]:
     try:
-        return [
-            int(child) for task in (directory / "task").iterdir() for child in (task / "children").read_text().split()
-        ]
-    except OSError:
+        tasks = list((directory / "task").iterdir())
+        return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # the process has ended, or the kernel lists no children (CONFIG_PROC_CHILDREN)
         return []
 
 
@@ -66,8 +61,7 @@ def _group(pid: int) -> int | None:
 
 
 def _waited_s(path: Path) -> float:
-    """0 on kernels that do not count it."""
     try:
         return int(path.read_text().split()[1]) / NS_PER_S
-    except (OSError, ValueError, IndexError):
+    except (OSError, ValueError, IndexError):  # the kernel does not count it
         return 0.0

@@ -1,7 +1,7 @@
-"""Writes the small files by which agents and head speak, also while the file system is full.
+"""Writes the files through which an agent or the head communicates, and notes faults of their file system.
 
-An agent that cannot write or read them, or sees that there is no space, takes nobody for unresponsive: the others may
-not be able to write either.
+While this process cannot read or write them, it blames no other process for missing heartbeats: the others may be
+unable to write, too.
 """
 
 from __future__ import annotations
@@ -11,45 +11,40 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from primeslurm.base.durable import RESERVE_RELEASED, fill_reserve, free_bytes, may_recover, reserve_released
 from primeslurm.base.files import is_transient
-from primeslurm.records.reserve import GIVEN_UP, Reserve, free_bytes, may_pass
 
 FILL_S = 5.0
-"""Between two looks whether the reserve can be filled again."""
-T = TypeVar("T")
+"""Period of trying to fill the reserve again."""
 NO_SPACE = 2**20
-"""With less than this, in bytes, some records can be written and others cannot."""
+"""With less space than this, some records can be written and others cannot. [bytes]"""
+T = TypeVar("T")
 
 
 class RecordWriter:
-    """One agent's, or the head's.
+    """State of the run's file system, as one agent or the head sees it.
 
-    Args:
-        run_dir: the run's directory.
-        patience_s: how long a fault may excuse the silence of others.
+    A fault excuses missing heartbeats of other processes for `excuse_s`.
     """
 
-    def __init__(self, run_dir: Path, patience_s: float) -> None:
+    def __init__(self, run_dir: Path, excuse_s: float) -> None:
         self._run_dir = run_dir
-        self.patience_s = patience_s
-        self._reserve = Reserve(run_dir)
+        self.excuse_s = excuse_s
         self._filled_at = -math.inf
         self._since: float | None = None
-        self.fault = ""
-        """What kept the newest record from being written; empty if it is."""
-        self.unread = ""
-        """What kept the others' records from being read at the last look; empty if they were."""
+        self.fault = ""  # why the newest record could not be written
+        self.unread = ""  # why records of others could not be read at the last look
 
     def write(self, action: Callable[[], object]) -> bool:
-        """Write a record, out of the reserve if need be. Returns whether it is written; if not, try again later.
+        """Write a record. Return False on a fault of the file system that may pass; then call again later.
 
         Raises:
-            OSError: it cannot be written for another reason than the file system.
+            OSError: another error.
         """
         try:
-            self._reserve.spend_on(action)
+            action()
         except OSError as error:
-            if not may_pass(error) and not is_transient(error):
+            if not may_recover(error):
                 raise
             self.fault = error.strerror or str(error)
             return False
@@ -57,7 +52,7 @@ class RecordWriter:
         return True
 
     def read(self, action: Callable[[], T], otherwise: T) -> T:
-        """Read a record that is read again soon; `otherwise` while the file system is away, which is noted."""
+        """Read a record. Note an outage of the file system, and return `otherwise`."""
         try:
             return action()
         except OSError as error:
@@ -68,22 +63,21 @@ class RecordWriter:
 
     @property
     def trouble(self) -> str:
-        """What is wrong with the file system as far as it can be seen here; empty: nothing."""
-        if self.fault or self.unread or self._reserve.given_up:
-            return self.fault or self.unread or GIVEN_UP
+        if self.fault or self.unread or reserve_released(self._run_dir):
+            return self.fault or self.unread or RESERVE_RELEASED
         free = free_bytes(self._run_dir)
-        return GIVEN_UP if free is not None and free < NO_SPACE else ""
+        return RESERVE_RELEASED if free is not None and free < NO_SPACE else ""
 
     def excuses(self, now: float) -> bool:
-        """Whether others may be silent because nobody can write, which is so for a while only."""
+        """Return whether a fault excuses other processes now. It does so for `excuse_s`."""
         if not self.trouble:
             self._since = None
             return False
         self._since = now if self._since is None else self._since
-        return now - self._since <= self.patience_s
+        return now - self._since <= self.excuse_s
 
     def fill_reserve(self, now: float) -> None:
-        """Make the reserve, or fill it again, from time to time. For the head."""
+        """Make or fill the reserve of the run from time to time. Only the head does this."""
         if now - self._filled_at >= FILL_S:
             self._filled_at = now
-            self._reserve.fill()
+            fill_reserve(self._run_dir)

@@ -1,8 +1,7 @@
-"""Shared memory that outlives killed processes: names in /dev/shm fill the node's memory until somebody unlinks them.
+"""Removes shared memory of killed processes: files in /dev/shm use the node's memory until somebody unlinks them.
 
-A killed engine leaves its KV cache in host memory there (hundreds of GB where it is offloaded), workers their queues,
-Python's semaphores their names. Only what processes of a group were seen to have mapped is removed, once nobody has it
-mapped.
+A killed engine leaves its KV cache there (hundreds of GB with offload), workers leave queues, and Python leaves
+semaphores. A file is removed if a process of a killed group was seen to map it, and no process maps it any more.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ Inode = int
 
 
 class SharedMemory:
-    """What the processes of a node's process groups have mapped in /dev/shm."""
+    """Files in /dev/shm that the process groups of a node have mapped."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, set[Inode]] = {}
+        self._mapped: dict[int, set[Inode]] = {}  # by process group
         self._left: set[Inode] = set()
 
-    def look(self, groups: Collection[int]) -> None:
-        """Take note of what groups have mapped now. For before they may be killed: dead processes have no maps."""
+    def scan(self, groups: Collection[int]) -> None:
+        """Note what process groups have mapped. Dead processes have no maps, so call this before they are killed."""
         for group, inodes in mapped_by(groups).items():
-            self._seen.setdefault(group, set()).update(inodes)
+            self._mapped.setdefault(group, set()).update(inodes)
 
     def ended(self, group: int) -> None:
-        """Take note that a group was killed: from now on what it had mapped is left over."""
-        self._left |= self._seen.pop(group, set())
+        """Note that a process group was killed. Its files may be removed from now on."""
+        self._left |= self._mapped.pop(group, set())
 
     def unlink(self) -> bool:
-        """Remove the names of what is left over and that no living process has mapped. Returns whether that was all."""
+        """Remove the files of killed groups that no process maps. Return whether none are left."""
         names = names_of(self._left)
         used = set[Inode]().union(*map(_maps, psutil.pids())) if names else set()
         for path, inode in names.items():
@@ -49,14 +48,7 @@ class SharedMemory:
         return not self._left
 
     def unlink_within(self, timeout_s: float) -> bool:
-        """Call `unlink` until that was all: what is killed lets go of its memory a moment later.
-
-        Args:
-            timeout_s: longest time for that, in seconds.
-
-        Returns:
-            Whether it was all.
-        """
+        """Repeat `unlink` until no files are left: killed processes take a moment to release their memory."""
         deadline = time.monotonic() + timeout_s
         while not (done := self.unlink()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -64,36 +56,32 @@ class SharedMemory:
 
 
 def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
-    """Find files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
-    found: dict[int, set[Inode]] = {}
+    mapped: dict[int, set[Inode]] = {}
     for pid in psutil.pids() if groups else ():
         with contextlib.suppress(ProcessLookupError):
             if (group := os.getpgid(pid)) in groups:
-                found.setdefault(group, set()).update(_maps(pid))
-    return found
+                mapped.setdefault(group, set()).update(_maps(pid))
+    return mapped
 
 
 def names_of(inodes: Collection[Inode]) -> dict[Path, Inode]:
-    """Find names in /dev/shm that these files still have, of this user's."""
-    found: dict[Path, Inode] = {}
+    """Return the paths in /dev/shm of these files, if they belong to this user."""
+    names: dict[Path, Inode] = {}
     for path in DIRECTORY.iterdir() if inodes else ():
         with contextlib.suppress(OSError):
             status = path.stat(follow_symlinks=False)
             if status.st_ino in inodes and status.st_uid == os.geteuid():
-                found[path] = status.st_ino
-    return found
+                names[path] = status.st_ino
+    return names
 
 
 def _maps(pid: int) -> set[Inode]:
-    """What one process has mapped; nothing if it is gone or somebody else's.
-
-    By inode, which psutil does not tell: a name may have been unlinked, or be another file's by now.
-    """
+    # By inode, which psutil does not report: a name may have been unlinked, or belong to another file by now.
     try:
         device = DIRECTORY.stat().st_dev
         wanted = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
-        # Bytes: names of files need be no text.
+        # Bytes, because file names need not be valid text.
         fields = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_bytes().split(b"\n") if line)
         return {int(field[4]) for field in fields if field[3] == wanted}
-    except OSError:
+    except OSError:  # the process has ended or belongs to another user
         return set()

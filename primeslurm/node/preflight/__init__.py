@@ -1,1 +1,1 @@
-"""Is this node fit to work?"""
+"""Checks of a node before it takes part in a run."""

@@ -1,4 +1,4 @@
-"""Checks of one node, each a small function of what it looks at: is this node fit to work?"""
+"""The checks of preflight, each a small function that returns its findings."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from primeslurm.base import files
+from primeslurm.base.durable import MIN_FREE_BYTES, may_recover
 from primeslurm.base.files import read_json, write_atomic
 from primeslurm.base.units import duration, gib
 from primeslurm.node.host.network import can_bind
 from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
-from primeslurm.records.reserve import LEAST_FREE, may_pass
 
 COMMAND_TIMEOUT_S = 20.0
 USED_MIB = 2048
-"""GPU memory in use before anything of ours runs; less than this is the driver's own."""
+"""GPU memory that may be in use before the run starts: the driver uses less than this."""
 ENOUGH_FREE = 10 * GIB
 ENOUGH_SHM = 2 * GIB
 SKEW_S = 5.0
 CACHED_S = 60.0
-"""How old a file on a network file system may look."""
+"""How out of date a network file system may show a file."""
+# Errors of a path that somebody must correct. Other errors come from a file system that may recover.
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-"""Errors of a path that somebody has to correct; others come from a file system that may recover."""
 SLOW_S = 5.0
 """A file system that takes longer than this for a small file is slow."""
 
@@ -39,18 +39,15 @@ SLOW_S = 5.0
 
 
 def gpu_checks(wanted: int) -> list[PreflightCheck]:
-    """Check the GPUs that nvidia-smi sees: how many, their memory, their errors.
-
-    A program of its own and not its library (NVML) in this process: a call into a driver that hangs never returns and
-    cannot be killed, and an agent that is stuck in one could not even end.
-    """
+    """Check number, free memory and errors of the GPUs, as nvidia-smi reports them."""
+    # A program and not the library NVML: a call into a stuck driver never returns, and an agent stuck in one could not
+    # even be killed.
     try:
         gpus = _nvidia_smi("gpu", "index", "uuid", "memory.used", "ecc.errors.uncorrected.volatile.total")
         rows = _nvidia_smi("remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
     except (OSError, subprocess.SubprocessError) as error:
-        return [
-            PreflightCheck("gpus", "failed", f"nvidia-smi failed: {_words(error)}", "look for Xid errors in `dmesg`")
-        ]
+        text = f"nvidia-smi failed: {_text(error)}"
+        return [PreflightCheck("gpus", "failed", text, "look for Xid errors in `dmesg`")]
     return judge_gpus(wanted, gpus, rows)
 
 
@@ -58,39 +55,38 @@ def judge_gpus(wanted: int, gpus: Sequence[Sequence[str]], rows: Sequence[Sequen
     """Judge nvidia-smi's answers.
 
     Args:
-        wanted: how many GPUs the node has to have.
-        gpus: for each GPU its index, uuid, MiB in use, and uncorrected ECC errors.
-        rows: for each GPU its uuid, whether rows of its memory wait to be remapped, and whether that has failed.
+        wanted: number of GPUs that the node must have.
+        gpus: index, UUID, used memory [MiB] and uncorrected ECC errors of each GPU.
+        rows: UUID of each GPU, and whether a remapping of its memory rows is pending or has failed.
     """
-    found = []
+    findings = []
     if len(gpus) < wanted:
-        found.append(
-            PreflightCheck("gpus", "failed", f"{len(gpus)} GPUs are visible, {wanted} are needed", "drain the node")
-        )
+        text = f"{len(gpus)} GPUs are visible, {wanted} are needed"
+        findings.append(PreflightCheck("gpus", "failed", text, "drain the node"))
     for index, _, used, errors in gpus:
         if _number(errors):
             text = f"GPU {index} has {errors} uncorrected ECC errors"
-            found.append(PreflightCheck("ecc", "failed", text, "reset the GPU, or drain the node"))
+            findings.append(PreflightCheck("ecc", "failed", text, "reset the GPU, or drain the node"))
         if _number(used) > USED_MIB:
             text = f"GPU {index}: {used} MiB are in use already"
-            found.append(PreflightCheck("gpu memory", "failed", text, "end what a former job left on it"))
+            findings.append(PreflightCheck("gpu memory", "failed", text, "end what a former job left on it"))
     for uuid, pending, failure in rows:
         index = next((gpu[0] for gpu in gpus if gpu[1] == uuid), uuid)
         if _number(failure):
             text = f"GPU {index} cannot remap a broken row of its memory"
-            found.append(PreflightCheck("row remapping", "failed", text, "replace the GPU"))
+            findings.append(PreflightCheck("row remapping", "failed", text, "replace the GPU"))
         elif _number(pending):
             text = f"GPU {index} waits for a reset to remap a row"
-            found.append(PreflightCheck("row remapping", "warning", text, "reset the GPU"))
-    return found or [PreflightCheck("gpus", "ok", f"{len(gpus)} GPUs")]
+            findings.append(PreflightCheck("row remapping", "warning", text, "reset the GPU"))
+    return findings or [PreflightCheck("gpus", "ok", f"{len(gpus)} GPUs")]
 
 
 def shared_gpu_checks() -> list[PreflightCheck]:
-    """Check that two processes can use a GPU at once, which trainer and engine do with `deployment.colocated`."""
+    """Check that two processes can share a GPU, as trainer and engine do with `deployment.colocated`."""
     try:
         gpus = _nvidia_smi("gpu", "index", "compute_mode")
     except (OSError, subprocess.SubprocessError) as error:
-        return [PreflightCheck("compute mode", "warning", f"nvidia-smi does not tell: {_words(error)}")]
+        return [PreflightCheck("compute mode", "warning", f"nvidia-smi does not tell: {_text(error)}")]
     fix = "`nvidia-smi --compute-mode=DEFAULT` as root, or leave deployment.colocated out"
     return [
         PreflightCheck("compute mode", "failed", f"GPU {index} takes one process only (compute mode {mode})", fix)
@@ -111,17 +107,15 @@ def _nvidia_smi(what: str, *fields: str) -> list[list[str]]:
 
 
 def _number(text: str) -> int:
-    """A count, with nvidia-smi's words for one ([N/A], Yes, No) read as 0 or 1."""
-    if text.isdigit():
-        return int(text)
-    return int(text == "Yes")
+    # nvidia-smi also writes [N/A], Yes and No.
+    return int(text) if text.isdigit() else int(text == "Yes")
 
 
 # network
 
 
 def hca_names(env: Mapping[str, str]) -> list[str]:
-    """Adapters that UCX_NET_DEVICES and NCCL_IB_HCA name, as `device` or `device:port`; patterns name none."""
+    """Return the adapters that UCX_NET_DEVICES and NCCL_IB_HCA name, as `device` or `device:port`; no patterns."""
     entries = env.get("UCX_NET_DEVICES", "").split(",")
     nccl = env.get("NCCL_IB_HCA", "")
     entries += nccl.removeprefix("=").split(",") if not nccl.startswith("^") else []
@@ -129,27 +123,23 @@ def hca_names(env: Mapping[str, str]) -> list[str]:
 
 
 def hca_checks(names: Iterable[str], root: Path = Path("/sys/class/infiniband")) -> list[PreflightCheck]:
-    """Whether the adapters are there and their ports active."""
-    found = []
+    findings = []
     for name in names:
         device, _, port = name.partition(":")
-        state = root / device / "ports" / (port or "1") / "state"
         try:
-            text = state.read_text().strip()
+            state = (root / device / "ports" / (port or "1") / "state").read_text().strip()
         except OSError:
-            found.append(
-                PreflightCheck("hca", "failed", f"there is no adapter {name}", "correct `network` of the site file")
-            )
+            fix = "correct `network` of the site file"
+            findings.append(PreflightCheck("hca", "failed", f"there is no adapter {name}", fix))
             continue
-        if "ACTIVE" not in text:
-            found.append(
-                PreflightCheck("hca", "failed", f"adapter {name} is {text}", "check its cable and switch port")
-            )
-    return found or [PreflightCheck("hca", "ok", f"active: {', '.join(names)}")]
+        if "ACTIVE" not in state:
+            fix = "check its cable and switch port"
+            findings.append(PreflightCheck("hca", "failed", f"adapter {name} is {state}", fix))
+    return findings or [PreflightCheck("hca", "ok", f"active: {', '.join(names)}")]
 
 
 def port_check(address: str, ports: Iterable[int]) -> PreflightCheck:
-    """Whether the preferred ports are free. An agent looks for others where they are not."""
+    """Check that the preferred ports are free. The agent uses others where they are not."""
     busy = [str(port) for port in ports if not can_bind(address, port)]
     if busy:
         return PreflightCheck("ports", "warning", f"in use: {', '.join(busy)}", "others are chosen")
@@ -157,53 +147,51 @@ def port_check(address: str, ports: Iterable[int]) -> PreflightCheck:
 
 
 def clock_check(ahead_s: float) -> PreflightCheck:
-    """`ahead_s`: this node's clock minus the time in a file that the head has just written, at first sight of it."""
+    """Compare clocks. `ahead_s`: this node's time minus the time in a file that the head has just written [s]."""
     if -SKEW_S <= ahead_s <= SKEW_S:
         return PreflightCheck("clock", "ok", f"within {duration(abs(ahead_s))} of the head's")
     if ahead_s < 0 or ahead_s > SKEW_S + CACHED_S:
         text = f"differs from the head's by {duration(abs(ahead_s))}"
         return PreflightCheck("clock", "failed", text, "start chrony or ntpd on the node")
-    return PreflightCheck(
-        "clock", "warning", f"{duration(ahead_s)} ahead of the head's, or the file system is that slow"
-    )
+    text = f"{duration(ahead_s)} ahead of the head's, or the file system is that slow"
+    return PreflightCheck("clock", "warning", text)
 
 
 # files
 
 
 def writable_check(directory: Path, rank: int) -> PreflightCheck:
-    """Whether a small file can be written to the run directory and read again, and how long that takes."""
+    """Check that a small file can be written to the run directory and read back, and measure the time."""
     path, began, content = directory / f".preflight-{rank}", time.monotonic(), os.urandom(64).hex()
     try:
         write_atomic(path, content)
         same = files.read_text(path) == content
         files.unlink(path)
     except OSError as error:
-        text = f"cannot write to {directory}: {_words(error)}"
-        shared = may_pass(error) or files.is_transient(error)
-        return (SharedCheck if shared else PreflightCheck)("shared file system", "failed", text)
+        text = f"cannot write to {directory}: {_text(error)}"
+        return (SharedCheck if may_recover(error) else PreflightCheck)("shared file system", "failed", text)
     seconds = time.monotonic() - began
     if not same:
-        return PreflightCheck("shared file system", "failed", f"{directory} does not give back what is written to it")
+        text = f"{directory} does not return the content that was written to it"
+        return PreflightCheck("shared file system", "failed", text)
     level: CheckLevel = "warning" if seconds > SLOW_S else "ok"
     return PreflightCheck("shared file system", level, f"a small file takes {seconds:.2f} s")
 
 
 def space_checks(run_dir: Path, tmp: Path) -> list[PreflightCheck]:
-    """Free space where runs and temporary files go."""
-    found = []
+    findings = []
     for name, path in (("run directory", run_dir), ("temporary directory", tmp)):
         free = shutil.disk_usage(path).free
         level: CheckLevel = "ok" if free >= ENOUGH_FREE else "warning"
-        if free < LEAST_FREE:
+        if free < MIN_FREE_BYTES:
             level = "failed"
         text = f"{gib(free / GIB)} free in the {name} {path}"
-        found.append((SharedCheck if path == run_dir else PreflightCheck)("space", level, text))
-    return found
+        findings.append((SharedCheck if path == run_dir else PreflightCheck)("space", level, text))
+    return findings
 
 
 def socket_checks(tmp: Path) -> list[PreflightCheck]:
-    """Whether engines can make their sockets in the agent's directory."""
+    """Check that the path of the agent's directory is short enough for the sockets of engines."""
     too_long = len(os.fsencode(tmp)) - LONGEST_FOR_SOCKETS
     if too_long <= 0:
         return []
@@ -212,30 +200,31 @@ def socket_checks(tmp: Path) -> list[PreflightCheck]:
 
 
 def memory_limit_checks(hcas: Sequence[str]) -> list[PreflightCheck]:
-    """Shared memory for vLLM and NCCL, and locked memory for RDMA."""
+    """Check shared memory, which vLLM and NCCL need, and locked memory, which RDMA needs."""
     shm = shutil.disk_usage("/dev/shm").total
     level: CheckLevel = "ok" if shm >= ENOUGH_SHM else "warning"
-    found = [PreflightCheck("/dev/shm", level, gib(shm / GIB))]
+    findings = [PreflightCheck("/dev/shm", level, gib(shm / GIB))]
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if hcas and limit != resource.RLIM_INFINITY:
+        text = f"limited to {limit // 1024} KiB, RDMA needs more"
         fix = "unlimited for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
-        found.append(PreflightCheck("locked memory", "failed", f"limited to {limit // 1024} KiB, RDMA needs more", fix))
-    return found
+        findings.append(PreflightCheck("locked memory", "failed", text, fix))
+    return findings
 
 
 def model_check(directory: Path) -> PreflightCheck:
-    """Whether the model's files are readable and complete: its configuration and every shard of its index."""
+    """Check that the model's files are readable and complete: its configuration, and every shard of its index."""
     try:
         config = read_json(directory / "config.json")
         index = read_json(directory / "model.safetensors.index.json")
         if config is None:
             return PreflightCheck("model", "failed", f"{directory} has no readable config.json")
         names = sorted(set(index["weight_map"].values())) if index else []
-        found = {path.name: files.status(path) for path in files.listing(directory, "*.safetensors")}
-        sizes = {name: about.st_size for name, about in found.items() if about}
+        statuses = {path.name: files.status(path) for path in files.listing(directory, "*.safetensors")}
+        sizes = {name: status.st_size for name, status in statuses.items() if status}
     except OSError as error:
         name = "model" if error.errno in _LASTING else "shared file system"
-        return PreflightCheck(name, "failed", f"{directory} cannot be read: {_words(error)}")
+        return PreflightCheck(name, "failed", f"{directory} cannot be read: {_text(error)}")
     missing = [name for name in names if not sizes.get(name)]
     if missing:
         text = f"{directory} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}"
@@ -246,26 +235,20 @@ def model_check(directory: Path) -> PreflightCheck:
 def version_checks(
     here: Mapping[str, str | None], head: Mapping[str, str | None], lock: Mapping[str, str | None]
 ) -> list[PreflightCheck]:
-    """Compare the node's packages with the head's, and with those of the machine that submitted.
-
-    Args:
-        here: version by package on this node; None: it is not installed.
-        head: the same of the head's node.
-        lock: the same of lock.json.
-    """
-    found = []
+    """Compare package versions on this node with the head's, and with those of lock.json, written at submission."""
+    findings = []
     for name, version in head.items():
         mine = here.get(name)
         if mine != version:
             text = f"{name} is {mine or 'missing'}, the head has {version or 'none'}"
-            found.append(PreflightCheck("versions", "failed", text, "use one environment on a shared file system"))
+            findings.append(PreflightCheck("versions", "failed", text, "use one environment on a shared file system"))
         elif lock.get(name) not in (None, mine):  # a login node may have the command line alone
             text = f"{name} is {mine or 'missing'}, the run was submitted with {lock[name]}"
-            found.append(PreflightCheck("versions", "warning", text))
-    return found or [PreflightCheck("versions", "ok", "the head's")]
+            findings.append(PreflightCheck("versions", "warning", text))
+    return findings or [PreflightCheck("versions", "ok", "the head's")]
 
 
-def _words(error: Exception) -> str:
+def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     if isinstance(error, subprocess.CalledProcessError):

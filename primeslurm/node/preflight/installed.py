@@ -1,6 +1,6 @@
-"""What this node has installed, as one line of JSON: `python -m primeslurm.node.preflight.installed`.
+"""Prints the software and devices of this node as JSON: `python -m primeslurm.node.preflight.installed`.
 
-Nothing heavy is imported: packages are known by their metadata, libraries and devices by their files.
+It imports nothing heavy. Packages are found by their metadata, libraries and devices by their files.
 """
 
 from __future__ import annotations
@@ -32,41 +32,37 @@ PACKAGES = {
     "verifiers": ("verifiers",),
     "vllm-router": ("vllm-router",),
     "nixl": ("nixl",),
-    "mooncake": (
-        "mooncake-transfer-engine-cuda13",
-        "mooncake-transfer-engine-non-cuda",
-        "mooncake-transfer-engine",
-    ),
+    "mooncake": ("mooncake-transfer-engine-cuda13", "mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
     "deep_ep": ("deep_ep", "deep-ep"),
     "deep_gemm": ("deep_gemm", "deep-gemm"),
     "ai-dynamo": ("ai-dynamo",),
 }
-"""Part to the distributions that provide it, the first found counts."""
+"""Distributions that provide each part. The first installed one counts."""
 _TIMEOUT_S = 20
 
 
 def installed() -> dict[str, str | None]:
-    """Part to what is there of it; None if it is not."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    found |= {part: _version(names) for part, names in PACKAGES.items()}
-    found["cuda of torch"] = _cuda_of_torch()
-    found["cuda of mooncake"] = _cuda_of_mooncake()
-    found["ucx"] = _first_match(_output("ucx_info", "-v"), r"(?:Library version|UCT version=|version)[:=]?\s*([\d.]+)")
-    found["libucp"] = _first_library("libucp.so")
-    found["libibverbs"] = ctypes.util.find_library("ibverbs")
+    """Return the version or description of each part; None if it is missing."""
+    parts: dict[str, str | None] = {"python": platform.python_version()}
+    parts |= {part: _version(names) for part, names in PACKAGES.items()}
+    parts["cuda of torch"] = _cuda_of_torch()
+    parts["cuda of mooncake"] = _cuda_of_mooncake()
+    parts["ucx"] = _first_match(_output("ucx_info", "-v"), r"(?:Library version|UCT version=|version)[:=]?\s*([\d.]+)")
+    parts["libucp"] = _first_library("libucp.so")
+    parts["libibverbs"] = ctypes.util.find_library("ibverbs")
     query = _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader").splitlines()
-    found["driver"] = query[0].partition(",")[0] if query else None
-    found["gpus"] = f"{len(query)} x {query[0].partition(', ')[2]}" if query else None
-    found["hcas"] = ",".join(hca.name for hca in find_hcas()) or None
-    found["apptainer"] = _first_match(_output("apptainer", "--version"), r"([\d.]+)")
-    found["pyxis"] = "yes" if "--container-image" in _output("srun", "--help") else None
-    return found
+    parts["driver"] = query[0].partition(",")[0] if query else None
+    parts["gpus"] = f"{len(query)} x {query[0].partition(', ')[2]}" if query else None
+    parts["hcas"] = ",".join(hca.name for hca in find_hcas()) or None
+    parts["apptainer"] = _first_match(_output("apptainer", "--version"), r"([\d.]+)")
+    parts["pyxis"] = "yes" if "--container-image" in _output("srun", "--help") else None
+    return parts
 
 
 def _version(names: Sequence[str]) -> str | None:
-    if known := next(filter(None, map(version, names)), None):
-        return known
-    # vLLM's wheel may carry a part inside itself, without metadata of its own
+    if installed_version := next(filter(None, map(version, names)), None):
+        return installed_version
+    # vLLM's wheel may contain a part without metadata of its own.
     spec = importlib.util.find_spec("vllm") if names[0].startswith("deep_") else None
     inside = Path(spec.origin).parent / "third_party" / names[0] if spec and spec.origin else None
     return "inside vllm" if inside and inside.is_dir() else None
@@ -81,7 +77,7 @@ def _cuda_of_torch() -> str | None:
 
 
 def _cuda_of_mooncake() -> str | None:
-    """The major version of CUDA that Mooncake's library is linked with; None if it needs no CUDA."""
+    """Return the major CUDA version that Mooncake's library is linked with; None if it needs no CUDA."""
     spec = importlib.util.find_spec("mooncake")
     library = Path(spec.origin).with_name("engine.so") if spec and spec.origin else None
     if library is None or not library.is_file():
@@ -92,7 +88,7 @@ def _cuda_of_mooncake() -> str | None:
 
 
 def _first_library(name: str) -> str | None:
-    """The file that the loader finds first: LD_LIBRARY_PATH, then the system's own list."""
+    """Return the file that the loader finds first: in LD_LIBRARY_PATH, then in the system's cache."""
     for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         for path in sorted(Path(directory).glob(f"{name}*")):
             return str(path)
@@ -100,7 +96,6 @@ def _first_library(name: str) -> str | None:
 
 
 def _output(*argv: str) -> str:
-    """What a program prints; empty if it is not there or fails."""
     if shutil.which(argv[0]) is None:
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Preflight: an agent looks over its node before it takes a part in the run, in the background."""
+"""Preflight: an agent checks its node in the background before it takes part in the run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from primeslurm.base.durable import retry_until_written
 from primeslurm.base.files import FileWatcher, digest, write_json
 from primeslurm.base.model_files import model_directory
 from primeslurm.base.units import duration
@@ -24,7 +25,6 @@ from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import FleetView, PreflightCheck, PreflightReference, PreflightState, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
-from primeslurm.records.reserve import until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
 
@@ -34,28 +34,16 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class PreflightTimings:
-    """How long preflight waits, in seconds."""
+    """Timeouts of preflight [s]."""
 
-    limit_s: float = 60.0
-    """For all checks of the node by itself, and again for those that need the head."""
+    limit_s: float = 60.0  # for all checks of the node alone, and again for the checks against the head
     clock_wait_s: float = 10.0
-    full_poll_s: float = 5.0
-    """Between two looks at a file system that is full."""
+    full_poll_s: float = 5.0  # period of looking at a full file system
     gpu_free_wait_s: float = 15.0
 
 
 class Preflight:
-    """The checks of one node. `start` them, then ask for the `verdict` from time to time.
-
-    Args:
-        plan: the whole.
-        rank: of the node's agent.
-        name: of the node, in Slurm's words.
-        attempt: whose directory has to be readable and writable.
-        tmp: the agent's directory on the node's disk.
-        journal: gets the outcome.
-        timings: how long to wait.
-    """
+    """The checks of one node. `start` them, then poll `verdict`."""
 
     def __init__(
         self,
@@ -70,11 +58,9 @@ class Preflight:
         self._plan, self._rank, self._name, self._attempt, self._tmp = plan, rank, name, attempt, tmp
         self._journal = journal
         self._timings = timings
-        self._found: list[PreflightCheck] = []
-        self.environments_fail = ""
-        """Why environments do not load here; whether that is this node's fault, the others tell."""
-        self.file_system = ""
-        """What is wrong with the file system of the run directory; waited for while the node is being checked."""
+        self._findings: list[PreflightCheck] = []
+        self.environments_fail = ""  # why environments do not load here; the head compares nodes to find the cause
+        self.file_system = ""  # fault of the run's file system that preflight waits out
         self._done = False
         self._started_at = time.monotonic()
         self._deadline = math.inf
@@ -82,63 +68,58 @@ class Preflight:
 
     @property
     def verdict(self) -> tuple[PreflightState, str]:
-        """Whether the node is fit, and why not."""
-        bad = [check.text for check in self._found if check.level == "failed"]
-        if bad:
-            return PreflightState.UNFIT, "; ".join(bad)
+        """State of the preflight, and why it failed."""
+        failures = [check.text for check in self._findings if check.level == "failed"]
+        if failures:
+            return PreflightState.UNFIT, "; ".join(failures)
         if self._done:
             return PreflightState.FIT, ""
         if time.monotonic() > self._deadline:
-            return (
-                PreflightState.UNFIT,
-                f"preflight takes longer than {duration(self._timings.limit_s)}; it checks {self._doing}",
-            )
+            limit = duration(self._timings.limit_s)
+            return PreflightState.UNFIT, f"preflight takes longer than {limit}; it checks {self._doing}"
         return PreflightState.CHECKING, ""
 
     @property
     def failed(self) -> list[str]:
-        """Names of the checks that the node failed."""
-        return sorted({check.name for check in self._found if check.level == "failed"})
+        return sorted({check.name for check in self._findings if check.level == "failed"})
 
     def start(self) -> None:
-        """Begin."""
         self._started_at = time.monotonic()
         self._deadline = self._started_at + self._timings.limit_s
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
 
     def check_gpus_again(self) -> None:
-        """Check the GPUs once more, after the death of a process that had some: were they the reason?"""
+        """Check the GPUs again in the background, after a process that used some has died."""
         if self._plan.device == "cuda":
-            threading.Thread(target=self._look_at_gpus, daemon=True, name="gpu check").start()
+            threading.Thread(target=self._recheck_gpus, daemon=True, name="gpu check").start()
 
-    def _look_at_gpus(self) -> None:
-        # What the process leaves behind is given back in a moment, and tells nothing of the GPUs.
-        found = [check for check in checks.gpu_checks(self._gpus) if check.name != "gpu memory"]
-        bad = [check for check in found if check.level == "failed"]
-        if bad:
-            self._found += bad
-            self._journal.write(GpuFailed(self._name, bad))
-
-    @property
-    def _gpus(self) -> int:
-        """GPUs that the widest part of this node's group uses."""
-        return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._parts), default=0)
+    def _recheck_gpus(self) -> None:
+        # The memory of a dead process is freed a moment later, and says nothing about the GPU.
+        findings = [check for check in checks.gpu_checks(self._gpus) if check.name != "gpu memory"]
+        failures = [check for check in findings if check.level == "failed"]
+        if failures:
+            self._findings += failures
+            self._journal.write(GpuFailed(self._name, failures))
 
     @property
-    def _shares_gpus(self) -> bool:
-        """Whether two processes of a part of this node's group use the same GPU."""
-        used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._parts]
-        return any(len(gpus) > len(set(gpus)) for gpus in used)
-
-    @property
-    def _parts(self) -> list[Node]:
-        """Nodes of the Plan that this one may be given to play: those of its group."""
+    def _candidates(self) -> list[Node]:
+        """Nodes of the Plan that this node may be assigned."""
         group = self._plan.group_of_rank(self._rank).index
         return [node for node in self._plan.nodes if node.group == group]
 
+    @property
+    def _gpus(self) -> int:
+        return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._candidates), default=0)
+
+    @property
+    def _shares_gpus(self) -> bool:
+        """True if two processes of a candidate node use the same GPU."""
+        used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._candidates]
+        return any(len(gpus) > len(set(gpus)) for gpus in used)
+
     def _run(self) -> None:
-        parts = {
-            "what the others need": self._tell_reference,
+        steps = {
+            "what the others need": self._publish_reference,
             "its network": self._network,
             "its GPUs": self._gpu,
             "its engines' sockets": self._sockets,
@@ -148,20 +129,20 @@ class Preflight:
             "the clock": self._clock,
         }
         environments: list[PreflightCheck] = []
-        beside = threading.Thread(
-            target=lambda: environments.extend(_looked("the environments", self._environments)), daemon=True
+        environment_check = threading.Thread(
+            target=lambda: environments.extend(_guarded("the environments", self._environments)), daemon=True
         )
-        beside.start()  # importing takes seconds
-        for doing, part in parts.items():
+        environment_check.start()  # imports take seconds, so they run beside the other checks
+        for doing, step in steps.items():
             self._doing = doing
-            self._found += _looked(doing, part)
-        self._deadline = math.inf  # they have a time limit each
-        beside.join()
-        self._found += environments
+            self._findings += _guarded(doing, step)
+        self._deadline = math.inf  # each environment has its own timeout
+        environment_check.join()
+        self._findings += environments
         self._done = True
         seconds = round(time.monotonic() - self._started_at, 2)
-        fitness, _ = self.verdict
-        self._journal.write(PreflightDone(self._name, fitness, seconds, self._found))
+        state, _ = self.verdict
+        self._journal.write(PreflightDone(self._name, state, seconds, self._findings))
 
     def _network(self) -> list[PreflightCheck]:
         try:
@@ -169,7 +150,7 @@ class Preflight:
             address = own_address(self._name, plan.interface, plan.addresses, plan.allocated == 1)
         except NetworkError as error:
             return [PreflightCheck("address", "failed", str(error))]
-        ports = {port for node in self._parts for process in node.processes for port in process.ports.values()}
+        ports = {port for node in self._candidates for process in node.processes for port in process.ports.values()}
         return [checks.port_check(address, sorted(ports))]
 
     def _gpu(self) -> list[PreflightCheck]:
@@ -183,39 +164,40 @@ class Preflight:
         return self._free_gpus() + shared + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
 
     def _free_gpus(self) -> list[PreflightCheck]:
-        """The GPUs' checks; what a job before this one left in their memory may take a while to go."""
+        # The memory of the job before may take a while to be freed.
         deadline = time.monotonic() + self._timings.gpu_free_wait_s
         while True:
-            found = checks.gpu_checks(self._gpus)
-            only_memory = {check.name for check in found if check.level == "failed"} == {"gpu memory"}
+            findings = checks.gpu_checks(self._gpus)
+            only_memory = {check.name for check in findings if check.level == "failed"} == {"gpu memory"}
             if not only_memory or time.monotonic() > deadline:
-                return found
+                return findings
             time.sleep(1.0)
 
     def _sockets(self) -> list[PreflightCheck]:
-        """Stand-ins of an emulated run have no sockets of their own."""
-        roles = {process.role for node in self._parts for process in node.processes}
+        roles = {process.role for node in self._candidates for process in node.processes}
+        # Emulated engines have no such sockets.
         return [] if self._plan.emulated or roles.isdisjoint(VLLM_ROLES) else checks.socket_checks(self._tmp)
 
     def _files(self) -> list[PreflightCheck]:
-        """A full or read-only file system is waited for, as any progress is: another node would see it alike."""
         run_dir, give_up = Path(self._plan.run_dir), time.monotonic() + self._plan.stall_timeout_s
         while True:
-            found = [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
-            self.file_system = "; ".join(c.text for c in found if isinstance(c, SharedCheck) and c.level == "failed")
+            findings = [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
+            failures = [c.text for c in findings if isinstance(c, SharedCheck) and c.level == "failed"]
+            self.file_system = "; ".join(failures)
             if not self.file_system or time.monotonic() > give_up:
                 self._deadline = time.monotonic() + self._timings.limit_s
-                return found
+                return findings
+            # A full or read-only file system is the same for all nodes, so another node would not help.
             self._deadline = math.inf
             time.sleep(self._timings.full_poll_s)
 
     def _models(self) -> list[PreflightCheck]:
         if self._plan.emulated:
-            return [PreflightCheck("model", "ok", "skipped: stand-ins load none")]
-        from primeslurm.node.preflight import loaded  # recipes, which agents of stand-ins need not keep in memory
+            return [PreflightCheck("model", "ok", "skipped: an emulated run loads no model")]
+        from primeslurm.node.preflight import recipe_inputs  # agents of emulated runs need not keep it in memory
 
-        recipe = loaded.read(Path(self._plan.run_dir))
-        return [] if recipe is None else [self._model(path) for path in recipe.models]
+        inputs = recipe_inputs.read(Path(self._plan.run_dir))
+        return [] if inputs is None else [self._model(path) for path in inputs.models]
 
     def _model(self, path: str) -> PreflightCheck:
         directory = model_directory(path)
@@ -224,83 +206,72 @@ class Preflight:
         return checks.model_check(directory)
 
     def _environments(self) -> list[PreflightCheck]:
-        """Whether the environments load whose workers may run here."""
-        workers = any(p.role == "environment" for node in self._parts for p in node.processes)
+        workers = any(p.role == "environment" for node in self._candidates for p in node.processes)
         if self._plan.emulated or not workers:
             return []
-        from primeslurm.node.preflight import loaded
+        from primeslurm.node.preflight import recipe_inputs
 
-        recipe = loaded.read(Path(self._plan.run_dir))
-        if recipe is None:
+        inputs = recipe_inputs.read(Path(self._plan.run_dir))
+        if inputs is None:
             return []
-        named, problems = recipe.tried(self._plan.task, self._tmp)
+        labels, problems = inputs.load_environments(self._plan.task, self._tmp)
         self.environments_fail = "; ".join(problems)
         fix = "`primeslurm check` says the same where the nodes' Python is"
         return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [
-            PreflightCheck("environments", "ok", f"loaded: {', '.join(named)}")
+            PreflightCheck("environments", "ok", f"loaded: {', '.join(labels)}")
         ]
 
-    def _tell_reference(self) -> list[PreflightCheck]:
-        """The head tells the others what to compare with."""
+    def _publish_reference(self) -> list[PreflightCheck]:
+        """On the head's node, publish what the other nodes compare themselves with."""
         if self._rank == 0:
             reference = PreflightReference(digest(self._attempt.plan_file), installed_packages())
-            until_written(
+            retry_until_written(
                 lambda: write_json(self._attempt.reference_file, msgspec.to_builtins(reference)),
                 self._plan.stall_timeout_s,
                 self._timings.full_poll_s,
-                self._refused,
+                self._note_unwritable,
             )
         return []
 
-    def _refused(self, error: Exception) -> None:
-        """The file system does not take a record: the others hear of it, and no time runs out here meanwhile."""
+    def _note_unwritable(self, error: Exception) -> None:
         why = error.strerror if isinstance(error, OSError) else error
         self.file_system = f"cannot write to {self._attempt.path}: {why}"
         self._deadline = math.inf
 
     def _reference(self) -> list[PreflightCheck]:
-        self._deadline = math.inf  # a head that starts late is no fault of this node
+        self._deadline = math.inf  # this node is not to blame for a late head
         file = FileWatcher(self._attempt.reference_file)
         reference = self._wait_for(file, PreflightReference, self._plan.node_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
+        name = "shared file system"
         if reference is None:
             text = f"the files of the head are not visible after {duration(self._plan.node_start_s)}"
-            return [
-                PreflightCheck(
-                    "shared file system", "failed", text, "mount the run directory's file system on the node"
-                )
-            ]
+            return [PreflightCheck(name, "failed", text, "mount the run directory's file system on the node")]
         if digest(self._attempt.plan_file) != reference.plan_digest:
-            return [
-                PreflightCheck(
-                    "shared file system", "failed", f"{self._attempt.plan_file} differs from what the head sees"
-                )
-            ]
+            return [PreflightCheck(name, "failed", f"{self._attempt.plan_file} differs from what the head sees")]
         lock = RunDirectory(Path(self._plan.run_dir)).lock()
         return checks.version_checks(installed_packages(), reference.packages, lock.packages)
 
     def _clock(self) -> list[PreflightCheck]:
-        """The head writes its time into fleet.json all the time."""
         file = FileWatcher(self._attempt.fleet_file)
-        found = PreflightCheck("clock", "warning", "the head's time is not seen")
-        for _ in range(2):  # the first one may have been there for long
+        finding = PreflightCheck("clock", "warning", "the head's time is not seen")
+        for _ in range(2):  # the first view may be old, but the head writes new ones all the time
             view = self._wait_for(file, FleetView, self._timings.clock_wait_s)
             if view is not None:
-                found = checks.clock_check(time.time() - view.time)
-            if found.level == "ok":
+                finding = checks.clock_check(time.time() - view.time)
+            if finding.level == "ok":
                 break
-        return [found]
+        return [finding]
 
     def _wait_for(self, file: FileWatcher, kind: type[T], timeout_s: float) -> T | None:
-        """Return a record once the file has one that is whole; None after so many seconds."""
         deadline = time.monotonic() + timeout_s
         while (value := changed_record(file, kind)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return value
 
 
-def _looked(doing: str, part: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
+def _guarded(doing: str, step: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
     try:
-        return part()
-    except Exception as error:  # an unforeseen one is a reason to leave the node out, with that reason
+        return step()
+    except Exception as error:  # an unforeseen error excludes the node, and is reported as the reason
         return [PreflightCheck(doing, "failed", f"{doing}: {type(error).__name__}: {error}")]

@@ -84,11 +84,7 @@ class Batches:
         self._thread = ThreadPoolExecutor(1, "packing")
 
     def add(self, step: int, groups: Sequence[RolloutGroup], memory: Memory | None = None) -> None:
-        """Add the batch of `step`. `memory`: state of the algorithm before it.
-
-        When a shard of it is requested, earlier batches leave memory, and stay on disk until they are committed: a
-        restarted trainer requests them again.
-        """
+        """Add the batch of `step`. `memory`: state of the algorithm before it."""
         self._use(step)  # first, or a thread that evicts would take it for an old one
         self._groups[step], self._memory[step] = list(groups), memory or {}
 
@@ -131,13 +127,7 @@ class Batches:
         return self._encoded.get(shard)
 
     def get(self, shard: StepShard) -> list[Part] | None:
-        """Pack and encode a shard, which takes seconds. None if there is no such batch.
-
-        A thread may call it beside `add`, but not beside itself.
-
-        Raises:
-            UsageError: The user's algorithm raised an error.
-        """
+        """Pack and encode a shard, or return None if there is no such batch. Takes seconds; runs in one thread."""
         if (encoded := self._encoded.get(shard)) is not None:
             return encoded
         step, rank = shard
@@ -226,13 +216,9 @@ def documents(
     temperatures: Mapping[str, float] = MappingProxyType({}),
     average: Average = "tokens",
 ) -> list[Document]:
-    """Return one document per sequence of the groups of a batch.
+    """Return one document per sequence of a batch, of at most `seq_len` tokens, for training policy `version`.
 
-    Args:
-        seq_len: Sequences are cut to this many tokens.
-        version: The policy version that is trained. A rollout that it sampled entirely is on-policy.
-        temperatures: Sampling temperatures by environment label. Default: the batch's own.
-        average: What advantages are averaged over. See `averaged`.
+    Temperatures are by environment label; the others sample at the batch's own. See `averaged` for `average`.
 
     Raises:
         UsageError: The user's algorithm raised an error.

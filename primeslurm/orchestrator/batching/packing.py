@@ -90,14 +90,7 @@ def cost(lengths: Sequence[int]) -> float:
 
 
 def pack(docs: Sequence[Document], seq_len: int, ranks: int, quantum: int | None = None) -> list[list[PackedRow]]:
-    """Pack documents into the rows of each rank.
-
-    Args:
-        docs: Documents of at most seq_len tokens.
-
-    Returns:
-        For each rank, equally many rows, the most expensive first. Rows without documents are empty.
-    """
+    """Pack documents of at most seq_len tokens into equally many rows for each rank, the most expensive first."""
     lengths = [len(doc) for doc in docs]
     bins = _fit(lengths, seq_len)
     per_rank = max(1, -(-len(bins) // ranks))
@@ -182,13 +175,7 @@ class Common:
 
 
 def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[Part]:
-    """Encode the shard of one rank.
-
-    Args:
-        info: Names the context-parallel rank, which gets an equal piece of each row.
-
-    Returns:
-        The header, and the bytes of the arrays in any number of frames.
+    """Encode the shard of the context-parallel rank in `info`: a header, and the bytes of the arrays.
 
     Raises:
         DamagedError: Routed experts have the length or shape of another sequence or model.

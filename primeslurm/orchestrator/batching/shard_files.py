@@ -15,7 +15,6 @@ from typing import TypeVar
 
 from primeslurm.base import durable, files
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.file_ranges import Part
 from primeslurm.wire.link.trainer_link import Answer
@@ -39,7 +38,6 @@ class ShardFiles:
         self._batches = batches
         self._committed = committed
         self._retry_s = retry_s
-        self._reserve = Reserve(run_dir)
         self._writing: dict[StepShard, asyncio.Task[Path | None]] = {}
         self._writers = ThreadPoolExecutor(WRITERS, "shard-files")
         self._remover = ThreadPoolExecutor(1, "shard-files-removed")
@@ -47,9 +45,7 @@ class ShardFiles:
     async def answer(self, shard: StepShard, *, unreadable: bool, within_s: float) -> Answer | None:
         """Return the path of a shard once it is on disk, or "wait" after `within_s`. None: there is no such batch.
 
-        Args:
-            unreadable: The rank could not read the file.
-            within_s: Longest wait. The write continues after it.
+        `unreadable`: the rank could not read the file, so its content is checked.
 
         Raises:
             OSError: The file cannot be written, and the file system is neither full nor read-only.
@@ -87,7 +83,7 @@ class ShardFiles:
         if parts is None:
             return None
         is_waiting = False
-        while reason := await self._in_thread(lambda: self._reserve.give_way(lambda: _put(path, parts))):
+        while reason := await self._in_thread(lambda: durable.write_bulk(path, lambda: _put(path, parts))):
             if not is_waiting:  # not at every attempt
                 log.warning("a shard of the batch of step %d waits for the file system: %s", shard.step, reason)
             is_waiting = True

@@ -63,14 +63,7 @@ class Durations:
         return math.inf if run is None else run.start
 
     def ending_within(self, ages: ArrayLike, seconds: float, now: float) -> NDArray[np.float64]:
-        """Return the probability that each rollout ends within `seconds`.
-
-        Args:
-            ages: Ages of the rollouts [s]; 0 for one that has not started.
-
-        Returns:
-            Probabilities in the order of `ages`. 0 for a rollout that is older than all that have ended.
-        """
+        """Return the probability that a rollout of each age [s] ends within `seconds`; 0 above all ended durations."""
         self._fit(now)
         ages = np.asarray(ages, dtype=np.float64)
         later, present = self._survives(ages + seconds), self._survives(ages)
@@ -181,14 +174,9 @@ class CompletionForecast:
         return self._total_landing
 
     def loss_if_formed_early(self, groups: Collection[OpenGroup], *, partial: bool) -> float | None:
-        """Return the expected number of rollouts that are lost if the next batch is formed now.
+        """Return how many rollouts of groups at their last chance would finish before the trainer needs the batch.
 
-        Args:
-            groups: Groups that no later batch may train.
-            partial: Finished rollouts count although their group is incomplete.
-
-        Returns:
-            Rollouts that would finish before the trainer needs the batch. None: the duration of a step is unknown.
+        With `partial`, finished rollouts of incomplete groups count. None: the duration of a step is unknown.
         """
         if not groups:
             return 0.0

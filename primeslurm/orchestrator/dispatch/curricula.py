@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.base import durable, files
-from primeslurm.orchestrator.dispatch.task_order import ENDLESS_WINDOW, WINDOW, first_epoch
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.records.metrics import Row
@@ -205,10 +205,8 @@ class Curricula:
         self._unwritten += msgspec.json.encode(outcome) + b"\n"
 
     async def flush(self) -> int:
-        """Write new outcomes in a thread, and return how many bytes of the file count. Calls must not overlap.
-
-        Outcomes that are learned during the call do not count yet. After a full disk, the next call tries again.
-        """
+        """Write new outcomes in a thread, and return how many bytes of the file count. Calls must not overlap."""
+        # Outcomes that are learned during the write do not count yet. After a full disk, the next call tries again.
         if content := self._unwritten:
             try:
                 await asyncio.to_thread(self._append, content)

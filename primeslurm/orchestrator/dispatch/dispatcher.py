@@ -135,11 +135,7 @@ class Dispatcher:
     # jobs
 
     def next_job(self, available: Collection[str]) -> Job | None:
-        """Dispatch the next job. None if no job may start now.
-
-        Args:
-            available: Labels of the environments that have a worker.
-        """
+        """Dispatch the next job of the environments that are available. None if no job may start now."""
         if self.version < 0 or self.inflight >= self.limits.max_inflight:
             return None
         if not (routers := self.replicas.with_free_slots):
@@ -290,11 +286,7 @@ class Dispatcher:
         return AgeLimitResult(stale, cancelled + more, early)
 
     def _complete_early(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
-        """Complete the groups for which the next batch is the last chance, if that fills the batch.
-
-        Returns:
-            The groups, and the jobs to cancel.
-        """
+        """Complete the groups at their last chance if that fills a batch. Returns them, and the jobs to cancel."""
         if self.ready_rollouts + self.open.at(oldest) < self.limits.batch_size:
             return [], []
         last = [group for group in self.open.values() if group.version == oldest and self._may_complete_early(group)]
@@ -366,11 +358,8 @@ class Dispatcher:
     def take_batch(self, early: bool = False) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Call `apply_age_limit` before.
 
-        Args:
-            early: The trainer still trains the step before.
-
-        Returns:
-            None if there are too few groups, or if one at its last chance is still being written to disk.
+        `early`: the trainer still trains the step before. Returns None if there are too few groups, or if one at its
+        last chance is still being written to disk.
         """
         batch = self.next_batch()
         if not batch or self._has_unsaved(self.age_limit.oldest_version(self.step)):
@@ -403,15 +392,10 @@ class Dispatcher:
     # jobs of an earlier orchestrator
 
     def adopt_job(self, job: Job, *, runs: bool) -> bool:
-        """Continue a job that an earlier orchestrator of this attempt dispatched.
+        """Continue a job that an earlier orchestrator of this attempt dispatched. `runs`: it has not ended.
 
-        Args:
-            job: A job that a worker has.
-            runs: It has not ended. The result of an ended job may be in a group that is on disk.
-
-        Returns:
-            False if the job is not needed: it is too old, its group is complete or was opened again, or its replica is
-            gone.
+        Returns False if the job is not needed: it is too old, its group is complete or was opened again, or its replica
+        is lost.
         """
         if job.id in self._adopted or job.sender in ("", self.incarnation):
             return False

@@ -121,12 +121,10 @@ class OpenGroups(Mapping[str, OpenGroup]):
     def next(
         self, available: Collection[str], routers: Collection[str] | None = None, wait_groups: int = 0
     ) -> OpenGroup | None:
-        """Return the oldest group that has rollouts to dispatch.
+        """Return the oldest group of the `available` environments that has rollouts to dispatch.
 
-        Args:
-            available: Labels of the environments it may belong to.
-            routers: Replicas with free slots. None: any replica will do.
-            wait_groups: A group whose replica is full is passed over until this many groups were opened after it.
+        With `routers`, the replicas with free slots, a group of another replica is passed over until `wait_groups`
+        groups were opened after it.
         """
         overdue = self._opened - wait_groups
         candidates = (
@@ -162,11 +160,7 @@ class OpenGroups(Mapping[str, OpenGroup]):
 
 
 class ReadyGroups(Collection[RolloutGroup]):
-    """Complete groups that wait for a batch.
-
-    Args:
-        version_of: Returns the version from which the age of a group counts.
-    """
+    """Complete groups that wait for a batch. `version_of` returns the version from which the age of a group counts."""
 
     def __init__(self, version_of: Callable[[RolloutGroup], int]) -> None:
         # Number of rollouts of all groups

@@ -16,8 +16,8 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_config_type
 
 from primeslurm.base.errors import UsageError, Violation
-from primeslurm.orchestrator.dispatch.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.orchestrator.environments import agents, load_errors
+from primeslurm.orchestrator.task_order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.wire.probe_messages import UNKNOWN
 

@@ -18,7 +18,6 @@ from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
-from primeslurm.records.reserve import Reserve
 from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
@@ -106,14 +105,13 @@ class ProgressFile:
     def __init__(self, path: Path, progress: RunProgress, dispatcher: Dispatcher, curricula: Curricula) -> None:
         self.now = progress
         self._path, self._dispatcher, self._curricula = path, dispatcher, curricula
-        self._reserve = Reserve(path.parent.parent)
         self._turn = asyncio.Lock()
 
     async def record(self, change: Change) -> None:
         """Write a change, then apply it. If this raises OSError, nothing has changed."""
         async with self._turn:
             progress = await self._snapshot(change(self.now))
-            await asyncio.to_thread(self._write, progress)
+            await asyncio.to_thread(progress.save, self._path)
             self.now = progress
 
     async def note(self, change: Change) -> None:
@@ -122,7 +120,7 @@ class ProgressFile:
             changes = change(self.now)
             progress = await self._snapshot(changes)
             try:
-                await asyncio.to_thread(self._write, progress)
+                await asyncio.to_thread(progress.save, self._path)
             except OSError as error:
                 log.warning("%s cannot be written: %s", ", ".join(changes), error)
             self.now = progress
@@ -152,6 +150,3 @@ class ProgressFile:
         )
         # The outcomes are on disk before a record counts them. What curricula learn meanwhile does not count yet.
         return msgspec.structs.replace(progress, outcomes=await curricula.flush())
-
-    def _write(self, progress: RunProgress) -> None:
-        self._reserve.spend_on(lambda: progress.save(self._path))

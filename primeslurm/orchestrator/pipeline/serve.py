@@ -83,8 +83,8 @@ class TrainerService:
         return Answer("ok")
 
     async def _get_batch(self, request: GetBatch) -> Sequence[Part] | Answer:
-        share = StepShard(request.step, request.shard)
-        if (encoded := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
+        shard = StepShard(request.step, request.shard)
+        if (encoded := self._batches.encoded(shard)) is not None:  # a repeat, or the next chunk
             return encoded
         if request.step > self._context.recipe.max_steps:
             return Answer("stop")
@@ -93,17 +93,17 @@ class TrainerService:
         if not request.ahead:
             self._sessions.close()
         deadline = time.monotonic() + HOLD_S
-        if (answer := await self._wait_for_batch(request, deadline)) is not None:
-            return answer
+        if (interrupted := await self._wait_for_batch(request, deadline)) is not None:
+            return interrupted
         within_s = max(0.0, deadline - time.monotonic())
-        shard: Sequence[Part] | Answer | None
+        answer: Sequence[Part] | Answer | None
         if self._files is None:
-            shard = await self._batches.answer(share, within_s)
+            answer = await self._batches.answer(shard, within_s)
         else:
-            shard = await self._files.answer(share, unreadable=request.unreadable, within_s=within_s)
-        if shard is None:
-            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
-        return shard
+            answer = await self._files.answer(shard, unreadable=request.unreadable, within_s=within_s)
+        if answer is None:
+            raise ValueError(f"the rollouts of step {request.step} were deleted")
+        return answer
 
     async def _wait_for_batch(self, request: GetBatch, deadline: float) -> Answer | None:
         """Return None once the batch is formed, or an answer that ends the wait."""

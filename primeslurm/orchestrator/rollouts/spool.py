@@ -23,7 +23,6 @@ from primeslurm.orchestrator.rollouts.groups import (
     has_head,
     head_size,
 )
-from primeslurm.records.reserve import Reserve
 from primeslurm.wire.batches.file_ranges import FileRange, StoredArray
 from primeslurm.wire.batches.rollouts import Rollout
 from primeslurm.wire.batches.routed_experts import RoutedExperts
@@ -152,7 +151,6 @@ class Spool:
     def __init__(self, directory: Path) -> None:
         durable.make_directory(directory)
         self._directory = directory
-        self._reserve = Reserve(directory.parent)
         self.waiting: dict[str, RolloutGroup] = {}
         """By id; they are not on disk."""
         self.damaged: dict[str, str] = {}
@@ -167,7 +165,8 @@ class Spool:
         waited = self.waiting.pop(group.id, None)
         self.damaged.pop(group.id, None)
         try:
-            why = self._reserve.give_way(lambda: durable.write(self._path(group.id), group.to_parts()))
+            path = self._path(group.id)
+            why = durable.write_bulk(path, lambda: durable.write(path, group.to_parts()))
         except OSError as error:
             log.warning("group %s stays in memory only: %s", group.id, error)
             return False

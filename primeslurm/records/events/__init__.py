@@ -1,47 +1,37 @@
-"""All kinds of events, and how they are read back from a journal."""
+"""All kinds of events, and the decoder of a journal's lines."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from typing import Any, Union
 
 import msgspec
 
-from primeslurm.records.events.evaluation import EvaluationEvent
-from primeslurm.records.events.nodes import NodeEvent
-from primeslurm.records.events.policy import PolicyEvent
-from primeslurm.records.events.processes import ProcessEvent
-from primeslurm.records.events.training import TrainingEvent
+from primeslurm.records.events import evaluation, nodes, policy, processes, training  # noqa: F401
 from primeslurm.records.record import Event
 
-AnyEvent = NodeEvent | ProcessEvent | TrainingEvent | PolicyEvent | EvaluationEvent
-"""Every event that this release writes."""
-_DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
+# The modules imported above define all kinds of events as subclasses.
+KINDS: tuple[type[Event], ...] = tuple(Event.__subclasses__())
+_ANY_EVENT: Any = Union[KINDS]  # noqa: UP007  a union of types that are only known at run time
+_DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(_ANY_EVENT)
 
 
 def decode(line: bytes) -> Event | None:
-    """Read one line of a journal.
-
-    Returns:
-        The event. None for a kind of another release, and for a line that is damaged or not an event.
-    """
+    """Decode one line of a journal. Return None for a damaged line, and for a kind of event of another release."""
     try:
         return _DECODER.decode(line)
     except msgspec.ValidationError:
         return None
     except (ValueError, RecursionError):
-        return _decode_as_python(line)
-
-
-def _decode_as_python(line: bytes) -> Event | None:
-    """Python writes NaN where JSON has no word for it, and halves of surrogate pairs."""
-    try:
-        event: AnyEvent = msgspec.convert(json.loads(line), AnyEvent)
+        pass
+    try:  # Python's json module writes NaN and lone surrogates, which are not JSON
+        event: Event = msgspec.convert(json.loads(line), _ANY_EVENT)
     except (ValueError, RecursionError):
         return None
     return event
 
 
-def in_order(found: Iterable[Event]) -> list[Event]:
-    """Sort events by time, and leave out those that carry none."""
-    return sorted((event for event in found if event.time), key=lambda event: event.time)
+def in_order(events: Iterable[Event]) -> list[Event]:
+    """Sort events by time, and drop those without a time."""
+    return sorted((event for event in events if event.time), key=lambda event: event.time)

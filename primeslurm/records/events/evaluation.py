@@ -6,13 +6,11 @@ from primeslurm.records.record import Event
 
 
 class EvaluationStarted(Event, frozen=True, tag="evaluation_started"):
-    """An evaluation begins, or goes on after a restart."""
+    """An evaluation begins, or resumes after a restart."""
 
     step: int
-    version: int
-    """Policy version that the engines have."""
-    ended: int = 0
-    """Samples that were there already."""
+    version: int  # policy version of the engines
+    ended: int = 0  # samples that an earlier attempt completed
 
 
 class EvaluationDone(Event, frozen=True, tag="evaluation_done"):
@@ -20,24 +18,19 @@ class EvaluationDone(Event, frozen=True, tag="evaluation_done"):
 
     step: int
     seconds: float = 0.0
-    rewards: dict[str, float] = {}
-    """Mean by environment."""
-    failed: int = 0
-    """Samples that ended with an error each time they were tried."""
+    rewards: dict[str, float] = {}  # mean by environment
+    failed: int = 0  # samples that failed in every try
 
 
 class EvaluationSkipped(Event, frozen=True, tag="evaluation_skipped"):
-    """An evaluation that was due is not made."""
+    """An evaluation that was due does not take place."""
 
     step: int
     why: str = ""
 
 
 class EvaluationSampleFailed(Event, frozen=True, tag="evaluation_sample_failed"):
-    """A rollout of an evaluation ended with an error; it is tried again a few times."""
+    """A rollout of an evaluation failed. It is retried a few times."""
 
     job: str = ""
     error: str = ""
-
-
-EvaluationEvent = EvaluationStarted | EvaluationDone | EvaluationSkipped | EvaluationSampleFailed

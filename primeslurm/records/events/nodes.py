@@ -14,13 +14,13 @@ class AgentStarted(Event, frozen=True, tag="agent_started"):
 
 
 class AgentFailed(Event, frozen=True, tag="agent_failed"):
-    """An agent ended with an error of its own."""
+    """An agent ended with an error."""
 
     error: str = ""
 
 
 class HeadFailed(Event, frozen=True, tag="head_failed"):
-    """The head ended with an error of its own."""
+    """The head ended with an error."""
 
     error: str = ""
 
@@ -38,13 +38,13 @@ class PublishFailed(Event, frozen=True, tag="publish_failed"):
 
 
 class FileSystemFault(Event, frozen=True, tag="file_system_fault"):
-    """By the head: something is wrong with the shared file system, and the run waits; without words: it is over."""
+    """The head noticed a fault of the shared file system, which the run waits out, or the end of the fault."""
 
-    what: str = ""
+    what: str = ""  # empty at the end of the fault
 
 
 class PreflightDone(Event, frozen=True, tag="preflight"):
-    """An agent has looked its node over."""
+    """An agent has completed the preflight of its node."""
 
     node: str
     fitness: str
@@ -53,28 +53,21 @@ class PreflightDone(Event, frozen=True, tag="preflight"):
 
 
 class GpuFailed(Event, frozen=True, tag="gpu_failed"):
-    """A GPU was found broken after the death of a process that used it."""
+    """A GPU was found broken after a process that used it had died."""
 
     node: str
-    checks: list[PreflightCheck] = []
-    """Those that failed."""
+    checks: list[PreflightCheck] = []  # the failed checks
 
 
 class NodesAssigned(Event, frozen=True, tag="seated", omit_defaults=True):
-    """By the head: every node of the Plan is played. By an agent: it plays one."""
+    """The head has assigned all nodes of the Plan, or an agent has taken over its node."""
 
-    nodes: list[str] = []
-    """The head's: names, in order of the Plan's nodes."""
-    spares: list[str] = []
-    """The head's: names of those that are left over."""
-    node: str = ""
-    """An agent's: its own name."""
-    index: int | None = None
-    """An agent's: the Plan's node that it plays."""
-    role: str = ""
-    """An agent's: role of that node."""
-    generation: int = 0
-    """An agent's: generation of the assignment that says so."""
+    nodes: list[str] = []  # from the head: node names in the order of the Plan
+    spares: list[str] = []  # from the head: names of the spare nodes
+    node: str = ""  # from an agent: its node's name
+    index: int | None = None  # from an agent: Plan index of its node
+    role: str = ""  # from an agent: role of that node
+    generation: int = 0  # from an agent: generation of the assignment
 
 
 class AddressesPublished(Event, frozen=True, tag="addresses"):
@@ -93,48 +86,44 @@ class NodeLost(Event, frozen=True, tag="node_lost"):
 
 
 class NodeReplaced(Event, frozen=True, tag="node_replaced"):
-    """A spare takes the place of a lost node."""
+    """A spare replaces a lost node."""
 
     node: str
     by: str
-    index: int | None = None
-    """The Plan's node that it plays from now on."""
+    index: int | None = None  # Plan index of the node
 
 
 class ProcessesMoved(Event, frozen=True, tag="moved"):
-    """Other nodes run what a lost one ran."""
+    """Other nodes take over the processes of a lost node."""
 
-    node: str
-    """The lost one."""
+    node: str  # the lost node
     processes: list[str]
-    to: list[str] = []
-    """Names of the nodes that run them from now on."""
+    to: list[str] = []  # names of the nodes that run them now
 
 
 class ProcessesGivenUp(Event, frozen=True, tag="given_up"):
-    """The attempt goes on without some processes."""
+    """The attempt continues without some processes."""
 
     processes: list[str]
     reason: str = ""
 
 
 class ProcessesRestarted(Event, frozen=True, tag="unit_restart"):
-    """All processes of a restart group are started again."""
+    """All processes of a restart group restart."""
 
-    unit: str
-    """Name of the restart group."""
+    unit: str  # name of the restart group
     generation: int = 0
     reason: str = ""
 
 
 class LaunchedAgain(Event, frozen=True, tag="launched_again"):
-    """The batch script starts all agents again, on the nodes that are left."""
+    """The batch script starts all agents again, on the remaining nodes."""
 
     without: list[str] = []
 
 
 class AttemptEnds(Event, frozen=True, tag="ending"):
-    """By the head or the batch script: the attempt ends from now on. By an agent: it has heard of that."""
+    """The head or the batch script begins to end the attempt, or an agent learns of it."""
 
     outcome: str
     reason: str = ""
@@ -142,7 +131,7 @@ class AttemptEnds(Event, frozen=True, tag="ending"):
 
 
 class AttemptEnded(Event, frozen=True, tag="ended"):
-    """The end is on record."""
+    """The end of the attempt is recorded."""
 
     outcome: str
     requeued: bool = False
@@ -163,33 +152,8 @@ class BadNodeNotRecorded(Event, frozen=True, tag="bad_node_not_recorded"):
 
 
 class PortTaken(Event, frozen=True, tag="port_taken"):
-    """Another user of a node listens where a process of the run was to listen: it gets another port."""
+    """Another user listens on a port that a process was about to use. The process gets another port."""
 
     name: str
     port: int
     instead: int
-
-
-NodeEvent = (
-    AgentStarted
-    | AgentFailed
-    | HeadFailed
-    | HeartbeatFailed
-    | PublishFailed
-    | FileSystemFault
-    | PreflightDone
-    | GpuFailed
-    | NodesAssigned
-    | AddressesPublished
-    | NodeLost
-    | NodeReplaced
-    | ProcessesMoved
-    | ProcessesGivenUp
-    | ProcessesRestarted
-    | LaunchedAgain
-    | AttemptEnds
-    | AttemptEnded
-    | EndNotRecorded
-    | BadNodeNotRecorded
-    | PortTaken
-)

@@ -1,4 +1,4 @@
-"""Events of engines on their way from one policy version to the next, told by the orchestrator."""
+"""Events of weight updates on engines, written by the orchestrator."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from primeslurm.records.record import Event
 
 
 class PolicyWanted(Event, frozen=True, tag="policy_wanted"):
-    """A policy was published; engines have to take it."""
+    """A policy was published. Engines have to load it."""
 
     version: int
-    path: str = ""
-    """Its files; empty if the trainer sends it."""
+    path: str = ""  # its files; empty if the trainer sends the weights
 
 
 class PolicyCurrent(Event, frozen=True, tag="policy_current"):
@@ -20,28 +19,25 @@ class PolicyCurrent(Event, frozen=True, tag="policy_current"):
 
 
 class EngineStateChanged(Event, frozen=True, tag="engine_state"):
-    """An engine is DOWN, STALE, UPDATING or CURRENT, and was something else before."""
+    """An engine changed between DOWN, STALE, UPDATING and CURRENT."""
 
     engine: str
     state: str
     before: str = ""
-    reason: str = ""
-    """Why it is DOWN."""
+    reason: str = ""  # why it is DOWN
 
 
 class EngineUnresponsive(Event, frozen=True, tag="engine_silent"):
-    """An engine did not answer a look in time, for the first time since its last answer. It is not down for that."""
+    """An engine did not answer a poll, for the first time since its last answer. It does not count as down yet."""
 
     engine: str
     error: str = ""
-    silent: int = 0
-    """So many engines did not, it among them,"""
-    engines: int = 0
-    """of so many."""
+    silent: int = 0  # engines that did not answer
+    engines: int = 0  # polled engines
 
 
 class EventLoopDelayed(Event, frozen=True, tag="loop_stood_still"):
-    """The orchestrator had no turn for a while: its machine had none to give. Who was silent meanwhile is not late."""
+    """The orchestrator's event loop did not run for a while. Engines are not blamed for that time."""
 
     seconds: float
 
@@ -51,17 +47,15 @@ class EngineUpdated(Event, frozen=True, tag="engine_updated", omit_defaults=True
 
     engine: str
     version: int
-    by: str = ""
-    """What it took to get there: see `orchestrator.weight_transfer.engine_client.Step`."""
-    seconds: float | None = None
-    """All in all; of these:"""
+    by: str = ""  # how: see `orchestrator.weight_transfer.engine_client.Step`
+    seconds: float | None = None  # total; the next fields are its parts
     wait_s: float | None = None
     load_s: float | None = None
     pause_s: float | None = None
 
 
 class EngineUpdateFailed(Event, frozen=True, tag="engine_update_failed"):
-    """An engine could not take a policy, and has to be restarted."""
+    """A weight update failed, and the engine must be restarted."""
 
     engine: str
     version: int | None = None
@@ -69,7 +63,7 @@ class EngineUpdateFailed(Event, frozen=True, tag="engine_update_failed"):
 
 
 class EngineLost(Event, frozen=True, tag="engine_lost"):
-    """An engine went away while it was given a policy."""
+    """An engine disappeared during a weight update."""
 
     engine: str
     version: int | None = None
@@ -77,40 +71,22 @@ class EngineLost(Event, frozen=True, tag="engine_lost"):
 
 
 class EngineAnswersDamaged(Event, frozen=True, tag="engine_answers_damaged"):
-    """An engine gives answers that cannot be used, and has to be restarted."""
+    """An engine returns invalid answers and must be restarted."""
 
     engine: str
-    damaged: int = 0
+    damaged: int = 0  # invalid answers among the last `answers`
     answers: int = 0
-    """Its last answers, of which so many were damaged."""
-    error: str = ""
-    """What was wrong with the last one."""
+    error: str = ""  # what was wrong with the last one
 
 
 class EngineRestarted(Event, frozen=True, tag="engine_restart"):
-    """An engine that failed an update, or gave damaged answers, was told to end; its agent starts it again."""
+    """An engine was told to exit, so that its agent restarts it."""
 
     engine: str
-    reason: str = ""
-    """Empty: it failed an update."""
+    reason: str = ""  # empty after a failed weight update
 
 
 class EngineGivenUp(Event, frozen=True, tag="engine_given_up"):
-    """The policy loop does without an engine from now on."""
+    """The policy loop ignores an engine from now on."""
 
     engine: str
-
-
-PolicyEvent = (
-    PolicyWanted
-    | PolicyCurrent
-    | EngineStateChanged
-    | EngineUnresponsive
-    | EventLoopDelayed
-    | EngineUpdated
-    | EngineUpdateFailed
-    | EngineLost
-    | EngineAnswersDamaged
-    | EngineRestarted
-    | EngineGivenUp
-)

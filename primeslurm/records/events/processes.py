@@ -1,4 +1,4 @@
-"""Events of single processes, told by the agents that run them, and of routers, told by their keepers."""
+"""Events of single processes, written by their agents, and of routers, written by their supervisors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ class ProcessStarted(Event, frozen=True, tag="started"):
 
     name: str
     pid: int | None = None
-    restarts: int = 0
-    """How often it was started before, in place."""
-    generation: int = 0
-    """Generation of its restart group."""
+    restarts: int = 0  # earlier restarts in place
+    generation: int = 0  # generation of its restart group
 
 
 class ProcessStartFailed(Event, frozen=True, tag="start_failed"):
@@ -27,94 +25,65 @@ class ProcessExited(Event, frozen=True, tag="exited"):
     """A process ended."""
 
     name: str
-    code: int | None = None
-    """Exit code; negative: by that signal."""
-    state: str = ""
-    """State that its agent has put it into."""
+    code: int | None = None  # exit code; negative: number of the signal that killed it
+    state: str = ""  # state that its agent has put it into
     reason: str | None = None
 
 
 class ProcessUnresponsive(Event, frozen=True, tag="hangs"):
-    """An agent ends a process that has been silent for too long. Its log gets the stacks of its threads first."""
+    """An agent ends an unresponsive process. Its log gets the stacks of its threads first."""
 
     name: str
-    seconds: float
-    """Of silence, without the time for which it cannot be blamed."""
+    seconds: float  # since the last heartbeat, without time in which the process could not run
     phase: str = ""
-    """What it did, in its own words."""
     step: int | None = None
     reason: str = ""
 
 
 class ProcessContinued(Event, frozen=True, tag="continued"):
-    """An agent continued a process that was stopped by a signal."""
+    """An agent continued a process that a signal had stopped."""
 
     name: str
-    seconds: float
-    """Of silence until then."""
+    seconds: float  # since the last heartbeat
 
 
 class RanksUnresponsive(Event, frozen=True, tag="ranks_wait"):
-    """By the head: trainer ranks wait for others that do not come."""
+    """No trainer rank makes progress. Written by the head."""
 
-    behind: list[str]
-    """Those that do not come; all of them if none is behind the others."""
-    waiting: int
-    """How many wait."""
+    behind: list[str]  # ranks that the others wait for; all ranks if none is behind
+    waiting: int  # ranks that wait
     phase: str = ""
     step: int | None = None
-    seconds: float = 0.0
-    """For which those behind have been silent."""
+    seconds: float = 0.0  # since the last heartbeat of the ranks behind
 
 
 class RouterIncomplete(Event, frozen=True, tag="router_incomplete", omit_defaults=True):
-    """A router's keeper found that it does not serve the workers of the plan, and puts that right."""
+    """A router does not have the workers of the Plan. Its supervisor corrects that."""
 
-    serves: int
-    """So many of the plan's workers."""
+    serves: int  # workers of the Plan that it has
     planned: int
-    missing: list[str] = []
-    """URLs."""
-    foreign: list[str] = []
-    """URLs that the plan does not have."""
+    missing: list[str] = []  # URLs
+    foreign: list[str] = []  # URLs that are not in the Plan
 
 
 class RouterComplete(Event, frozen=True, tag="router_complete"):
-    """A router serves the workers of the plan again."""
+    """A router has the workers of the Plan again."""
 
     planned: int
-    seconds: float = 0.0
-    """Since it was found out that it did not."""
+    seconds: float = 0.0  # since the difference was noticed
 
 
 class RouterRestarted(Event, frozen=True, tag="router_restarted"):
-    """A router's keeper starts it anew: what was in flight through it fails, and is asked for again."""
+    """A supervisor restarts its router. Requests in flight fail and are retried."""
 
     reason: str
 
 
 class StorageFault(Event, frozen=True, tag="storage_fault"):
-    """The shared file system did not answer a process for a while. Further faults within a minute are not told."""
+    """The shared file system failed a process's operation. Further faults within a minute are not reported."""
 
     path: str
     error: str = ""
-    failures: int = 0
-    """Tries that failed."""
-    seconds: float = 0.0
-    """From the first failure on."""
-    recovered: bool = True
-    """False: the process gave the operation up. What that means for it, it says itself."""
-
-
-ProcessEvent = (
-    ProcessStarted
-    | ProcessStartFailed
-    | ProcessExited
-    | ProcessUnresponsive
-    | ProcessContinued
-    | RanksUnresponsive
-    | RouterIncomplete
-    | RouterComplete
-    | RouterRestarted
-    | StorageFault
-)
+    failures: int = 0  # failed tries
+    seconds: float = 0.0  # since the first failure
+    recovered: bool = True  # False: the process gave up the operation

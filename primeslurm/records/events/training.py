@@ -1,4 +1,4 @@
-"""Events of the training loop: the trainer's ranks, and the orchestrator's batches and rollouts."""
+"""Events of training: trainer ranks, and the orchestrator's batches and rollouts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from primeslurm.records.record import Event
 
 
 class TrainerStarted(Event, frozen=True, tag="start"):
-    """A rank's process runs."""
+    """The process of a rank runs."""
 
     pid: int | None = None
 
 
 class CheckpointLoaded(Event, frozen=True, tag="loaded"):
-    """A rank holds the newest checkpoint, or (step 0) the model as it is."""
+    """A rank has loaded the newest checkpoint, or the original model (step 0)."""
 
     step: int
 
 
 class StepTrained(Event, frozen=True, tag="step"):
-    """Rank 0 has made an optimizer step."""
+    """Rank 0 has completed an optimizer step."""
 
     step: int
     loss: float | None = None
@@ -26,19 +26,17 @@ class StepTrained(Event, frozen=True, tag="step"):
 
 
 class StepSkipped(Event, frozen=True, tag="step_skipped"):
-    """The gradient of a step was not finite, so the step left the weights as they were."""
+    """The gradient of a step was not finite. The weights did not change."""
 
     step: int
-    grad_norm: str = ""
-    """nan or inf: JSON has no number for either."""
+    grad_norm: str = ""  # nan or inf, as text: JSON has no such numbers
 
 
 class WeightsPublished(Event, frozen=True, tag="published"):
-    """A rank has handed on its part of a policy."""
+    """A rank has published its shards of a policy."""
 
     version: int
-    sent_s: float | None = None
-    """Seconds of sending, where engines take weights from the trainer."""
+    sent_s: float | None = None  # duration of sending, if engines receive weights from the trainer
 
 
 class CheckpointCommitted(Event, frozen=True, tag="committed"):
@@ -48,50 +46,43 @@ class CheckpointCommitted(Event, frozen=True, tag="committed"):
 
 
 class CheckpointSetAside(Event, frozen=True, tag="checkpoint_damaged"):
-    """The trainer has renamed a committed checkpoint that is proven to be damaged, and resumes from an older one."""
+    """The trainer renamed a committed checkpoint that is damaged, and resumes from an older one."""
 
     step: int
-    reason: str = ""
-    """What differs from the record. It is also in a file beside the directory."""
-    path: str = ""
-    """Where the checkpoint is now."""
+    reason: str = ""  # what differs from the record; a file beside the checkpoint has it, too
+    path: str = ""  # its new path
 
 
 class TrainerStopped(Event, frozen=True, tag="stop"):
     """A rank ends."""
 
     step: int | None = None
-    reason: str = ""
-    """finished, interrupted, or its error."""
+    reason: str = ""  # finished, interrupted, or its error
 
 
 class OrchestratorUp(Event, frozen=True, tag="orchestrator_up"):
     """The orchestrator runs."""
 
-    step: int
-    """The step whose batch it forms next."""
-    ready: int = 0
-    """Finished rollout groups that it found."""
+    step: int  # step of the next batch
+    ready: int = 0  # finished rollout groups that it found on disk
 
 
 class OrchestratorDone(Event, frozen=True, tag="orchestrator_done"):
-    """The orchestrator's work is done."""
+    """The orchestrator has completed its work."""
 
     step: int
 
 
 class BatchFormed(Event, frozen=True, tag="batch"):
-    """The batch of a step is on record."""
+    """The batch of a step is recorded."""
 
     step: int
-    reward: float | None = None
-    """Mean of the batch."""
-    staleness: float | None = None
-    """Largest in the batch, in policy versions."""
+    reward: float | None = None  # mean of the batch
+    staleness: float | None = None  # largest in the batch, in policy versions
 
 
 class StepReported(Event, frozen=True, tag="step_done"):
-    """The orchestrator has heard that a step was trained."""
+    """The trainer has reported a step to the orchestrator."""
 
     step: int
     reward: float | None = None
@@ -102,74 +93,43 @@ class RolloutFailed(Event, frozen=True, tag="rollout_failed"):
 
     job: str = ""
     error: str = ""
-    environment: str = ""
-    """Its label; empty in runs of older releases."""
+    environment: str = ""  # its label
 
 
 class TaskGivenUp(Event, frozen=True, tag="task_given_up"):
-    """A task is left out: its rollouts kill their worker, or fail again and again, or its prompt is too long."""
+    """A task is not tried any more: it kills workers, fails repeatedly, or its prompt is too long."""
 
     environment: str
-    example: int
-    """Position in the environment's stream of tasks."""
+    example: int  # position in the environment's task order
     reason: str = ""
-    task: int | None = None
-    """Index in the taskset, where a curriculum or an evaluation has chosen it."""
+    task: int | None = None  # index in the taskset, if a curriculum or an evaluation chose the task
 
 
 class NothingKept(Event, frozen=True, tag="nothing_kept"):
-    """Every group for a long time was rejected by the algorithm or by filters."""
+    """The algorithm or filters have rejected every group for a long time."""
 
-    rollouts: int
-    """Of those groups, since one was kept."""
-    reasons: dict[str, int] = {}
-    """Groups by what rejected them."""
+    rollouts: int  # rejected rollouts since a group was kept
+    reasons: dict[str, int] = {}  # groups by what rejected them
 
 
 class ReplicaLost(Event, frozen=True, tag="replica_lost"):
-    """The orchestrator does without an inference replica, whose router was given up."""
+    """The orchestrator continues without a replica, whose router was given up."""
 
     router: str
-    rollouts: int = 0
-    """How many were in flight there."""
+    rollouts: int = 0  # rollouts in flight there
 
 
 class Stalled(Event, frozen=True, tag="stall", omit_defaults=True):
-    """Nothing moves any more, and the orchestrator ends for that."""
+    """The run makes no progress. The orchestrator ends."""
 
     suspect: str
-    error: str = ""
-    """What was seen of it; the last error, where errors are all that comes."""
-    seconds: int | None = None
-    """For so long neither a token, nor a rollout, nor a policy has come."""
+    error: str = ""  # last error, if there are errors
+    seconds: int | None = None  # time without a token, a rollout or a policy
 
 
 class EnvironmentFails(Event, frozen=True, tag="environment_fails"):
-    """Rollouts of an environment do nothing but fail, and the orchestrator ends for that."""
+    """All rollouts of an environment fail. The orchestrator ends."""
 
     environment: str
-    error: str = ""
-    """Type and message of the last failure."""
+    error: str = ""  # type and message of the last failure
     failures: int = 0
-
-
-TrainingEvent = (
-    TrainerStarted
-    | CheckpointLoaded
-    | StepTrained
-    | StepSkipped
-    | WeightsPublished
-    | CheckpointCommitted
-    | CheckpointSetAside
-    | TrainerStopped
-    | OrchestratorUp
-    | OrchestratorDone
-    | BatchFormed
-    | StepReported
-    | RolloutFailed
-    | TaskGivenUp
-    | NothingKept
-    | ReplicaLost
-    | Stalled
-    | EnvironmentFails
-)

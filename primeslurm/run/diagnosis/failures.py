@@ -82,7 +82,7 @@ def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list
 def silent(fleet: FleetView | None) -> list[Failure]:
     """List the processes that are silent now, as the head of a running attempt sees them."""
     known = fleet.silent.items() if fleet and not fleet.ending else ()
-    return [Failure(fleet.time - beat.silent_s, name, "", f"is {beat.words}") for name, beat in known if fleet]
+    return [Failure(fleet.time - beat.silent_s, name, "", f"is {beat.text}") for name, beat in known if fleet]
 
 
 def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:

@@ -13,10 +13,10 @@ from statistics import fmean
 
 import msgspec
 
+from primeslurm.base.durable import RESERVE_BYTES, RESERVE_RELEASED, reserve_released, shortage
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import AgentReport, FleetView, HeartbeatReport
 from primeslurm.records.metrics import Row, recent_rows
-from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, ReplicaLoad, RolloutProgress, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
@@ -279,7 +279,7 @@ _MUTE = "Slurm does not answer"
 def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
     """The words of a head that can write them; what can be seen from here otherwise."""
     told = fleet.waits_for if fleet else ""
-    return told or shortage(run.path, RESERVE_BYTES) or (GIVEN_UP if Reserve(run.path).given_up else "")
+    return told or shortage(run.path, RESERVE_BYTES) or (RESERVE_RELEASED if reserve_released(run.path) else "")
 
 
 def _terminated(end: EndRecord, job: JobRecord, state: str | None) -> tuple[str, str]:
@@ -410,7 +410,7 @@ def _describe(
                 restarts=own.restarts if own else 0,
                 replica=process.replica,
                 since=report.time if report and state in ("UNKNOWN", "SUSPECT") else None,
-                silent=silent[process.name].words if process.name in silent else "",
+                silent=silent[process.name].text if process.name in silent else "",
             )
         )
     return found

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from primeslurm.base import durable, files
+from primeslurm.base.durable import retry_until_written
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.records.attempt import require_newest
@@ -29,7 +30,6 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import until_written
 from primeslurm.records.state import TrainerState
 from primeslurm.testbed.emulated.rank_group import LostRankError, Ranks
 from primeslurm.wire import exit_codes
@@ -84,17 +84,17 @@ class EmulatedTrainer:
         return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        self._saved = step = until_written(self._newest_whole) or 0
+        self._saved = step = retry_until_written(self._newest_whole) or 0
         self._journal.write(CheckpointLoaded(step))
         if step:
-            until_written(lambda: self._link.committed(step))
+            retry_until_written(lambda: self._link.committed(step))
             self._transfer(step)
         else:
-            self._announced = until_written(lambda: self._link.announce(0, self._recipe.model.path))
+            self._announced = retry_until_written(lambda: self._link.announce(0, self._recipe.model.path))
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
-                until_written(partial(files.remove_tree, filesystem.version_dir(self._run_dir, newer)))
-        until_written(lambda: filesystem.prune_behind(self._run_dir, self._recipe.weights.keep, self._announced))
+                retry_until_written(partial(files.remove_tree, filesystem.version_dir(self._run_dir, newer)))
+        retry_until_written(lambda: filesystem.prune_behind(self._run_dir, self._recipe.weights.keep, self._announced))
         return step
 
     def _newest_whole(self) -> int | None:
@@ -134,13 +134,13 @@ class EmulatedTrainer:
     def _transfer(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
             if version > self._announced:
-                path = until_written(lambda: self._publish(version))
-                self._announced = until_written(lambda: self._link.announce(version, str(path)))
+                path = retry_until_written(lambda: self._publish(version))
+                self._announced = retry_until_written(lambda: self._link.announce(version, str(path)))
         else:
-            until_written(lambda: self._link.announce(version, ""))
+            retry_until_written(lambda: self._link.announce(version, ""))
             self._send(version)
             if version == self._recipe.max_steps:
-                until_written(lambda: self._publish(version))
+                retry_until_written(lambda: self._publish(version))
 
     def _send(self, version: int) -> None:
         """Take part in the weight-update sessions, without sending tensors."""
@@ -162,9 +162,9 @@ class EmulatedTrainer:
         return final
 
     def _commit(self, step: int) -> None:
-        until_written(lambda: self._save(step))
-        needed = until_written(lambda: self._link.committed(step))
-        until_written(lambda: checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep, needed))
+        retry_until_written(lambda: self._save(step))
+        needed = retry_until_written(lambda: self._link.committed(step))
+        retry_until_written(lambda: checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep, needed))
         self._saved = step
         self._journal.write(CheckpointCommitted(step))
 

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.stateful import Stateful
 
 from primeslurm.base import files
+from primeslurm.base.durable import RETRY_S, retry_until_written
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.events.training import CheckpointCommitted, CheckpointSetAside
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import PAUSE_S, until_written
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
 from primeslurm.trainer.checkpoints.shards import (
@@ -78,7 +78,7 @@ class Checkpoints:
         config: Checkpoint,
         world: World,
         link: TrainerLink | None,
-        pause_s: float = PAUSE_S,
+        pause_s: float = RETRY_S,
     ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
@@ -283,8 +283,8 @@ class Checkpoints:
 
     def _announce(self, step: int) -> None:
         link, keep = self._link, self._config.keep
-        needed = until_written(lambda: link.committed(step)) if link is not None else []
-        until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
+        needed = retry_until_written(lambda: link.committed(step)) if link is not None else []
+        retry_until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
         """Run an action on rank 0. Raise RankError on every rank if it fails."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primeslurm.base import files
-from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass, pause, warn
+from primeslurm.base.durable import RESERVE_BYTES, RETRY_S, free_bytes, is_unwritable, reserve_released, warn
 from primeslurm.trainer.distributed.world import RankError, World
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ def is_disk_full(world: World, run_dir: Path, error: RankError) -> bool:
     """Return whether a write failed because the file system is full or read-only. Rank 0 decides for all ranks."""
     # Some libraries hide the errno (torch's zip writer does), so little free space counts as the cause, too.
     free = free_bytes(run_dir)
-    return bool(world.decide(int(may_pass(error) or (free is not None and free < RESERVE_BYTES))))
+    return bool(world.decide(int(is_unwritable(error) or (free is not None and free < RESERVE_BYTES))))
 
 
 def is_unreachable(world: World, error: RankError) -> bool:
@@ -33,20 +33,23 @@ def is_unreachable(world: World, error: RankError) -> bool:
 
 
 def retry_while_full(
-    world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = PAUSE_S
+    world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = RETRY_S
 ) -> T:
     """Call `write` until it succeeds. A full disk is waited for without limit, an unreachable one for MAX_ATTEMPTS.
 
     A collective. Directories `partial` are deleted after a failed attempt, to free their space. Raises RankError if the
     write failed for another reason, or too often.
     """
-    reserve, failed_attempts = Reserve(run_dir), 0
+    # `durable` handles a full disk for single files. Here libraries write the files (DCP, safetensors), and all ranks
+    # must come to the same decision, so the wait is repeated here.
+    failed_attempts = 0
     while True:
-        # The reserve was released, so the remaining space belongs to records.
-        while world.decide(int(reserve.given_up)):
-            pause(pause_s)
+        # After the reserve was released, the remaining space belongs to records.
+        while world.decide(int(reserve_released(run_dir))):
+            files.pause(pause_s)
         try:
-            return write()
+            with files.keeping_reserve():
+                return write()
         except RankError as error:
             full = is_disk_full(world, run_dir, error)
             failed_attempts += not full
@@ -56,4 +59,4 @@ def retry_while_full(
             if world.is_main:
                 for directory in partial:
                     files.remove_tree(directory, ignore_errors=True)
-            pause(pause_s)
+            files.pause(pause_s)

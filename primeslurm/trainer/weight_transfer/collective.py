@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from primeslurm.records.reserve import until_written
+from primeslurm.base.durable import retry_until_written
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
@@ -190,7 +190,7 @@ class CollectiveTransfer:
         if version:
             self._announce_and_send(version)
         elif self._world.is_main:
-            until_written(lambda: self._link.announce(0, self._model))
+            retry_until_written(lambda: self._link.announce(0, self._model))
 
     def transfer(self, version: int) -> float:
         self._announce_and_send(version)
@@ -204,7 +204,7 @@ class CollectiveTransfer:
 
     def _announce_and_send(self, version: int) -> None:
         if self._world.is_main:
-            until_written(lambda: self._link.announce(version, ""))
+            retry_until_written(lambda: self._link.announce(version, ""))
         self._sender.send(version)
         if version == self._last:
             self._publisher.publish(version)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from primeslurm.base import durable, files
-from primeslurm.records.reserve import until_written
+from primeslurm.base.durable import retry_until_written
 from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
@@ -84,8 +84,8 @@ class Publisher:
         if self._world.is_main:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
-                    until_written(partial_of(_remove, filesystem.version_dir(self._run_dir, newer)))
-            until_written(lambda: filesystem.prune_behind(self._run_dir, self._keep, version))
+                    retry_until_written(partial_of(_remove, filesystem.version_dir(self._run_dir, newer)))
+            retry_until_written(lambda: filesystem.prune_behind(self._run_dir, self._keep, version))
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
@@ -155,7 +155,7 @@ class FilesystemTransfer:
         self._publisher.flush(version)
 
     def _announce(self, version: int, path: str) -> None:
-        announced = until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
+        announced = retry_until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
         self._announced = self._world.decide(announced)
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
+from primeslurm.base import durable, files
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -154,11 +154,10 @@ def test_save_waits_for_disk_space(
     moe_model: Path, world: World, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, tries, begin = Run(tmp_path, moe_model, world), [], Checkpoints._begin
-    reserve = Reserve(tmp_path)
-    assert reserve.fill() and reserve.give_up()
+    assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
 
     def full(saver: Checkpoints, directory: Path, step: int, journal: Journal) -> None:
-        assert not reserve.given_up, "what is left is for records"
+        assert not durable.reserve_released(tmp_path), "what is left is for records"
         tries.append(step)
         if len(tries) < 3:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -168,7 +167,7 @@ def test_save_waits_for_disk_space(
 
     monkeypatch.setattr(Checkpoints, "_begin", full)
     disk.free.set()
-    threading.Timer(0.2, reserve.fill).start()
+    threading.Timer(0.2, durable.fill_reserve, [tmp_path]).start()
     run.train(1, 2)
     run.saver.finish(2, run.train_step, run.timer)
     assert (tries, checkpoints.committed(tmp_path)) == ([2] * 5, [2])

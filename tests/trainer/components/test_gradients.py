@@ -9,7 +9,7 @@ import torch
 
 from primeslurm.nn.layers import sparse_attention
 from primeslurm.trainer.distributed.world import World
-from tests.trainer.families import CASES, SEEING_CASES, UNEVEN_CASES, write
+from tests.trainer.families import CASES, UNEVEN_CASES, VISION_CASES, write
 from tests.trainer.gradients import Layout, compare, gradients, worst
 
 TOLERANCE = 5e-6
@@ -98,7 +98,7 @@ def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write the model of every case, and the gradients of one process."""
     directory = tmp_path_factory.mktemp("gradients")
     used = {layout.case for layout in TWO_RANKS + FOUR_RANKS}
-    for case in (*CASES, *SEEING_CASES, *UNEVEN_CASES):
+    for case in (*CASES, *VISION_CASES, *UNEVEN_CASES):
         if case.name in used:
             write(case, directory / case.name)
             images = any(layout.case == case.name and layout.images for layout in TWO_RANKS)

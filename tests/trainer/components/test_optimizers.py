@@ -23,7 +23,7 @@ from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.optimizers.muon import Muon, orthogonalize
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import BLIND_CASE, CASES, GENERIC_CASES, SEEING_CASES, Case
+from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case
 from tests.trainer.optimizer_ranks import TYPES, resume, train
 
 STEPS = 3
@@ -111,7 +111,7 @@ OF_ADAMW = {
 def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]:
     """Return the names of the parameters that Muon trains, and of the others."""
     config, path = case.config(), Path("/nowhere")
-    sees = hasattr(config, "vision_config") and case is not BLIND_CASE
+    sees = hasattr(config, "vision_config") and case is not OTHER_VISION_CASE
     named = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": False} if sees else None}
     policy = assemble(config, path, make_recipe(path, model=named, trainer=trainer), world)
     built = optimizers.build(Optimizer(type="muon", lr=0.1), policy.model, torch.float32)
@@ -125,7 +125,7 @@ def muons(case: Case, world: World, **trainer: Any) -> tuple[set[str], set[str]]
 
 def test_muon_trains_exactly_the_matrices_of_layers(world: World) -> None:
     ours, others = set(), set()
-    for case in (*CASES, *GENERIC_CASES, *SEEING_CASES, BLIND_CASE):
+    for case in (*CASES, *GENERIC_CASES, *VISION_CASES, OTHER_VISION_CASE):
         for names, whole in zip((ours, others), muons(case, world), strict=True):
             names |= {re.sub(r".*\blayers\.\d+\.", "layer ", name) for name in whole}
     assert ours == {f"layer {name}" for name in OF_MUON}

@@ -1,4 +1,4 @@
-"""Every family against transformers: its logits, and its checkpoint out again as it came in."""
+"""Every family compared with transformers: logits, and a round trip of the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights.export import export
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import BLIND_CASE, CASES, GENERIC_CASES, SEEING_CASES, Case, reference_of, write
+from tests.trainer.families import CASES, GENERIC_CASES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write
 
 FIRST = 40
 """Length of the first document in the packed row."""
 
 
-def test_every_family_is_compared() -> None:
+def test_every_family_is_compared_with_transformers() -> None:
     compared = {case.config().model_type for case in CASES}
-    # DeepSeek-V3 by other names: transformers has no model of the first, and the second sees images, too
+    # Both are DeepSeek-V3. transformers has no code for the first; the second adds a vision encoder.
     assert set(model_types()) == compared | {"kimi_k2", "kimi_k25"}
 
 
-@pytest.mark.parametrize("case", [*CASES, *GENERIC_CASES, *SEEING_CASES, BLIND_CASE], ids=lambda case: case.name)
-def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [*CASES, *GENERIC_CASES, *VISION_CASES, OTHER_VISION_CASE], ids=lambda case: case.name)
+def test_logits_and_checkpoint_round_trip(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
-    assert model_files(make_recipe(path)).problems == (), "check finds nothing wrong with it"
+    assert model_files(make_recipe(path)).problems == ()
     policy = build(make_recipe(path), world)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])[None]
@@ -51,9 +51,7 @@ def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("change", ["missing", "unknown"])
 @pytest.mark.parametrize("name", ["glm4_moe", "mixtral"])
-def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
-    name: str, change: str, world: World, tmp_path: Path
-) -> None:
+def test_missing_and_unknown_tensors_are_refused(name: str, change: str, world: World, tmp_path: Path) -> None:
     path = write(next(case for case in (*CASES, *GENERIC_CASES) if case.name == name), tmp_path)
     tensors = load_file(path / "model.safetensors")
     expert = next(tensor for tensor in sorted(tensors) if ".experts.3." in tensor)
@@ -66,6 +64,6 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
         build(make_recipe(path), world)
 
 
-def test_models_that_carry_state_along_a_row_are_refused() -> None:
+def test_generic_model_refuses_recurrent_layers() -> None:
     with torch.device("meta"), pytest.raises(ValueError, match="qwen3_next has layers with state beside attention"):
         GenericModel(Qwen3NextConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64))

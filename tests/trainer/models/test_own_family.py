@@ -67,13 +67,13 @@ def check(directory: Path, packages: Path | None) -> str:
     return run(directory, packages, "-m", "primeslurm", "check", str(EXAMPLE / "recipe.yaml"), "--local")
 
 
-def test_its_recipe_is_sound_where_the_package_is_installed(directory: Path, packages: Path) -> None:
+def test_recipe_is_valid_if_the_package_is_installed(directory: Path, packages: Path) -> None:
     missing = "the trainer has no implementation of its own for model type 'maple'"
     assert missing in check(directory, None)
     assert missing not in check(directory, packages)
 
 
-def test_its_training_is_that_of_the_family_it_reuses(directory: Path, packages: Path) -> None:
+def test_training_equals_that_of_the_reused_family(directory: Path, packages: Path) -> None:
     losses = {}
     for model in ("model", "qwen3"):
         path = f"model.path=.primeslurm/own-family/{model}"

@@ -1,4 +1,4 @@
-"""Recurrent layers computed in chunks against the same computed token by token, document by document."""
+"""Recurrences in chunks, compared with the same recurrence token by token and document by document."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from primeslurm.nn.layers.recurrence import causal_conv, gated_delta_rule, state_space
 
 DOCUMENTS = ((1, 16, 20, 9), (4, 3, 39))
-"""Lengths in two rows: within chunks of 16, over their borders, and starting on one."""
+"""Lengths in two rows: documents within a chunk of 16, across chunks, and starting with a chunk."""
 LENGTH, HEADS, KEYS, VALUES = 46, 4, 8, 6
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
 
 
 def random(*shape: int) -> torch.Tensor:
-    """Float64 values that depend on the shape alone."""
+    """Return float64 values that depend on the shape only."""
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(2, LENGTH, *shape, generator=generator, dtype=torch.float64)
 
 
 def step_by_step(update: Callable[[int, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Outputs [2, LENGTH, HEADS, VALUES] of `update(row, position, state) -> (state, output)`."""
+    """Return outputs [2, LENGTH, HEADS, VALUES] of `update(row, position, state) -> (state, output)`."""
     rows = []
     for row in range(2):
         outputs = []
@@ -37,7 +37,7 @@ def step_by_step(update: Callable[[int, int, torch.Tensor], tuple[torch.Tensor, 
 
 
 def in_two(scan: Callable[..., tuple[torch.Tensor, torch.Tensor]], *inputs: torch.Tensor) -> torch.Tensor:
-    """Outputs of `scan(*inputs, positions, state)` over the first two chunks, and then from where these end."""
+    """Return outputs of `scan(*inputs, positions, state)` over the first two chunks, then over the rest."""
     state = torch.zeros(2, HEADS, KEYS, VALUES)
     outputs = []
     for part in zip(*(tensor.split([32, LENGTH - 32], dim=1) for tensor in (*inputs, POSITIONS)), strict=True):
@@ -77,7 +77,7 @@ def test_gated_delta_rule(strength: float) -> None:
     torch.testing.assert_close(got, expected.float(), atol=2e-5, rtol=1e-4)
     weights = random(HEADS, VALUES).flip(2)
     mine, theirs = (torch.autograd.grad((out * weights).sum(), log_decay)[0] for out in (got, expected))
-    # However little is left to learn of strong decays, rounding is less.
+    # Gradients of strong decays are small, but rounding errors are smaller.
     assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 

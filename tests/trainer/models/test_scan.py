@@ -1,4 +1,4 @@
-"""Recurrent layers compute the same whether they take rows whole or in parts, and do not keep what is inside a part."""
+"""Segments of recurrent layers: they do not change results, and their inside is not kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LAYERS = [("qwen3_5_text", "delta_net"), ("nemotron_h", "mamba")]
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward and backward pass of a layer gave."""
+    """Results of a forward and backward pass of a layer."""
 
     results: list[torch.Tensor]
     """Output, and the gradients of the input and of every parameter."""
     kept: int
-    """Bytes between the two passes, without parameters."""
+    """Bytes kept between the passes, without parameters."""
 
 
 def layer(case_name: str, part: str) -> nn.Module:
-    """The recurrent layer of a tiny model, random."""
+    """Return the recurrent layer of a tiny model with random weights."""
     config = next(case for case in CASES if case.name == case_name).config()
     torch.manual_seed(0)
     built: nn.Module = getattr(model_builder.spec(config, 64, "flex").model.layers[0], part).build()
@@ -60,7 +60,7 @@ def run(mixer: nn.Module) -> Pass:
 
 
 @pytest.mark.parametrize(("case_name", "part"), LAYERS)
-def test_parts_change_nothing(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_do_not_change_results(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = layer(case_name, part)
     whole = run(mixer)
     monkeypatch.setattr(scan, "SEGMENT_TOKENS", 2 * 64)
@@ -69,8 +69,8 @@ def test_parts_change_nothing(case_name: str, part: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(("case_name", "part"), LAYERS)
-def test_chains_that_are_compiled_change_nothing(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the compiler traces them, for any length; its kernels are seen by tests/gpu."""
+def test_fused_operations_do_not_change_results(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Traced, but not compiled: tests/gpu runs the kernels.
     mixer = layer(case_name, part)
     whole = run(mixer)
     compiled, torch_compile = [], torch.compile
@@ -93,16 +93,16 @@ def test_chains_that_are_compiled_change_nothing(case_name: str, part: str, monk
 
 
 @pytest.mark.parametrize(("case_name", "part"), LAYERS)
-def test_what_is_inside_a_part_is_not_kept(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inside_of_a_segment_is_not_kept(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = layer(case_name, part)
     bounded = run(mixer).kept
-    # As if there were no parts.
+    # As if there were no segments.
     monkeypatch.setattr(scan, "checkpoint", lambda function, *tensors, **options: function(*tensors))
     assert 4 * bounded < run(mixer).kept
 
 
 class Decoder(nn.Module):
-    """One layer, where activation checkpointing looks for layers."""
+    """One layer, at the place where activation checkpointing looks for layers."""
 
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def once(decoder: Decoder, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize(("case_name", "part"), LAYERS)
-def test_checkpointing_of_whole_layers_keeps_less_than_they_do_themselves(case_name: str, part: str) -> None:
+def test_activation_checkpointing_keeps_less(case_name: str, part: str) -> None:
     kept = {}
     for name, policy in POLICIES.items():
         decoder = Decoder(layer(case_name, part))
@@ -126,5 +126,5 @@ def test_checkpointing_of_whole_layers_keeps_less_than_they_do_themselves(case_n
             policy.build(dump_folder="").apply(decoder)
         row = torch.randn(2, LENGTH, 32, requires_grad=True)
         kept[name] = passes(decoder, partial(once, decoder, row), [row, POSITIONS]).kept
-    assert kept["full"] == 0, "of the inputs alone"
+    assert kept["full"] == 0, "besides the inputs"
     assert 0 < kept["selective"] < kept["none"]

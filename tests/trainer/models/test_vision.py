@@ -1,4 +1,4 @@
-"""Models that see images, against transformers: packed, trained and frozen."""
+"""Models with vision encoders, compared with transformers."""
 
 from __future__ import annotations
 
@@ -18,30 +18,29 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.rollouts import Row
 from tests.trainer.conftest import make_recipe
-from tests.trainer.families import BLIND_CASE, CASES, IMAGES, SEEING_CASES, Case, reference_of, write
+from tests.trainer.families import CASES, IMAGES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write
 from tests.trainer.image_rows import DOCUMENTS, document, packed
 
-SEEING = [*(case for case in CASES if hasattr(case.config(), "vision_config")), *SEEING_CASES]
+WITH_VISION = [*(case for case in CASES if hasattr(case.config(), "vision_config")), *VISION_CASES]
 
 
 def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool = True) -> Recipe:
-    """A recipe that trains on images."""
     model = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": freeze}}
     return make_recipe(path, model=model, **({"trainer": trainer} if trainer else {}))
 
 
 def logits(policy: PolicyModel, *with_images: tuple[Row, Images | None]) -> torch.Tensor:
-    rows, found = zip(*with_images, strict=True)
+    rows, images_of_rows = zip(*with_images, strict=True)
     tokens, positions = (torch.from_numpy(np.stack([getattr(r, n) for r in rows])) for n in ("token_ids", "positions"))
-    images = vision_input(rows, found, policy.model.vision, policy.device)
+    images = vision_input(rows, images_of_rows, policy.model.vision, policy.device)
     with torch.no_grad():
         return policy.logits(tokens.long(), positions.long(), images=images)[0]
 
 
-@pytest.mark.parametrize("case", SEEING, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", WITH_VISION, ids=lambda case: case.name)
 def test_logits_with_images_equal_those_of_transformers(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
-    found = logits(build(vlm_recipe(path), world), packed(DOCUMENTS), packed(DOCUMENTS[1:], 7))
+    actual = logits(build(vlm_recipe(path), world), packed(DOCUMENTS), packed(DOCUMENTS[1:], 7))
     reference = reference_of(case).from_pretrained(path, dtype=torch.float32).eval()
     for row, (documents, seed) in enumerate(((DOCUMENTS, 0), (DOCUMENTS[1:], 7))):
         first = 0
@@ -55,22 +54,22 @@ def test_logits_with_images_equal_those_of_transformers(case: Case, world: World
             }
             with torch.no_grad():
                 expected = reference(ids, **(options if grids else {})).logits[0]
-            part = found[row, first : first + len(tokens)]
+            part = actual[row, first : first + len(tokens)]
             assert expected.abs().max() > 0.5
             assert (part - expected).abs().max() < case.tolerance, (row, index)
             first += len(tokens)
 
 
-def test_attributes_of_a_model_without_a_family_are_found_by_name() -> None:
-    hf = SEEING_CASES[0].config
+def test_vision_encoder_of_a_generic_model_is_found_by_name() -> None:
+    hf = VISION_CASES[0].config
     with torch.device("meta"):
-        found = {name: GenericModel(hf(), Vlm(**options)) for name, options in NAMED.items()}
+        models = {name: GenericModel(hf(), Vlm(**options)) for name, options in NAMED.items()}
         for options, why in REFUSED:
             with pytest.raises(ValueError, match=why):
                 GenericModel(hf(), Vlm(**options))
         with pytest.raises(ValueError, match="llava does not read images as patches with three coordinates"):
-            GenericModel(BLIND_CASE.config(), Vlm())
-    for name, model in found.items():
+            GenericModel(OTHER_VISION_CASE.config(), Vlm())
+    for name, model in models.items():
         trained = {".visual." in key for key, parameter in model.named_parameters() if parameter.requires_grad}
         assert trained == ({True, False} if name == "trained" else {False}), name
 

@@ -1,4 +1,4 @@
-"""Compilations are counted per step, and late recompilations are logged."""
+"""CompilationMetrics are counted per step, and late recompilations are logged."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_failed_announcement_is_repeated(world: World, tmp_path: Path, monkeypat
                 raise answers.pop()
             return version
 
-    monkeypatch.setattr("primeslurm.records.reserve.time.sleep", lambda _: None)
+    monkeypatch.setattr("primeslurm.base.files.sleep", lambda _: None)
     FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
     assert not answers
     answers.append(trainer_link.LinkError("no such version"))

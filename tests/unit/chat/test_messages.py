@@ -1,4 +1,4 @@
-"""Whichever of OpenAI's forms messages are in, a chat template gets the one that it takes."""
+"""Normalization of messages to the form that a chat template expects."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def calling(arguments: Any, **fields: Any) -> list[dict[str, Any]]:
 
 
 def only(message: Any) -> Any:
-    """The last message of a conversation, as it is normalised."""
+    """Return the normalized last message of a conversation."""
     return normalized([ASKED, message])[-1]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls_are_rendered_alike_from_text_and_object_and_without_a_none(name: str) -> None:
+def test_arguments_as_text_or_object_render_alike_and_null_content_is_not_printed(name: str) -> None:
     template = ChatTemplate(tokenizer(TEMPLATES[name], "<|im_end|>"))
     found = {template.render(normalized(calling(given), template.form)) for given in (OBJECT, TEXT)}
     assert len(found) == 1
@@ -44,7 +44,7 @@ def test_calls_are_rendered_alike_from_text_and_object_and_without_a_none(name: 
     assert text == empty == template.render(normalized(absent, template.form))
 
 
-def test_arguments_are_an_object_or_text_as_the_template_takes_them() -> None:
+def test_form_of_arguments_follows_the_template() -> None:
     forms = {
         name: ChatTemplate(tokenizer(template, "<|im_end|>")).form.arguments for name, template in TEMPLATES.items()
     }
@@ -55,13 +55,13 @@ def test_arguments_are_an_object_or_text_as_the_template_takes_them() -> None:
     assert ChatTemplate(tokenizer(CHATML)).form.arguments == "not shown"
 
 
-def test_text_that_a_template_wants_stays_as_it_was_written() -> None:
+def test_argument_text_is_not_reformatted() -> None:
     form = MessageForm(arguments="text")
     found = [normalized(calling(given), form)[1]["tool_calls"][0] for given in ('{"a":1}', {"a": "é"}, None)]
     assert [call["function"]["arguments"] for call in found] == ['{"a":1}', '{"a": "é"}', "{}"]
 
 
-def test_an_answer_without_words_is_none_only_where_the_template_makes_less_of_it() -> None:
+def test_missing_content_is_null_only_if_the_template_then_renders_less() -> None:
     header = "{% if m.content is not none %}>>>all\n{{ m.content }}{% endif %}"
     shows = PRINTED.replace("{{ m.content }}", header).replace("CALL", "{{ c.function.arguments | tojson }}")
     assert ChatTemplate(tokenizer(shows)).form.no_content is None
@@ -69,14 +69,14 @@ def test_an_answer_without_words_is_none_only_where_the_template_makes_less_of_i
     assert ChatTemplate(tokenizer(plain)).form.no_content == ""
 
 
-def test_nulls_are_left_out() -> None:
+def test_null_fields_are_removed() -> None:
     nulls = dict.fromkeys(("tool_calls", "function_call", "name", "refusal", "audio", "reasoning_content"))
     assert only({"role": "assistant", "content": "Hi.", **nulls}) == {"role": "assistant", "content": "Hi."}
     assert only({"role": "assistant", "content": "Hi.", "tool_calls": []}) == {"role": "assistant", "content": "Hi."}
     assert only({"role": "tool", "tool_call_id": "1", "content": None})["content"] == ""
 
 
-def test_texts_are_joined_and_images_stay() -> None:
+def test_text_parts_are_joined_and_images_stay() -> None:
     texts = [{"type": "text", "text": "a"}, "b", {"type": "output_text", "text": "c"}]
     assert only({"role": "user", "content": texts})["content"] == "abc"
     image = {"type": "image"}
@@ -84,18 +84,18 @@ def test_texts_are_joined_and_images_stay() -> None:
     assert found == [{"type": "text", "text": "a"}, image]
 
 
-def test_calls_without_an_envelope_get_one() -> None:
+def test_bare_function_calls_are_wrapped() -> None:
     found = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{}"}]})
     assert found["tool_calls"] == [{"type": "function", "function": {"name": "f", "arguments": {}}}]
 
 
 @pytest.mark.parametrize("nothing", [{}, None, "", " ", "{}", "null"])
-def test_calls_without_arguments_have_an_empty_object(nothing: Any) -> None:
+def test_missing_arguments_become_an_empty_object(nothing: Any) -> None:
     found = only({"role": "assistant", "tool_calls": [{"name": "f", "arguments": nothing}]})
     assert found["tool_calls"][0]["function"]["arguments"] == {}
 
 
-def test_a_developer_speaks_as_the_system_unless_the_template_knows_the_role() -> None:
+def test_developer_becomes_system_unless_the_template_supports_it() -> None:
     said = [{"role": "developer", "content": "Be brief."}, ASKED]
     assert normalized(said)[0]["role"] == "system"
     knows = ChatTemplate(tokenizer(CHATML + "{% if messages[0].role == 'developer' %}{% endif %}"))
@@ -103,7 +103,7 @@ def test_a_developer_speaks_as_the_system_unless_the_template_knows_the_role() -
 
 
 @pytest.mark.parametrize("given", ["reasoning_content", "reasoning", "thinking"])
-def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
+def test_thoughts_get_the_key_that_the_template_reads(given: str) -> None:
     said = [ASKED, {"role": "assistant", "content": "Hi.", given: "Hm."}]
     for read in ("reasoning_content", "thinking"):
         template = ChatTemplate(tokenizer("{% for m in messages %}{{ m." + read + " }}{{ m.content }}{% endfor %}"))
@@ -143,13 +143,13 @@ def test_thoughts_get_the_name_that_the_template_reads(given: str) -> None:
         ({"role": "assistant", "content": "x", "weight": 0}, "weights of messages are not supported"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_rendered_is_named_with_its_message(message: Any, why: str) -> None:
+def test_errors_name_the_message_and_the_problem(message: Any, why: str) -> None:
     with pytest.raises(ConversationError, match=f"^message 2: .*{why}"):
         normalized([ASKED, message])
 
 
 @pytest.mark.parametrize("arguments", ["{", "[1]", ""])
-def test_a_sampled_answer_is_kept_whatever_it_says(arguments: str) -> None:
+def test_lenient_keeps_any_sampled_answer(arguments: str) -> None:
     sampled = calling(arguments)
     before = copy.deepcopy(sampled)
     found = normalized(sampled, lenient=True)[1]
@@ -157,7 +157,7 @@ def test_a_sampled_answer_is_kept_whatever_it_says(arguments: str) -> None:
     assert found["content"] == "" and found["tool_calls"][0]["function"]["arguments"] == (arguments or {})
 
 
-def test_tools_are_wrapped_and_read_from_text() -> None:
+def test_tools_are_wrapped_and_parsed_from_text() -> None:
     function = {"name": "f", "parameters": {}}
     wrapped = [{"type": "function", "function": function}]
     assert tools_of([function]) == tools_of(wrapped) == tools_of('[{"name": "f", "parameters": {}}]') == wrapped
@@ -178,7 +178,7 @@ ANSWERED = {"role": "assistant", "content": "Sunny."}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def test_what_a_template_refuses_or_leaves_out_is_told() -> None:
+def test_messages_that_the_template_refuses_or_skips_are_errors() -> None:
     late = refused(TEMPLATES["Qwen3.5-0.8B"], ASKED, SYSTEM, ANSWERED)
     assert late.startswith("the chat template fails: TemplateError: System message must be at the beginning.")
     assert "TemplateError: Conversation roles must alternate" in refused(GEMMA, ASKED, ASKED, ANSWERED)
@@ -195,12 +195,12 @@ def test_what_a_template_refuses_or_leaves_out_is_told() -> None:
     assert "message 2: the chat template leaves out this message" in refused(LLAMA_3, ASKED, words)
 
 
-def test_a_message_that_a_template_shows_in_json_or_trimmed_is_not_left_out() -> None:
+def test_content_shown_in_json_or_trimmed_is_not_an_error() -> None:
     text = TrainingText(tokenizer(LLAMA_3, "<|eot_id|>"))
     result = {"role": "tool", "tool_call_id": "call00001", "content": 'It is "sunny"\nin é.'}
     parts = text.parts({"messages": [{**ASKED, "content": "  Weather?\n"}, calling({})[1], result, ANSWERED]})
     assert parts[-1] == ("Sunny.<|eot_id|>", True)
 
 
-def test_a_model_without_a_chat_template_is_told_of(tmp_path: Path) -> None:
+def test_missing_chat_template_is_an_error(tmp_path: Path) -> None:
     assert refused("", ASKED, ANSWERED).startswith("the model has no chat template (add one")

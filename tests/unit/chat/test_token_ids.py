@@ -1,4 +1,4 @@
-"""An answer is trained in the tokens in which the model samples it: behind its prompt, not as a text of its own."""
+"""An answer is tokenized as the model samples it: as a continuation of its prompt."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROLES = (
 
 
 def sentencepiece(kind: str, template: str) -> Any:
-    """A tokenizer as transformers makes it of SentencePiece's; `legacy` is that of Llama 2 and Mistral."""
+    """Return a tokenizer like those converted from SentencePiece. Llama 2 and Mistral use "legacy"."""
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2}
     merges: list[tuple[str, str]] = []
     for character in "abcdefghijklmnopqrstuvwxyzINSTR.?[]/▁\n":
@@ -56,7 +56,7 @@ def sentencepiece(kind: str, template: str) -> Any:
     ],
     ids=["blank before", "line break before"],
 )
-def test_no_blank_comes_before_an_answer_that_has_none(kind: str, template: str, answers: list[list[str]]) -> None:
+def test_sentencepiece_adds_no_space_before_an_answer(kind: str, template: str, answers: list[list[str]]) -> None:
     text = TrainingText(sentencepiece(kind, template), every=True)
     parts = text.parts({"messages": [ASKED, SUNNY, MORE, RAIN]})
     ids = text.token_ids([part for part, _ in parts])
@@ -66,13 +66,13 @@ def test_no_blank_comes_before_an_answer_that_has_none(kind: str, template: str,
     assert [token for each in ids for token in each] == whole["input_ids"]
 
 
-def test_an_answer_is_never_joined_with_its_prompt_in_one_token() -> None:
+def test_no_token_spans_prompt_and_answer() -> None:
     text = TrainingText(sentencepiece("legacy", LLAMA_2))
     parts = text.token_ids(["a", "Sun", "ny", ""])
     assert text.template.tokenizer.convert_ids_to_tokens(parts[2]) == ["n", "y"] and parts[3] == []
 
 
-def test_tokenizers_of_bytes_take_each_part_as_it_is() -> None:
+def test_byte_level_tokenizers_encode_each_part_alone() -> None:
     text = TrainingText(tokenizer(CHATML, "<|im_end|>"), every=True)
     texts = ["a b", " c", "\nd"]
     assert text.token_ids(texts) == text.template.tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -1,4 +1,4 @@
-"""The token that ends a turn is trained, whichever way a chat template ends turns; the rest of the context is not."""
+"""The token that ends a turn is trained with the answer, however the chat template ends turns."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def training_text(
 
 
 def trained(text: TrainingText, messages: list[Message]) -> list[str]:
-    """What is trained. All parts together are the rendered conversation, to the end of its last turn."""
+    """Return the trained parts. All parts together have to be the rendered conversation."""
     parts = text.parts({"messages": messages})
     whole = text.template.render(normalized(messages, text.template.form))
     joined = "".join(part for part, _ in parts)
@@ -88,7 +88,7 @@ def trained(text: TrainingText, messages: list[Message]) -> list[str]:
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 30 else "",
 )  # fmt: skip
-def test_each_answer_is_trained_with_what_ends_its_turn(
+def test_each_answer_is_trained_with_its_end_token(
     name: str, template: str, eos: str, stops: Any, expected: list[str], tmp_path: Path
 ) -> None:
     text = training_text(tmp_path, template, eos, stops, every=True)
@@ -118,12 +118,12 @@ def test_each_answer_is_trained_with_what_ends_its_turn(
             "<|im_end|>", "Sunny.<|im_end|>"]),
     ],
 )  # fmt: skip
-def test_calls_and_answers_of_a_conversation_with_tools_end_as_the_model_ends_them(
+def test_calls_and_answers_end_with_the_models_own_tokens(
     name: str, eos: str, stops: list[str] | None, expected: list[str], tmp_path: Path
 ) -> None:
     text = training_text(tmp_path, bundled(name), eos, stops, every=True)
     assert trained(text, TOOL_TALK) == expected
-    assert trained(text, TOOL_TALK[:2]) == expected[:1], "nothing follows on the call"
+    assert trained(text, TOOL_TALK[:2]) == expected[:1]
     text.every = False
     assert trained(text, TOOL_TALK) == expected[1:]
 
@@ -139,22 +139,22 @@ def test_gpt_oss_ends_answers_and_calls_with_different_tokens(stops: list[str] |
         text.parts({"messages": TALK})
 
 
-def test_llama_ends_code_that_is_to_be_run_with_another_token(tmp_path: Path) -> None:
+def test_llama_ends_code_with_another_token(tmp_path: Path) -> None:
     text = training_text(tmp_path, LLAMA_3, "<|eot_id|>", LLAMA_STOPS, every=True)
     code = {"role": "assistant", "tool_calls": [{"function": {"name": "python", "arguments": {"code": "1"}}}]}
     assert trained(text, [ASKED, code, RESULT, SUNNY]) == ["<|python_tag|>1<|eom_id|>", "Sunny.<|eot_id|>"]
     assert trained(text, TOOL_TALK)[0] == '{"name": "weather", "parameters": {"city": "Rome"}}<|eot_id|>'
 
 
-def test_deepseek_r1_is_trained_where_its_template_shows_an_answer_as_it_is_sampled(tmp_path: Path) -> None:
+def test_deepseek_r1_trains_only_answers_that_its_template_shows_as_sampled(tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("DeepSeek-R1"), DEEPSEEK_END, DEEPSEEK_END)
-    assert trained(text, TOOL_TALK) == [f"Sunny.{DEEPSEEK_END}"], "no thoughts are begun after the result of a tool"
+    assert trained(text, TOOL_TALK) == [f"Sunny.{DEEPSEEK_END}"]
     with pytest.raises(ConversationError, match=r"message 2: .*prompt as the start.*write such lines as `prompt`"):
         text.parts({"messages": TALK[:2]})
     assert text.parts({"prompt": "a", "completion": "b"}) == [("a", False), (f"b{DEEPSEEK_END}", True)]
 
 
-def test_thoughts_and_empty_thoughts_follow_on_the_prompt_that_asks_for_them(tmp_path: Path) -> None:
+def test_thoughts_follow_the_prompt_for_thinking_or_not_thinking(tmp_path: Path) -> None:
     thinking = {**SUNNY, "reasoning_content": "Hm."}
     glm = training_text(tmp_path / "glm", bundled("GLM-4.7-Flash"), "<|endoftext|>", GLM_STOPS)
     assert trained(glm, [ASKED, thinking]) == ["Hm.</think>Sunny.<|user|>"]
@@ -164,7 +164,7 @@ def test_thoughts_and_empty_thoughts_follow_on_the_prompt_that_asks_for_them(tmp
     assert trained(qwen, [ASKED, SUNNY]) == ["Sunny.<|im_end|>"]
 
 
-def test_thoughts_that_the_template_drops_from_earlier_answers_are_told_of(tmp_path: Path) -> None:
+def test_train_all_is_an_error_if_the_template_drops_earlier_thoughts(tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("Qwen3-0.6B"), "<|im_end|>", "<|im_end|>", every=True)
     with pytest.raises(ConversationError, match=r"message 2: .* once messages follow it: .*`train: last`"):
         text.parts({"messages": TOOL_TALK})
@@ -188,7 +188,7 @@ def test_thoughts_that_the_template_drops_from_earlier_answers_are_told_of(tmp_p
         (UNENDING, "<|end|>", None, "b", "b<|end|>"),
     ],
 )  # fmt: skip
-def test_a_completion_is_trained_with_one_end(
+def test_completion_is_trained_with_exactly_one_end_token(
     template: str, eos: str, stops: Any, completion: str, expected: str, tmp_path: Path
 ) -> None:
     text = training_text(tmp_path, template, eos, stops)
@@ -197,21 +197,21 @@ def test_a_completion_is_trained_with_one_end(
 
 
 @pytest.mark.parametrize("listed", ["int", "list"])
-def test_generation_config_names_one_token_or_a_list(listed: str, tmp_path: Path) -> None:
+def test_generation_config_lists_one_stop_token_or_several(listed: str, tmp_path: Path) -> None:
     stops = "<|user|>" if listed == "int" else ["<|user|>"]
     ends = training_text(tmp_path, NEXT_ROLE, "<|end|>", stops).ends
     assert ends.stops == {"<|user|>", "<|end|>"}
     assert ends.answer == TurnEnd("<|user|>", written=False, before="\n") and ends.unlisted() == []
 
 
-def test_what_engines_do_not_stop_at_is_told(tmp_path: Path) -> None:
+def test_unlisted_end_tokens_are_reported(tmp_path: Path) -> None:
     assert training_text(tmp_path / "a", GEMMA, "<eos>").ends.unlisted() == ["<end_of_turn>"]
     glm = training_text(tmp_path / "b", bundled("GLM-4.6"), "<|endoftext|>").ends
     assert glm.unlisted() == ["<|observation|>", "<|user|>"]
 
 
 @pytest.mark.parametrize("eos", ["<|end|>", None])
-def test_a_template_that_ends_turns_with_no_token_is_refused(eos: str | None, tmp_path: Path) -> None:
+def test_template_without_end_tokens_is_an_error(eos: str | None, tmp_path: Path) -> None:
     text = training_text(tmp_path, UNENDING, eos)
     assert text.ends.answer is None
     with pytest.raises(ConversationError, match=r"writes '\\n\\n' after an answer, so there is .*\(have the template"):
@@ -219,22 +219,22 @@ def test_a_template_that_ends_turns_with_no_token_is_refused(eos: str | None, tm
 
 
 @pytest.mark.parametrize("role", ["assistant", "system"])
-def test_a_message_that_ends_no_turn_is_refused_between_two_turns(role: str, tmp_path: Path) -> None:
+def test_answer_followed_by_a_role_that_ends_no_turn_is_an_error(role: str, tmp_path: Path) -> None:
     text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS, every=True)
     with pytest.raises(ConversationError, match=f"message 2: a message of role {role} follows"):
         text.parts({"messages": [ASKED, SUNNY, {"role": role, "content": "Go on."}, MORE, RAIN]})
 
 
-def test_an_answer_that_speaks_of_an_end_is_trained_whole(tmp_path: Path) -> None:
-    """GLM's end of a text is among its stops, and an answer may name it."""
+def test_end_token_inside_an_answer_does_not_cut_it(tmp_path: Path) -> None:
+    # <|endoftext|> is one of GLM's stop tokens, and the text of an answer may contain it.
     text = training_text(tmp_path, bundled("GLM-4.6"), "<|endoftext|>", GLM_STOPS)
     said = "It is <|endoftext|> there."
     (found,) = trained(text, [ASKED, {"role": "assistant", "content": said}])
     assert found == f"\n<think></think>\n{said}<|user|>"
 
 
-def test_the_end_of_an_answer_with_many_blanks_is_found_in_one_pass(tmp_path: Path) -> None:
-    """A regular expression that may begin at each blank looks at 10^11 of them here."""
+def test_end_of_an_answer_with_much_whitespace_is_found_in_linear_time(tmp_path: Path) -> None:
+    # A regular expression that may start at each space would take 10^11 steps here.
     text = training_text(tmp_path, CHATML, "<|im_end|>", "<|im_end|>")
     said = "a" + " \n" * 200_000 + "b"
     assert trained(text, [ASKED, {"role": "assistant", "content": said}]) == [f"{said}<|im_end|>"]
@@ -243,9 +243,7 @@ def test_the_end_of_an_answer_with_many_blanks_is_found_in_one_pass(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("messages", "every"), [([SUNNY], False), ([SUNNY], True), ([SUNNY, MORE, RAIN], True)])
-def test_an_answer_that_nothing_comes_before_has_no_prompt(
-    messages: list[Message], every: bool, tmp_path: Path
-) -> None:
+def test_answer_without_a_prompt_is_an_error(messages: list[Message], every: bool, tmp_path: Path) -> None:
     text = training_text(tmp_path, CHATML, "<|im_end|>", "<|im_end|>", every=every)
     with pytest.raises(ConversationError, match="message 1: no message comes before this answer"):
         text.parts({"messages": messages})

@@ -1,4 +1,4 @@
-"""Families are found: those of this package by their modules, those of others by entry points."""
+"""The registry finds the families of this package by folder, and those of other packages by entry point."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AGAIN = Family(name="again", model_types={"qwen3": Capabilities()})
 
 @pytest.fixture
 def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory that packages can be put into."""
+    """A directory on sys.path for packages."""
     monkeypatch.syspath_prepend(tmp_path)
     families.cache_clear()
     yield tmp_path
@@ -40,7 +40,7 @@ def site_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 
 def install(directory: Path, *values: str) -> None:
-    """A package with these entry points."""
+    """Install a package with these entry points."""
     (directory / "other_package.py").write_text(FAMILY)
     about = directory / "other_package-1.0.dist-info"
     about.mkdir()
@@ -49,22 +49,22 @@ def install(directory: Path, *values: str) -> None:
     (about / "entry_points.txt").write_text("\n".join(["[primeslurm.families]", *lines]))
 
 
-def test_the_module_of_a_family_has_its_name() -> None:
+def test_every_family_folder_has_the_name_of_its_family() -> None:
     folders = [path.parent.name for path in (ROOT / "primeslurm" / "models").glob("*/spec.py")]
     assert sorted(folders) == sorted(family.name for family in bundled()) and len(folders) > 10
 
 
-def test_specs_are_read_without_torch() -> None:
+def test_specs_import_neither_torch_nor_pydantic() -> None:
     code = "import sys, primeslurm.models.catalog as c; c.catalog(); print({'torch', 'pydantic'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-def test_no_two_families_have_a_model_type() -> None:
+def test_model_types_are_unique() -> None:
     types = [model_type for family in bundled() for model_type in family.model_types]
     assert len(types) == len(set(types))
 
 
-def test_a_family_of_an_installed_package_is_found(site_packages: Path) -> None:
+def test_family_of_an_installed_package_is_found(site_packages: Path) -> None:
     install(site_packages, "other_package:FOUND")
     assert families()[:-1] == bundled()
     found = family_of("found_moe")
@@ -74,8 +74,8 @@ def test_a_family_of_an_installed_package_is_found(site_packages: Path) -> None:
     assert renderer_traits("other_package:Another") == RendererTraits()
 
 
-def test_what_a_renderer_is_like_is_said_by_its_family_alone() -> None:
-    """By the names of renderers in the code around: none but that of the plain chat template."""
+def test_only_families_name_renderers() -> None:
+    # No other code compares names of renderers, except that of the plain chat template.
     own = {name for family in bundled() for name in (family.renderer, *family.renderers.values()) if name}
     names = {*RENDERERS, *own} - {DEFAULT}
     for family in bundled():
@@ -99,7 +99,7 @@ def test_what_a_renderer_is_like_is_said_by_its_family_alone() -> None:
         (["other_package:FOUND", "other_package:FOUND"], "another family has the model type found, found_moe"),
     ],
 )
-def test_what_is_wrong_with_a_packages_family_is_said(site_packages: Path, values: list[str], why: str) -> None:
+def test_bad_entry_points_are_usage_errors(site_packages: Path, values: list[str], why: str) -> None:
     install(site_packages, *values)
     with pytest.raises(UsageError, match=why):
         families()
@@ -119,5 +119,5 @@ def test_what_is_wrong_with_a_packages_family_is_said(site_packages: Path, value
         ("qwen3/step-100", Parsers()),
     ],
 )
-def test_the_most_telling_part_of_a_name_says_how_a_model_writes(name: str, parsers: Parsers) -> None:
+def test_parsers_follow_the_last_and_longest_match_in_the_name(name: str, parsers: Parsers) -> None:
     assert parsers_of(name) == parsers

@@ -17,7 +17,7 @@ import pytest
 from primeslurm.base.files import read_json
 from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
 from primeslurm.node.head.head import Head, HeadTimings
-from primeslurm.node.head.termination import Termination
+from primeslurm.node.head.job_end import Termination
 from primeslurm.node.host.exit_cleanup import ExitCleanup
 from primeslurm.plan.model import Health, Plan, Process, Replica
 from primeslurm.records.events.nodes import FileSystemFault
@@ -106,10 +106,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     started: list[Running] = []
 
     def run(
-        *nodes: tuple[Process, ...],
-        agents: AgentTimings = QUICK,
-        head: HeadTimings = PATIENT,
-        **options: Any,
+        *nodes: tuple[Process, ...], agents: AgentTimings = QUICK, head: HeadTimings = PATIENT, **options: Any
     ) -> Running:
         started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch, agents, head))
         return started[-1]
@@ -413,8 +410,8 @@ def test_an_agent_says_news_at_once_and_otherwise_as_often_as_the_plan_has_it(tm
 def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
     pid = running.wait_state("other", "ready").pid
-    monkeypatch.setattr(NodeAgent, "head_silent_s", 1.0)
-    monkeypatch.setattr(Head, "_publish", lambda *_: None)
+    monkeypatch.setattr(NodeAgent, "head_timeout_s", 1.0)
+    monkeypatch.setattr(Head, "_publish_view", lambda *_: None)
     running.wait(lambda: not alive(pid))
     assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
 
@@ -483,7 +480,7 @@ def test_a_file_system_that_stays_full_excuses_nobody_for_ever(
     head, agents, now = assigned
     agents[1]._read_head(now)
     head.run_directory.path.joinpath(".reserve").write_bytes(b"")
-    monkeypatch.setattr("primeslurm.node.host.record_writer.Reserve.fill", lambda _: False)
+    monkeypatch.setattr("primeslurm.node.host.record_writer.fill_reserve", lambda _: False)
     patience = int(1.5 * agents[1].plan.stall_timeout_s)
     for seconds in range(1, patience):
         agents[1].tick(now + seconds)
@@ -521,7 +518,7 @@ def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None
     running.wait(lambda: running.report("server").pid not in (pid, None))
     running.wait_state("server", "ready")
     first = running.events(ProcessExited)[0]
-    assert first.code == -9 and (first.reason or "").startswith("hangs: silent for ")
+    assert first.code == -9 and (first.reason or "").startswith("unresponsive: silent for ")
 
 
 def test_a_restart_group_is_restarted_as_one(start: Callable[..., Running]) -> None:
@@ -585,7 +582,7 @@ def test_a_trainer_goes_on_without_an_engine_that_is_given_up(start: Callable[..
 
 
 def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    timings = HeadTimings(gather_silent=0.3)
+    timings = HeadTimings(gather_heartbeats=0.3)
     running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), head=timings, node_silent_s=600)
     running.wait(lambda: running.head.fleet.assembled)
     monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)

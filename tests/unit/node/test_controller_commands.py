@@ -88,6 +88,6 @@ def test_a_refusal_is_told_soon(clock: list[float]) -> None:
 
 
 def test_a_controller_that_never_comes_back_is_given_up(clock: list[float]) -> None:
-    with pytest.raises(ClusterError, match="away for 60 minutes"):
+    with pytest.raises(ClusterError, match="has not answered for 60 minutes"):
         requeue(FlightySlurm(away=10_000))
-    assert clock[0] > controller_commands.AWAY_S
+    assert clock[0] > controller_commands.DOWN_S

@@ -192,7 +192,7 @@ def test_agents_leave_as_soon_as_one_has_seen_to_the_job_of_a_dead_head(
     monkeypatch.setattr(entry, "time", clock)
     if recorded_at is not None:
         clock.then[recorded_at] = lambda: attempt.record_end(end)
-    assert entry._is_seen_to(attempt, entry.DEPUTY_S * 10) is (recorded_at is not None)
+    assert entry._ended_by_another(attempt, entry.DEPUTY_S * 10) is (recorded_at is not None)
     assert clock.now == left_at
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.agent.node_agent import AgentTimings
-from primeslurm.node.agent.node_context import remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import remove_leftovers
 from primeslurm.node.head.fleet import Fleet
 from primeslurm.node.head.head import HeadTimings
 from primeslurm.node.preflight.preflight import Preflight
@@ -179,6 +179,6 @@ def test_what_a_killed_agent_left_is_removed_by_the_next_attempt_and_nothing_els
     names = ["primeslurm-r-1-1-a0", "primeslurm-r-1-2-a1", "primeslurm-r-1-3-a0", "primeslurm-r-10-1-a0", "r-1-1-a0"]
     for name in [*names, "primeslurm-r-1-4-a0", "other"]:
         (tmp_path / name / "below").mkdir(parents=True)
-    remove_of_earlier_attempts(tmp_path / "primeslurm-r-1-3-a7")
+    remove_leftovers(tmp_path / "primeslurm-r-1-3-a7")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"primeslurm-r-1-3-a0", "primeslurm-r-1-4-a0", "primeslurm-r-10-1-a0", "r-1-1-a0", "other"}

@@ -17,9 +17,9 @@ from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of, python
+from tests.unit.node.fleet_of_agents import Agents, process
 from tests.unit.node.test_agent import Running, start
 from tests.unit.node.test_agent import process as of_plan
-from tests.unit.node.test_fleet import Agents, process
 
 __all__ = ["start"]  # a fixture
 ERROR = "ValueError: max_model_len (131072) is larger than 40960"
@@ -116,13 +116,13 @@ def test_a_role_that_has_served_is_restarted_as_before() -> None:
 )
 def test_what_is_alike(reports: dict[str, ProcessReport | None], dead: bool) -> None:
     starts = FailedStarts([process(name=name) for name in reports])
-    assert (starts.look(reports.get, {"lost"}) is not None) is dead
+    assert (starts.check(reports.get, {"lost"}) is not None) is dead
 
 
 def test_engines_that_are_restarted_as_one_are_one() -> None:
     starts = FailedStarts([process(name="a", unit="u"), process(name="b", unit="u")])
     reports = {"a": failed(2, state="fallen"), "b": failed(2, "DistStoreError: wait timeout", state="fallen")}
-    assert starts.look(reports.get, set()) is not None, "the other one only waited for it"
+    assert starts.check(reports.get, set()) is not None, "the other one only waited for it"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from primeslurm.base.files import write_json
-from primeslurm.node.agent.head_watch import QUIET, HeadKillDetector
+from primeslurm.node.agent.node_agent import HEARTBEATS_BEFORE_LOOK, HeadKillDetector
 from primeslurm.node.attempt.batch_epilogue import BatchEpilogue, ending_of_step
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord, JobRecord
@@ -60,14 +60,14 @@ def test_an_agent_finds_that_the_head_was_killed(tmp_path: Path) -> None:
     path = RunDirectory(tmp_path / "run").job_output("7")
     path.parent.mkdir()
     watch = HeadKillDetector(plan, {"SLURM_JOB_ID": "7", NODES: "n001,n002", START: "1"})
-    assert watch.killed(QUIET, now=10.0) is None, "there is no output"
+    assert watch.killed(HEARTBEATS_BEFORE_LOOK, now=10.0) is None, "there is no output"
     path.write_text("primeslurm: start 1\nsrun: error: n002: task 1: Killed\n")
-    assert watch.killed(QUIET, now=20.0) is None
+    assert watch.killed(HEARTBEATS_BEFORE_LOOK, now=20.0) is None
     with path.open("a") as handle:
         handle.write("srun: error: n001: task 0: Out Of Memory\n")
-    assert watch.killed(QUIET - 1.0, now=30.0) is None, "it was heard of"
-    assert watch.killed(QUIET, now=40.0) == "Out Of Memory"
-    assert HeadKillDetector(plan, {}).killed(QUIET, now=50.0) is None, "no job of Slurm"
+    assert watch.killed(HEARTBEATS_BEFORE_LOOK - 1.0, now=30.0) is None, "it was heard of"
+    assert watch.killed(HEARTBEATS_BEFORE_LOOK, now=40.0) == "Out Of Memory"
+    assert HeadKillDetector(plan, {}).killed(HEARTBEATS_BEFORE_LOOK, now=50.0) is None, "no job of Slurm"
 
 
 def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_the_step_starts_again_also_after_a_head_has_assigned_the_others(
             1, {0: AssignedAgent(0, "n0"), 1: AssignedAgent(1, "n1"), 2: AssignedAgent(3, "n3")}
         )
         write_json(stopped.assignment_file, msgspec.to_builtins(assignment))
-    assert BatchEpilogue(RunDirectory(tmp_path / "run"), "w", [str(fake_srun), "--label", "agent"]).see_to(1) == 0
+    assert BatchEpilogue(RunDirectory(tmp_path / "run"), "w", [str(fake_srun), "--label", "agent"]).complete(1) == 0
     assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
     assert not stopped.assignment().agents, "of heads that are gone"
     assert stopped.end() is None

@@ -58,7 +58,7 @@ def test_ports_of_other_addresses_are_not_in_the_way() -> None:
 
 
 def test_a_port_where_somebody_listens_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "_SEARCH", 1)
+    monkeypatch.setattr(network, "_TRIES", 1)
     monkeypatch.setattr(network, "_ELSEWHERE", range(FIRST, FIRST + 1))
     with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"no free port on {ADDRESS} from"):
         Ports(ADDRESS).claim(FIRST)
@@ -69,13 +69,13 @@ HELD: list[socket.socket] = []
 
 
 def claim_all() -> None:
-    for port in range(FIRST, FIRST + network._SEARCH):
+    for port in range(FIRST, FIRST + network._TRIES):
         HELD.append(socket.socket(socket.AF_UNIX))
         HELD[-1].bind(f"\0primeslurm {ADDRESS}:{port}")
 
 
 def listen_on_all() -> None:
-    for port in range(FIRST, FIRST + network._SEARCH):
+    for port in range(FIRST, FIRST + network._TRIES):
         HELD.append(socket.create_server(("0.0.0.0" if port % 2 else ADDRESS, port)))
 
 
@@ -145,7 +145,7 @@ def test_a_server_whose_port_a_stranger_took_after_it_was_claimed_is_started_on_
         assert done.succeeded, done.trace
         before = Addresses(hosts=hosts, ports={"server": {"http": first}})
         manager.tick(0.0, FleetView(time=0.0), before)
-        assert not manager.children and not manager.is_known(before), "where it is has to be published first"
+        assert not manager.children and not manager.has_published(before), "where it is has to be published first"
         other = manager.ports["server"]["http"]
         assert other != first
         manager.tick(0.0, FleetView(time=0.0), Addresses(hosts=hosts, ports={"server": {"http": other}}))

@@ -178,7 +178,7 @@ def test_a_head_waits_until_it_can_tell_the_others_what_to_compare_with(
 def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "ENOUGH_FREE", 2**60)
     assert [check.level for check in checks.space_checks(tmp_path, tmp_path)] == ["warning", "warning"]
-    monkeypatch.setattr(checks, "LEAST_FREE", 2**60)
+    monkeypatch.setattr(checks, "MIN_FREE_BYTES", 2**60)
     assert [check.level for check in checks.space_checks(tmp_path, tmp_path)] == ["failed", "failed"]
 
 
@@ -292,7 +292,7 @@ def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monke
 
 
 def test_a_full_file_system_is_waited_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "LEAST_FREE", 2**60)
+    monkeypatch.setattr(checks, "MIN_FREE_BYTES", 2**60)
     found = preflight(plan, 0, tmp_path, clock_wait_s=0.2, limit_s=6.0, full_poll_s=0.05)
     found.start()
     deadline = time.monotonic() + 600
@@ -310,7 +310,7 @@ def test_a_full_file_system_is_waited_for(plan: Plan, tmp_path: Path, monkeypatc
 def test_a_full_file_system_is_not_waited_for_for_ever(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "LEAST_FREE", 2**60)
+    monkeypatch.setattr(checks, "MIN_FREE_BYTES", 2**60)
     soon = plan.model_copy(update={"stall_timeout_s": 0})
     found = preflight(soon, 0, tmp_path, clock_wait_s=0.2, full_poll_s=0.05)
     found.start()

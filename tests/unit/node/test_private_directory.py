@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.agent.node_agent import NodeAgent
-from primeslurm.node.agent.node_context import directory_of, remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_of, remove_leftovers
 from primeslurm.node.host.private_directory import PrivateDirectory, UnsafeDirectoryError, is_abandoned, random_word
 from primeslurm.node.preflight.checks import socket_checks
 from primeslurm.plan.model import Plan
@@ -78,7 +78,7 @@ def test_leftovers_of_this_run_are_removed_but_not_what_still_runs(tmp_path: Pat
         ".primeslurm-r-1-3-a0-cccccc",
     ):
         (tmp_path / name).mkdir()
-    remove_of_earlier_attempts(directory_of(tmp_path, "r-1", 2, 0, random_word()))
+    remove_leftovers(directory_of(tmp_path, "r-1", 2, 0, random_word()))
     left = {path.name for path in tmp_path.iterdir()}
     of_others = {"primeslurm-r-1-3-a0-aaaaaa", "primeslurm-r-2-1-a0", ".primeslurm-r-1-3-a0-cccccc"}
     assert left == {"primeslurm-r-1-1-a1-bbbbbb", *of_others}
@@ -148,7 +148,7 @@ def test_clearing_up_follows_no_link_of_a_stranger_and_is_not_held_up_by_one(tmp
 
         assert attempted(attack).succeeded
         (tmp / "primeslurm-r-1-1-a3-aaaaaa").mkdir()
-        remove_of_earlier_attempts(tmp / "primeslurm-r-1-2-a0-aaaaaa")
+        remove_leftovers(tmp / "primeslurm-r-1-2-a0-aaaaaa")
         assert (tmp_path / "mine").is_dir()
         assert not (tmp / "primeslurm-r-1-1-a3-aaaaaa").exists()
 
@@ -164,6 +164,6 @@ def test_a_lock_of_a_stranger_on_their_own_directory_stops_nothing(agent: Callab
     with public_directory() as tmp, stranger(attack) as done:
         assert done.succeeded
         ours = agent(tmp)
-        remove_of_earlier_attempts(ours.tmp)
+        remove_leftovers(ours.tmp)
         ours._directory.make()
         ours._directory.remove()

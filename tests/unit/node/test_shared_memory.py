@@ -46,7 +46,7 @@ def start(code: str, *args: str) -> subprocess.Popen[str]:
 def killed(process: subprocess.Popen[str]) -> SharedMemory:
     """What was seen of a process before it was killed."""
     memory = SharedMemory()
-    memory.look([process.pid])
+    memory.scan([process.pid])
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     memory.ended(process.pid)

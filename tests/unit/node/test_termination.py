@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from primeslurm.node.head.termination import Termination, grace_time, termination
+from primeslurm.node.head.job_end import Termination, grace_time, termination
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.slurm.client import JobState, parse_job
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.node.head.walltime import ends_too_late, seconds_left, seconds_to_stop
+from primeslurm.node.head.job_end import must_stop_before_warning, seconds_left, seconds_to_stop
 from primeslurm.plan.model import Plan
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
@@ -27,7 +27,7 @@ from tests.support.plans import plan_of
     ],
 )
 def test_it_is_time_to_stop(now: float, signal_s: float, stop_s: float, expected: bool) -> None:
-    assert ends_too_late(now, 10000.0, signal_s, stop_s) is expected
+    assert must_stop_before_warning(now, 10000.0, signal_s, stop_s) is expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What we render is what models' own chat templates do, over 20 turns; where it is not, it is known why."""
+"""Rendering over 20 turns equals the models' own chat templates, except for documented differences."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from renderers import create_renderer
+from renderers import config_from_name, create_renderer
 from renderers.base import load_tokenizer
 
 from primeslurm.models.catalog import catalog
 from primeslurm.models.extending_renderer import extending_config
 from primeslurm.models.gpt_oss import harmony
 from primeslurm.models.renderers import is_import_path, renderers_of
-from primeslurm.orchestrator.rendering import renderer_selection, template_comparison
+from primeslurm.orchestrator.rendering import template_comparison
+from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sandbox_rules import offers_tools
@@ -27,17 +28,17 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 
 THEIRS = {path.stem: path.read_text() for path in sorted(BUNDLED.glob("*.jinja"))}
 MORE = os.environ.get("PRIMESLURM_CHAT_TEMPLATES")
-"""A directory of more templates."""
+"""Directory of further templates."""
 if MORE:
     THEIRS |= {path.stem: path.read_text() for path in sorted(Path(MORE).glob("*.jinja"))}
 DIFFERENCES = {
-    # the template shows no thoughts, which the model does not sample
+    # The template shows no thoughts, and the model samples none.
     "Qwen3-30B-A3B-Instruct-2507": "<think>",
     "Qwen3-Coder-30B-A3B": "<think>",
-    # answers were sampled after empty thoughts, which stay, so that a rollout is one sequence
+    # Answers were sampled after empty thoughts. These stay, so that a rollout is one sequence.
     "Qwen3.5-0.8B": "<think>\\n\\n</think>\\n\\n",
 }
-"""Why some prompts are not those of the template: what ours has more."""
+"""Text that our prompts have in addition to the template's."""
 RENDERERS_OF_OWN = {
     "DeepSeek-V3.1": "own",
     "GLM-5.1": "glm-5.1",
@@ -50,20 +51,20 @@ RENDERERS_OF_OWN = {
 
 
 def recorded() -> dict[str, Row]:
-    """What was found with all templates that were at hand."""
+    """Return the recorded results of all templates."""
     return {row["model"]: Row(**row) for row in json.loads(RESULTS.read_text())}
 
 
 @pytest.mark.parametrize("model", sorted(THEIRS))
-def test_released_templates_are_rendered_as_it_is_documented(model: str) -> None:
+def test_released_templates_render_as_documented(model: str) -> None:
     assert tried(model, THEIRS[model]) == recorded()[model]
 
 
 @pytest.mark.parametrize("model", sorted(recorded()))
-def test_each_difference_is_known(model: str) -> None:
+def test_every_documented_difference_is_explained(model: str) -> None:
     row = recorded()[model]
     if row.renderer == "default":
-        assert not row.tools and row.first, "refused, with the reason"
+        assert not row.tools and row.first, "there is a reason"
     elif model in DIFFERENCES:
         ours, _, theirs = row.first.partition(", not ")
         assert row.same < row.prompts
@@ -73,7 +74,7 @@ def test_each_difference_is_known(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", sorted(OWN))
-def test_templates_that_are_not_kept_are_rendered_as_their_structure_says(model: str) -> None:
+def test_templates_that_are_not_bundled_render_as_documented(model: str) -> None:
     row = tried(model, OWN[model])
     assert row.tools and row.renderer == RENDERERS_OF_OWN[model]
     assert row.options == ({"thinking_retention": "all"} if model == "Kimi-K2.7-Code" else {})
@@ -82,11 +83,11 @@ def test_templates_that_are_not_kept_are_rendered_as_their_structure_says(model:
 
 
 def agentic() -> dict[str, Recipe]:
-    """The ready recipes of large models that are offered tools."""
-    every = {path.stem: load_recipe(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+    """Return the ready recipes of large models whose agents have tools."""
+    recipes = {path.stem: load_recipe(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
     return {
         name: recipe
-        for name, recipe in every.items()
+        for name, recipe in recipes.items()
         if recipe.model.path in catalog()
         and any(each.harness and offers_tools(each.harness.id) for each in recipe.trained_environments)
     }
@@ -97,8 +98,7 @@ def test_there_are_agentic_recipes() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(agentic()))
-def test_models_of_agentic_recipes_have_a_renderer_that_was_seen_to_fit(name: str) -> None:
-    """Its template is in the table, or one of its structure is tried here; and the renderer is the first one tried."""
+def test_models_of_agentic_recipes_have_a_tested_renderer(name: str) -> None:
     model, kind = agentic()[name].model, catalog()[agentic()[name].model.path].shape.model_type
     assert model.renderer == "auto"
     fitted = {row.model: row.renderer for row in recorded().values() if row.tools} | RENDERERS_OF_OWN
@@ -107,16 +107,15 @@ def test_models_of_agentic_recipes_have_a_renderer_that_was_seen_to_fit(name: st
     assert ("own" if is_import_path(first) else first) == seen
 
 
-def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_path: Path) -> None:
-    chosen = renderer_selection.select_renderer(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
+def test_template_without_tools_gives_a_reason(tmp_path: Path) -> None:
+    chosen = select_renderer(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
     assert chosen.config.model_extra is not None and chosen.config.model_extra["renderer"] == "deepseek-r1"
     assert chosen.no_tools.endswith("its chat template does not show them to the model")
 
 
-def test_tools_that_a_models_makers_describe_are_shown_beside_a_template_that_does_not(tmp_path: Path) -> None:
-    """A template that writes calls otherwise is another model's."""
+def test_deepseek_v31_renderer_describes_tools_that_the_template_lacks(tmp_path: Path) -> None:
     released = write_model(tmp_path, "DeepSeek-V3.1", DEEPSEEK_V3_1_RELEASED)
-    chosen = renderer_selection.select_renderer(str(released))
+    chosen = select_renderer(str(released))
     assert not chosen.no_tools
     tokenizer = load_tokenizer(str(released))
     renderer = create_renderer(tokenizer, chosen.config)
@@ -124,13 +123,14 @@ def test_tools_that_a_models_makers_describe_are_shown_beside_a_template_that_do
         list(template_comparison.START), tools=list(template_comparison.TOOLS), add_generation_prompt=True
     )
     assert "### look_up" in tokenizer.decode(told)
+    # A template that writes calls in another way belongs to another model.
     taught = DEEPSEEK_V3_1_RELEASED.replace("call.function.name", "'function ' + call.function.name")
-    other = renderer_selection.select_renderer(str(write_model(tmp_path, "DeepSeek-V3.1-taught", taught)))
+    other = select_renderer(str(write_model(tmp_path, "DeepSeek-V3.1-taught", taught)))
     assert "it renders" in other.no_tools and "function look_up" in other.no_tools
 
 
-def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: Path) -> None:
-    """A Llama that was taught to call twice in an answer."""
+def test_renderer_that_refuses_a_conversation_differs(tmp_path: Path) -> None:
+    # A fine-tuned Llama that calls two tools in one answer.
     template = THEIRS["Qwen3-0.6B"].replace("<|im_", "<|eot_")
     model = write_model(tmp_path, "Llama-3.1-taught", template)
     tokenizer = load_tokenizer(str(model))
@@ -139,29 +139,29 @@ def test_what_a_renderer_cannot_and_the_template_can_is_a_difference(tmp_path: P
     assert "single tool call" in template_comparison.compare(tokenizer, renderer, two, {})
 
 
-def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
-    """renderers 0.1.12 leaves the line break out; here without the mending, that the probes see it."""
+def test_calls_of_one_answer_are_on_separate_lines(tmp_path: Path) -> None:
+    # renderers 0.1.12 omits the line break. Without our correction, the comparison has to notice.
     model = write_model(tmp_path, "GLM-4.6", THEIRS["GLM-4.6"])
     tokenizer = load_tokenizer(str(model))
-    plain = renderer_selection.config_from_name("glm-4.5")
+    plain = config_from_name("glm-4.5")
     assert "</tool_call><tool_call>" in template_comparison.difference(tokenizer, plain)
     assert not template_comparison.difference(tokenizer, extending_config("glm-4.5", {}))
 
 
-def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_path: Path) -> None:
-    own = "[{'role': 'system', 'content': 'Be Q.'}]"
-    default = f"{{%- if messages[0].role != 'system' %}}{{%- set messages = {own} + messages %}}{{%- endif %}}\n"
+def test_default_system_prompt_comes_from_the_template(tmp_path: Path) -> None:
+    added = "[{'role': 'system', 'content': 'Be Q.'}]"
+    default = f"{{%- if messages[0].role != 'system' %}}{{%- set messages = {added} + messages %}}{{%- endif %}}\n"
     model = write_model(tmp_path, "Qwen3-0.6B", default + THEIRS["Qwen3-0.6B"])
-    chosen = renderer_selection.select_renderer(str(model))
+    chosen = select_renderer(str(model))
     assert not chosen.no_tools and chosen.config.model_extra is not None
     assert chosen.config.model_extra["system"] == "Be Q."
     renderer = create_renderer(load_tokenizer(str(model)), chosen.config)
-    found = renderer.render([{"role": "user", "content": "Hi."}], add_generation_prompt=True)
-    assert "Be Q." in renderer._tokenizer.decode(found.token_ids)
-    assert found.message_roles == ["user"] and set(found.message_indices) == {-1, 0}
+    rendered = renderer.render([{"role": "user", "content": "Hi."}], add_generation_prompt=True)
+    assert "Be Q." in renderer._tokenizer.decode(rendered.token_ids)
+    assert rendered.message_roles == ["user"] and set(rendered.message_indices) == {-1, 0}
 
 
-def test_the_vocabulary_of_harmony_is_that_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harmony_vocabulary_is_made_from_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(str(write_model(tmp_path, "Qwen3-0.6B", THEIRS["Qwen3-0.6B"])))
     lines = [line.split(b" ") for line in harmony.tiktoken_file(tokenizer).splitlines()]
     assert sorted(base64.b64decode(token) for token, _ in lines) == [bytes([value]) for value in range(256)]
@@ -180,11 +180,9 @@ def test_the_vocabulary_of_harmony_is_that_of_the_tokenizer(tmp_path: Path, monk
         assert os.environ[harmony.BASE] == "mine"
 
 
-def test_gpt_oss_with_another_vocabulary_is_refused_before_anything_is_rendered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpt_oss_with_another_vocabulary_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(harmony.BASE, raising=False)
     model = write_model(tmp_path, "Qwen3-0.6B", THEIRS["Qwen3-0.6B"])
     config: dict[str, Any] = {"model_type": "gpt_oss"}
     (model / "config.json").write_text(json.dumps(config))
-    assert "gpt-oss: " in renderer_selection.select_renderer(str(model)).no_tools
+    assert "gpt-oss: " in select_renderer(str(model)).no_tools

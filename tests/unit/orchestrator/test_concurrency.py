@@ -111,12 +111,12 @@ def test_unseen_replica_has_the_initial_limit() -> None:
 
 def test_first_rollouts_are_spread_over_late_replicas() -> None:
     engines = Engines(*NAMES)
-    made = dispatcher(Concurrency(ROUTERS, NAMES, 10_000).slots, max_inflight=512)
+    dispatcher = make_dispatcher(Concurrency(ROUTERS, NAMES, 10_000).slots, max_inflight=512)
 
     def fill() -> dict[str, int]:
-        while made.next_job({"e"}):
+        while dispatcher.next_job({"e"}):
             pass
-        return made.replicas.load
+        return dispatcher.replicas.load
 
     assert fill() == BEGIN
     late = {name: engines.samples.pop(name) for name in NAMES if "r1" in name}
@@ -125,12 +125,12 @@ def test_first_rollouts_are_spread_over_late_replicas() -> None:
     for _ in range(120):
         for sample in engines.samples.values():
             sample |= {"running": 16, "kv_usage": 0.01, "generated": sample["generated"] + 1000}
-        concurrency.observe(engines.samples, made.replicas.load, {})
-        made.replicas.limits = concurrency.slots
+        concurrency.observe(engines.samples, dispatcher.replicas.load, {})
+        dispatcher.replicas.limits = concurrency.slots
         fill()
-    assert made.replicas.load["router-1"] == BEGIN["router-1"], "the replica has not answered yet"
-    assert made.replicas.load["router-0"] > BEGIN["router-0"]
-    concurrency.observe(engines.samples | late, made.replicas.load, {})
+    assert dispatcher.replicas.load["router-1"] == BEGIN["router-1"], "the replica has not answered yet"
+    assert dispatcher.replicas.load["router-0"] > BEGIN["router-0"]
+    concurrency.observe(engines.samples | late, dispatcher.replicas.load, {})
     assert concurrency.slots["router-1"] == BEGIN["router-1"]
 
 
@@ -433,43 +433,45 @@ def test_limits_stay_in_bounds_for_any_metrics(seed: int) -> None:
             assert load.places <= (GROWTH * most + START_PER_ENGINE * answering if answering else 0)
 
 
-def dispatcher(slots: dict[str, int], max_inflight: int = 64) -> Dispatcher:
-    made = Dispatcher(DispatchLimits({"e": 4}, max_inflight, max_inflight, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i")
-    made.version = 0
-    made.replicas.limits = slots
-    return made
+def make_dispatcher(slots: dict[str, int], max_inflight: int = 64) -> Dispatcher:
+    dispatcher = Dispatcher(
+        DispatchLimits({"e": 4}, max_inflight, max_inflight, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i"
+    )
+    dispatcher.version = 0
+    dispatcher.replicas.limits = slots
+    return dispatcher
 
 
 def test_rollouts_go_to_the_replica_with_free_slots() -> None:
-    made = dispatcher({"router-0": 2, "router-1": 20})
+    dispatcher = make_dispatcher({"router-0": 2, "router-1": 20})
     jobs = []
-    while job := made.next_job({"e"}):
+    while job := dispatcher.next_job({"e"}):
         jobs.append(job)
     assert Counter(job.router for job in jobs) == {"router-0": 2, "router-1": 20}
-    assert made.replicas.load == {"router-0": 2, "router-1": 20}
-    made.lost(jobs[0].id)
-    assert made.next_job({"e"}) is not None and made.next_job({"e"}) is None
-    assert made.drop_router("router-0")
-    assert made.next_job({"e"}) is None, "the other one is full"
-    made.replicas.limits = {"router-1": 22}
-    again = [made.next_job({"e"}), made.next_job({"e"})]
+    assert dispatcher.replicas.load == {"router-0": 2, "router-1": 20}
+    dispatcher.lost(jobs[0].id)
+    assert dispatcher.next_job({"e"}) is not None and dispatcher.next_job({"e"}) is None
+    assert dispatcher.drop_router("router-0")
+    assert dispatcher.next_job({"e"}) is None, "the other one is full"
+    dispatcher.replicas.limits = {"router-1": 22}
+    again = [dispatcher.next_job({"e"}), dispatcher.next_job({"e"})]
     assert all(job is not None and job.router == "router-1" for job in again)
-    assert made.counts["dispatched"] == made.inflight + made.counts["lost"]
+    assert dispatcher.counts["dispatched"] == dispatcher.inflight + dispatcher.counts["lost"]
 
 
 def test_rollouts_of_a_group_share_a_replica() -> None:
-    made = dispatcher({"router-0": 12, "router-1": 12})
+    dispatcher = make_dispatcher({"router-0": 12, "router-1": 12})
     routers: dict[str, set[str]] = {}
-    while job := made.next_job({"e"}):
+    while job := dispatcher.next_job({"e"}):
         routers.setdefault(job.group, set()).add(job.router)
     assert len(routers) == 6 and all(len(of_group) == 1 for of_group in routers.values())
 
 
 def test_group_waits_for_its_replica_only_for_a_while() -> None:
     """The replica's cache holds the prompt; another one would hold it twice."""
-    made = dispatcher({"router-0": 5, "router-1": 5})
+    dispatcher = make_dispatcher({"router-0": 5, "router-1": 5})
     jobs = {}
-    while job := made.next_job({"e"}):
+    while job := dispatcher.next_job({"e"}):
         jobs[job.id] = job
     home = {job.group: job.router for job in list(jobs.values())[:8]}
     assert sorted(home.values()) == ROUTERS, "each replica has one group, and the start of another"
@@ -477,9 +479,9 @@ def test_group_waits_for_its_replica_only_for_a_while() -> None:
     def ends(router: str) -> Job:
         name = next(name for name, job in jobs.items() if job.router == router)
         del jobs[name]
-        if group := made.finished(name, ()):
-            made.rejected(group, "counted")
-        job = made.next_job({"e"})
+        if group := dispatcher.finished(name, ()):
+            dispatcher.rejected(group, "counted")
+        job = dispatcher.next_job({"e"})
         assert job is not None
         jobs[job.id] = job
         return job
@@ -488,7 +490,7 @@ def test_group_waits_for_its_replica_only_for_a_while() -> None:
     for router in ("router-1", "router-0", "router-1", "router-0"):
         job = ends(router)
         assert (job.group, job.router) == (started[router], router)
-    made.replicas.limits = {"router-0": 0, "router-1": 10}
+    dispatcher.replicas.limits = {"router-0": 0, "router-1": 10}
     waiting = started["router-0"]
     groups = [ends("router-1").group for _ in range(24)]
     assert waiting in groups, "a full replica does not hold back its groups"

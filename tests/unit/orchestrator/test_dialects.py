@@ -1,4 +1,4 @@
-"""Programs that speak Anthropic's Messages or OpenAI's Responses, through their makers' clients, are trained."""
+"""Programs that speak Anthropic's Messages or OpenAI's Responses are trained. Tested with the official clients."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FUNCTION = TOOL["function"]
 TURNS = 4
 SAID = [*(calling(turn) for turn in range(TURNS - 1)), answering(TURNS - 1)]
 Program = Callable[[str, str, bool, bool], Awaitable[tuple[list[str], list[dict[str, Any]]]]]
-"""Takes address, secret, whether it streams, whether it says thoughts again; returns thoughts, and calls' arguments."""
+"""(address, secret, streams, resends thoughts) -> (thoughts, arguments of calls)."""
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,7 @@ async def messages(base: str, secret: str, streams: bool, thinks_again: bool) ->
 async def responses(
     base: str, secret: str, streams: bool, thinks_again: bool
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]
-    """The last would be the provider's, and is not offered."""
+    tools = [{"type": "function", **FUNCTION}, {"type": "web_search"}]  # the provider would run the second: not offered
     told: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": ASKED}]}]
     thoughts, calls = [], []
     async with openai.DefaultAsyncHttpxClient(trust_env=False) as http:
@@ -106,10 +105,9 @@ async def responses(
 @pytest.mark.parametrize("streams", [True, False], ids=["streams", "whole"])
 @pytest.mark.parametrize("thinks_again", [True, False], ids=["thoughts-again", "thoughts-dropped"])
 @pytest.mark.parametrize("program", [messages, responses])
-async def test_a_program_is_trained_on_what_it_was_answered(
+async def test_other_protocols_are_trained_on_the_sampled_tokens(
     program: Program, thinks_again: bool, streams: bool, qwen3: Path
 ) -> None:
-    """In one sequence, as turns extend one another, whether it repeats thoughts or not."""
     config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in SAID])
@@ -140,7 +138,7 @@ async def test_a_program_is_trained_on_what_it_was_answered(
         ("length", True, "max_tokens"),
     ],
 )
-def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected: str) -> None:
+def test_stop_reason_of_a_message(finish: FinishReason, calls: bool, expected: str) -> None:
     called = [ToolCall(id="call_0", name="look_up", arguments="{}")] if calls else None
     used = Usage(prompt_tokens=1, completion_tokens=1)
     message = AssistantMessage(content="so", tool_calls=called)
@@ -149,8 +147,7 @@ def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected:
 
 
 @pytest.mark.parametrize("said", ["not JSON", "[1]"])
-async def test_arguments_that_are_no_object_are_none_to_the_program(said: str, qwen3: Path) -> None:
-    """What was sampled is trained as it is."""
+async def test_malformed_arguments_are_sent_as_an_empty_object(said: str, qwen3: Path) -> None:
     config = extending_config("qwen3", {})
     tokenizer = load_tokenizer(str(qwen3))
     text = f'<tool_call>\n{{"name": "look_up", "arguments": {json.dumps(said)}}}\n</tool_call><|im_end|>'

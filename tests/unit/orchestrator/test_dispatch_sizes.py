@@ -89,44 +89,44 @@ def test_batches_form_under_any_order_of_events(
         oversampling,
         staleness,
     )
-    made = Dispatcher(limits, ["r0"], "run", "i")
-    made.version = 0
+    dispatcher = Dispatcher(limits, ["r0"], "run", "i")
+    dispatcher.version = 0
     running, opened, used, left_out, again = {}, set(), [], set(), set()
     for _ in range(1000 + 200 * batch_size):
-        if made.step > STEPS:
+        if dispatcher.step > STEPS:
             break
-        while job := made.next_job(set(labels)):
+        while job := dispatcher.next_job(set(labels)):
             running[job.id] = job
             opened.add(job.group)
-        assert made.inflight <= limits.max_inflight
-        running = {name: job for name, job in running.items() if made.runs(name)}
+        assert dispatcher.inflight <= limits.max_inflight
+        running = {name: job for name, job in running.items() if dispatcher.runs(name)}
         live = list(running.values())
         event = source.random()
         if live and event < 0.75:
             job = source.choice(live)
-            group = made.finished(job.id, rollout(job, made.version))
-            assert not any(made.runs(name) for name in made.take_surplus_jobs())
+            group = dispatcher.finished(job.id, rollout(job, dispatcher.version))
+            assert not any(dispatcher.runs(name) for name in dispatcher.take_surplus_jobs())
             if group and source.random() < 0.2:
-                made.rejected(group, "dull")
+                dispatcher.rejected(group, "dull")
                 left_out.add(group.id)
             elif group:
-                made.add_ready(group)
+                dispatcher.add_ready(group)
         elif live and event < 0.8:
-            made.lost(source.choice(live).id)
+            dispatcher.lost(source.choice(live).id)
         elif live and event < 0.85:
-            before = set(made.open)
-            made.failed(source.choice(live).id)
-            left_out |= before - made.open.keys()
+            before = set(dispatcher.open)
+            dispatcher.failed(source.choice(live).id)
+            left_out |= before - dispatcher.open.keys()
         elif event < 0.95 or not live:
-            step = made.step
-            swept = made.apply_age_limit(step)
-            again |= {first(group.id) for group in swept.stale}
-            for group in swept.early:
+            step = dispatcher.step
+            result = dispatcher.apply_age_limit(step)
+            again |= {first(group.id) for group in result.stale}
+            for group in result.early:
                 most = max(limits.group_sizes[group.environment], staleness.extra_rollouts)
                 assert staleness.at_least <= group.size < most
-                made.add_ready(group)
-            batch, returned = made.next_batch(), made.returned
-            assert (made.take_batch() or []) == batch
+                dispatcher.add_ready(group)
+            batch, returned = dispatcher.next_batch(), dispatcher.returned
+            assert (dispatcher.take_batch() or []) == batch
             oldest = step - 1 - off_policy
             ages = [age(group, staleness, returned) for group in batch]
             assert min(ages, default=oldest) >= oldest
@@ -135,15 +135,15 @@ def test_batches_form_under_any_order_of_events(
                 more = sum(group.size for group in batch) - batch_size
                 assert 0 <= more < max(group.size for group in batch)
                 smaller = staleness.rule in ("partial", "carry") or staleness.surplus == "carry"
-                smaller |= made.counts["examples_returned"] > 0  # an example is dropped only once
+                smaller |= dispatcher.counts["examples_returned"] > 0  # an example is dropped only once
                 assert not more or smaller or oldest in ages, "whole groups fill it, unless one is at its last chance"
-            made.version = made.step - 1
-        ends = sum(made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
-        assert made.counts["dispatched"] == ends + made.inflight
-    assert made.step == STEPS + 1
+            dispatcher.version = dispatcher.step - 1
+        ends = sum(dispatcher.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
+        assert dispatcher.counts["dispatched"] == ends + dispatcher.inflight
+    assert dispatcher.step == STEPS + 1
     names = [group.id for group in used]
     assert len(names) == len(set(names))
-    waiting = {group.id for group in made.ready} | {group_id(*position) for position in made.unfinished}
+    waiting = {group.id for group in dispatcher.ready} | {group_id(*position) for position in dispatcher.unfinished}
     begun, ruled_out = ({first(name) for name in ids} for ids in (opened, left_out))
     assert begun - ruled_out <= {first(name) for name in names} | waiting
     assert not set(names) & waiting, "no example is lost or trained twice"
@@ -187,20 +187,20 @@ class Simulation:
 
     def run(self, steps: int) -> Dispatcher:
         source = random.Random(self.seed)
-        made = Dispatcher(self.limits, [f"r{index}" for index in range(4)], "run", "i")
-        made.version = 0
+        dispatcher = Dispatcher(self.limits, [f"r{index}" for index in range(4)], "run", "i")
+        dispatcher.version = 0
         events: list[tuple[float, str, str]] = []
         jobs = {}
         idle_since: float | None = 0.0
         while len(self.batches) < steps:
-            while job := made.next_job(set(self.limits.ratios)):
+            while job := dispatcher.next_job(set(self.limits.ratios)):
                 jobs[job.id] = job
                 heapq.heappush(events, (self.now + 300 * source.lognormvariate(0, 0.8), "rollout", job.id))
-            self.inflight.append(made.inflight)
+            self.inflight.append(dispatcher.inflight)
             if idle_since is not None:
-                step = made.step
-                self.apply_age_limit(made)
-                if (groups := made.take_batch()) is not None:
+                step = dispatcher.step
+                self.apply_age_limit(dispatcher)
+                if (groups := dispatcher.take_batch()) is not None:
                     self.staleness.update(step - 1 - group.opened_version for group in groups)
                     self.batches.append(Counter())
                     for group in groups:
@@ -212,19 +212,19 @@ class Simulation:
             self.now, kind, name = heapq.heappop(events)
             if kind == "trained":
                 idle_since = self.now
-                self.apply_age_limit(made)
-                made.version = made.step - 1
-            elif made.runs(name):
-                group = made.finished(name, rollout(jobs.pop(name)))
+                self.apply_age_limit(dispatcher)
+                dispatcher.version = dispatcher.step - 1
+            elif dispatcher.runs(name):
+                group = dispatcher.finished(name, rollout(jobs.pop(name)))
                 if group and source.random() < self.reject:
-                    made.rejected(group, "zero_advantage")
+                    dispatcher.rejected(group, "zero_advantage")
                 elif group:
-                    made.add_ready(group)
-        return made
+                    dispatcher.add_ready(group)
+        return dispatcher
 
-    def apply_age_limit(self, made: Dispatcher) -> None:
-        for group in made.apply_age_limit(made.step).early:
-            made.add_ready(group)
+    def apply_age_limit(self, dispatcher: Dispatcher) -> None:
+        for group in dispatcher.apply_age_limit(dispatcher.step).early:
+            dispatcher.add_ready(group)
 
 
 def flagship(off_policy: int = 8, **changes: float) -> DispatchLimits:
@@ -234,21 +234,21 @@ def flagship(off_policy: int = 8, **changes: float) -> DispatchLimits:
 
 
 def test_flagship_batches_are_full_fresh_and_fair() -> None:
-    made = Simulation(flagship(), step_s=100.0)
-    made.run(60)
-    sizes = [sum(batch.values()) for batch in made.batches]
+    dispatcher = Simulation(flagship(), step_s=100.0)
+    dispatcher.run(60)
+    sizes = [sum(batch.values()) for batch in dispatcher.batches]
     assert all(256 <= size < 256 + 16 for size in sizes), "oversized by less than a group"
     assert sum(sizes) < 1.01 * 256 * len(sizes)
-    total = sum(made.batches, Counter())
+    total = sum(dispatcher.batches, Counter())
     assert 0.47 < total["b"] / 16 / (total["a"] / 8 + total["b"] / 16) < 0.53, "ratios count groups"
-    assert max(made.staleness) <= 8
-    assert max(made.inflight) == 512
+    assert max(dispatcher.staleness) <= 8
+    assert max(dispatcher.inflight) == 512
 
 
 def test_flagship_on_policy_trains_no_old_group() -> None:
-    made = Simulation(flagship(off_policy=0))
-    end = made.run(30)
-    assert set(made.staleness) == {0} and all(sum(batch.values()) == 256 for batch in made.batches)
+    dispatcher = Simulation(flagship(off_policy=0))
+    end = dispatcher.run(30)
+    assert set(dispatcher.staleness) == {0} and all(sum(batch.values()) == 256 for batch in dispatcher.batches)
     assert end.counts["groups_dropped_stale"] == 0, "no group became too old"
 
 

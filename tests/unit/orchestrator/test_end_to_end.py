@@ -14,7 +14,7 @@ import pytest
 from primeslurm.orchestrator.environments import reverse_text
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from primeslurm.wire.batches.rollouts import RankShard, Row
-from primeslurm.wire.link.trainer_link import LinkError
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 
@@ -33,19 +33,32 @@ class FakeRun(Run):
         )
         self.engine = engine
 
+    def __enter__(self) -> FakeRun:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def begin(self, version: int = 0) -> TrainerLink:
+        """Start the processes, and publish a policy as the trainer."""
+        self.start("orchestrator")
+        self.start("worker")
+        link = self.link()
+        self.publish(link, version)
+        return link
+
 
 TRANSPORTS = pytest.mark.parametrize("run", ["zmq", "filesystem"], indirect=True)
-"""A test's runs hand batches over in each of these ways."""
+"""Run a test with both transports of batches."""
 
 
 @pytest.fixture
 def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[FakeRun]:
     orchestrator = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
     transport = {"rollout_transport": getattr(request, "param", "zmq")}
-    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
-        run = FakeRun(engine, tmp_path, {"orchestrator": orchestrator | transport})
+    engine = FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05)
+    with engine, FakeRun(engine, tmp_path, {"orchestrator": orchestrator | transport}) as run:
         yield run
-        run.stop()
 
 
 def words(run: FakeRun) -> list[str]:
@@ -61,6 +74,14 @@ def words(run: FakeRun) -> list[str]:
     return all_prompts
 
 
+def finish(run: FakeRun, link: TrainerLink, step: int) -> None:
+    """Train all steps from `step` on, and check the whole run."""
+    for each in range(step, STEPS + 1):
+        run.train(link, each)
+    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
+    check_whole_run(run)
+
+
 def check_whole_run(run: FakeRun) -> None:
     assert sorted(run.trained) == list(range(1, STEPS + 1)), run.logs()
     prompts = words(run)
@@ -73,29 +94,9 @@ def check_whole_run(run: FakeRun) -> None:
     assert not list((run.run_dir / "rollouts").glob("*.damaged"))
 
 
-def test_run_from_first_to_last_step(run: FakeRun) -> None:
-    run.start("orchestrator")
-    run.start("worker")
-    link = run.link()
-    run.publish(link, 0)
-    assert link.get_batch(STEPS + 1, RankShard(0, 2), timeout_s=60) is None
-    for step in range(1, STEPS + 1):
-        run.train(link, step)
-    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    check_whole_run(run)
-    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
-    assert state["step"] == STEPS and state["version"] == STEPS
-    counts = state["counts"]
-    ended = sum(counts.get(how, 0) for how in ("finished", "failed", "cancelled", "lost"))
-    assert counts["dispatched"] == ended + state["inflight"]
-    assert any(path.name.startswith("events.out") for path in (run.run_dir / "tensorboard").iterdir())
-
-
 def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
-    run.start("orchestrator")
-    run.start("worker")
-    link = run.link()
-    run.publish(link, 0)
+    link = run.begin()
+    assert link.get_batch(STEPS + 1, RankShard(0, 2), timeout_s=60) is None, "there is no such step"
     run.train(link, 1)
     before = run.batch(link, 2)
     run.kill("orchestrator")
@@ -111,19 +112,19 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     assert link.offer_transfer(2, "store:1", 2, "", time.monotonic() + 60) is None, "the engines have a newer policy"
     run.train(link, 3)
     assert run.trained[3] == trained
-    for step in range(4, STEPS + 1):
-        run.train(link, step)
-    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    check_whole_run(run)
+    finish(run, link, 4)
     assert len(run.events("orchestrator_up")) == 2
+    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
+    counts = state["counts"]
+    assert state["step"] == STEPS and state["version"] == STEPS
+    ended = sum(counts.get(how, 0) for how in ("finished", "failed", "cancelled", "lost"))
+    assert counts["dispatched"] == ended + state["inflight"]
+    assert any(path.name.startswith("events.out") for path in (run.run_dir / "tensorboard").iterdir())
 
 
 @TRANSPORTS
 def test_restarted_trainer_gets_every_uncommitted_batch(run: FakeRun) -> None:
-    run.start("orchestrator")
-    run.start("worker")
-    link = run.link()
-    run.publish(link, 0)
+    link = run.begin()
     run.train(link, 1, commits=True)
     for step in range(2, STEPS):
         run.train(link, step, commits=False)
@@ -142,10 +143,7 @@ def test_restarted_trainer_gets_every_uncommitted_batch(run: FakeRun) -> None:
 
 @TRANSPORTS
 def test_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
-    run.start("orchestrator")
-    run.start("worker")
-    link = run.link()
-    run.publish(link, 0)
+    link = run.begin()
     for step in (1, 2, 3):
         run.train(link, step)
     time.sleep(1)
@@ -154,14 +152,8 @@ def test_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     run.attempt = 2
     run.engine.version = None
     del run.trained[3]
-    run.start("orchestrator")
-    run.start("worker")
-    link = run.link()
-    run.publish(link, 2)
-    for step in range(3, STEPS + 1):
-        run.train(link, step)
-    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-    check_whole_run(run)
+    link = run.begin(2)
+    finish(run, link, 3)
     salts = [request["cache_salt"].split(":")[0] for request in run.engine.requests]
     assert salts == sorted(salts) and salts[0] == "test-1.1", (
         "no request of the first attempt follows one of the second"
@@ -181,11 +173,8 @@ def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
         }
         run = FakeRun(engine, tmp_path, changes)
         run.teachers["teacher-0"] = "http://127.0.0.1:9"
-        run.start("orchestrator")
-        run.start("worker")
-        link = run.link()
-        try:
-            run.publish(link, 0)
+        with run:
+            link = run.begin()
             spool = run.run_dir / "rollouts"
             while len(list(spool.glob("*.group"))) < 4:
                 time.sleep(0.1)
@@ -209,8 +198,6 @@ def test_late_teacher_and_a_restart_lose_no_group(tmp_path: Path) -> None:
             for step in (1, 2):
                 run.train(link, step)
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-        finally:
-            run.stop()
     rows = run.metrics()
     assert all(row["teacher/kl"] != 0 for row in rows)
     assert sum(row["teacher/tokens"] for row in rows) > 0 and sum(row["teacher/seconds"] for row in rows) > 0
@@ -235,19 +222,14 @@ def test_run_with_a_custom_algorithm(tmp_path: Path) -> None:
     with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.01) as engine:
         in_order = {"environments": [{"id": "reverse-text", "shuffle": False}]}
         run = FakeRun(engine, tmp_path, {"max_steps": 2, "orchestrator": {**batches, "algorithm": chosen}, **in_order})
-        run.start("orchestrator")
-        run.start("worker")
-        link = run.link()
-        try:
-            run.publish(link, 0)
+        with run:
+            link = run.begin()
             for step in (1, 2):
                 for batch in run.batch(link, step):
                     assert batch.info.loss_tokens == 8
                     assert all(trained_as_wanted(row) for row in batch.rows)
                 run.train(link, step)
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-        finally:
-            run.stop()
     trained_words = list(reverse_text.words(40, 0))[::2]
     assert set(words(run)) <= set(trained_words) and len(words(run)) == 4
     counts = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["counts"]
@@ -260,15 +242,10 @@ def test_error_of_a_custom_algorithm_reaches_the_trainer(tmp_path: Path) -> None
     batches = {"batch_size": 4, "group_size": 4}
     with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
         run = FakeRun(engine, tmp_path, {"orchestrator": {**batches, "algorithm": {"function": name}}})
-        run.start("orchestrator")
-        run.start("worker")
-        link = run.link()
-        try:
-            run.publish(link, 0)
+        with run:
+            link = run.begin()
             with pytest.raises(LinkError, match=rf"algorithm\.function = {name}: assign returned a NoneType"):
                 run.batch(link, 1)
-        finally:
-            run.stop()
 
 
 def test_missing_custom_algorithm_ends_the_attempt(tmp_path: Path) -> None:
@@ -276,10 +253,8 @@ def test_missing_custom_algorithm_ends_the_attempt(tmp_path: Path) -> None:
         run = FakeRun(engine, tmp_path, {"orchestrator": {"algorithm": {"function": "no_such_module:Algorithm"}}})
         for name in ("orchestrator", "worker"):
             run.start(name)
-        try:
+        with run:
             assert [run.processes[name].wait(600) for name in ("orchestrator", "worker")] == [2, 1]
-        finally:
-            run.stop()
     expected = "orchestrator.algorithm.function = no_such_module:Algorithm: cannot be imported: No module named"
     assert (tmp_path / "orchestrator.log").read_text().startswith(expected)
     assert expected in (tmp_path / "worker.log").read_text()
@@ -292,11 +267,8 @@ def test_run_continues_without_a_lost_replica(tmp_path: Path) -> None:
         run = FakeRun(good, tmp_path)
         run.routers.append(bad.url)
         run.engines["engine-r1-0"] = bad.url
-        run.start("orchestrator")
-        run.start("worker")
-        link = run.link()
-        try:
-            run.publish(link, 0)
+        with run:
+            link = run.begin()
             while not bad.requests:
                 time.sleep(0.1)
             urls = {"router-0": good.url, "router-1": bad.url} | run.engines
@@ -306,8 +278,6 @@ def test_run_continues_without_a_lost_replica(tmp_path: Path) -> None:
             for step in range(1, STEPS + 1):
                 run.train(link, step)
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-        finally:
-            run.stop()
     (event,) = run.events("replica_lost")
     assert event["router"] == "router-1" and int(str(event["rollouts"])) > 0
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
@@ -337,7 +307,7 @@ def test_two_environments_with_a_curriculum_survive_kills(tmp_path: Path) -> Non
     }
     with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
         run = FakeRun(engine, tmp_path, changes)
-        try:
+        with run:
             run.start("orchestrator")
             run.start("worker")
             run.start("pooled", "pooled")
@@ -359,8 +329,6 @@ def test_two_environments_with_a_curriculum_survive_kills(tmp_path: Path) -> Non
             for step in (3, 4):
                 run.train(link, step)
             assert run.processes["orchestrator"].wait(900) == 0, run.logs()
-        finally:
-            run.stop()
     rows = run.metrics()
     assert [row["step"] for row in rows] == [1, 2, 3, 4], run.logs()
     assert {"env/reverse-text/filters/truncated", "env/pooled/filters/zero_advantage"} <= rows[-1].keys()

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from primeslurm.base import durable, files
 from primeslurm.base.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import Algorithm, Grpo
 from primeslurm.orchestrator.pipeline.finalize import CompleteGroup, FinalizedGroup, GroupFinalizer
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.records.reserve import Reserve
 from tests.unit.orchestrator.test_group_filter import group, group_filter, rollout
 
 
@@ -77,13 +77,12 @@ async def test_event_loop_continues_during_filters_and_writes(
 
 
 async def test_full_disk_holds_groups_back(tmp_path: Path, spool: Spool, finalizer: GroupFinalizer) -> None:
-    reserve = Reserve(tmp_path)
-    assert reserve.fill() and reserve.give_up()
+    assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
     finalizing = asyncio.create_task(finalizer.finalize(good("a")))
     while not spool.waiting:
         await asyncio.sleep(0.001)
     assert not finalizing.done()
-    assert reserve.fill()
+    assert durable.fill_reserve(tmp_path)
     await finalizing
     assert is_on_disk(tmp_path, "a") and not spool.waiting
 

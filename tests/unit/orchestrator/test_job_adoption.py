@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import STEPS
-from tests.unit.orchestrator.test_dispatch import dispatcher, limits, rollout, run_all
+from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, rollout, run_all
 from tests.unit.orchestrator.test_dispatch_sizes import age
 from tests.unit.orchestrator.test_end_to_end import FakeRun, check_whole_run
 
@@ -37,17 +37,17 @@ RULES = [
 
 def restarted(limit: DispatchLimits, step: int = 1, **state: object) -> Dispatcher:
     examples = Examples(limit.ratios, **state)  # type: ignore[arg-type]
-    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", step, examples=examples)
-    made.version = 0
-    return made
+    dispatcher = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "later", step, examples=examples)
+    dispatcher.version = 0
+    return dispatcher
 
 
 def test_restarted_orchestrator_continues_a_group() -> None:
-    made = dispatcher(limits())
-    first, second, *_ = run_all(made)
+    dispatcher = make_dispatcher(limits())
+    first, second, *_ = run_all(dispatcher)
     assert first.group == second.group
-    assert made.finished(first.id, rollout(first)) is None and made.holds_result(first.id)
-    again = restarted(limits(), cursors={}, unfinished=made.unfinished)
+    assert dispatcher.finished(first.id, rollout(first)) is None and dispatcher.holds_result(first.id)
+    again = restarted(limits(), cursors={}, unfinished=dispatcher.unfinished)
     assert again.adopt_job(second, runs=True) and again.adopt_job(first, runs=False)
     assert first.id not in {job.id for job in run_all(again)}
     assert again.finished(first.id, rollout(first)) is None
@@ -63,8 +63,8 @@ def test_restarted_orchestrator_continues_a_group() -> None:
     "why", ["own", "evaluation", "attempt", "environment", "replica", "old", "complete", "full", "anew"]
 )
 def test_unneeded_job_is_not_adopted(why: str) -> None:
-    made = dispatcher(limits())
-    job, other, *_ = run_all(made)
+    dispatcher = make_dispatcher(limits())
+    job, other, *_ = run_all(dispatcher)
     taken = {job.group} if why == "complete" else ()
     again = restarted(limits(), step=5 if why == "old" else 1, taken=taken)
     changes = {
@@ -87,16 +87,21 @@ def test_unneeded_job_is_not_adopted(why: str) -> None:
 
 def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
     rule = Staleness(rule="carry", at_least=2)
-    made = restarted(limits(group_sizes={"a": 4, "b": 4}, max_inflight=8, ratios={"a": 1.0}, staleness=rule))
-    jobs = [job for job in run_all(made) if job.group == "a-00000000"]
+    dispatcher = restarted(limits(group_sizes={"a": 4, "b": 4}, max_inflight=8, ratios={"a": 1.0}, staleness=rule))
+    jobs = [job for job in run_all(dispatcher) if job.group == "a-00000000"]
     for job in jobs[:2]:
-        made.finished(job.id, rollout(job))
-    positions, group = {"cursors": made.cursors, "unfinished": made.unfinished}, made.open["a-00000000"].complete()
+        dispatcher.finished(job.id, rollout(job))
+    positions, group = (
+        {"cursors": dispatcher.cursors, "unfinished": dispatcher.unfinished},
+        dispatcher.open["a-00000000"].complete(),
+    )
     incarnations = iter(["a", "b"])
 
     def again(taken: set[str]) -> Dispatcher:
-        examples = Examples(made.limits.ratios, taken=taken, **positions)
-        return Dispatcher(made.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, examples=examples)
+        examples = Examples(dispatcher.limits.ratios, taken=taken, **positions)
+        return Dispatcher(
+            dispatcher.limits, ["http://r0", "http://r1"], "run.1", next(incarnations), 2, examples=examples
+        )
 
     trained = again({"a-00000000"})
     trained._examples.mark_opened(("a", 0))
@@ -132,7 +137,7 @@ class Campaign:
 
     def __init__(self, limit: DispatchLimits, source: random.Random) -> None:
         self.limits, self.source = limit, source
-        self.made = restarted(limit)
+        self.dispatcher = restarted(limit)
         self.kills = self.claimed = 0
         self.running: dict[str, Job] = {}
         self.held: dict[str, Job] = {}
@@ -150,23 +155,27 @@ class Campaign:
 
     def record(self) -> None:
         """Record the positions, as with a batch."""
-        made = self.made
-        self.recorded = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
+        dispatcher = self.dispatcher
+        self.recorded = {
+            "cursors": dispatcher.cursors,
+            "unfinished": dispatcher.unfinished,
+            "returned": dispatcher.returned,
+        }
 
     def end(self, job: Job) -> None:
-        group = self.made.finished(job.id, rollout(job, max(0, self.made.version)))
+        group = self.dispatcher.finished(job.id, rollout(job, max(0, self.dispatcher.version)))
         self.held[job.id] = job
-        for name in self.made.take_surplus_jobs():
+        for name in self.dispatcher.take_surplus_jobs():
             del self.running[name]
         self.running.pop(job.id, None)
         if group is not None:
             self.writing.append(group)
 
     def fail(self, job: str) -> None:
-        before = set(self.made.open)
-        for name in [job, *self.made.failed(job)]:
+        before = set(self.dispatcher.open)
+        for name in [job, *self.dispatcher.failed(job)]:
             del self.running[name]
-        self.given_up |= before - self.made.open.keys()
+        self.given_up |= before - self.dispatcher.open.keys()
 
     def write(self) -> None:
         while self.writing:
@@ -174,20 +183,20 @@ class Campaign:
 
     def add(self, group: RolloutGroup) -> None:
         """Add a group that is on disk. A stale one is deleted once its example is recorded as unfinished."""
-        if not self.made.add_ready(group):
+        if not self.dispatcher.add_ready(group):
             self.stale.add(group.id)
             self.record()
 
     def kill(self) -> None:
         self.kills += 1
-        before = self.made
+        before = self.dispatcher
         held = [job for name, job in self.held.items() if before.holds_result(name) and self.source.random() < 0.9]
         self.writing = []
         version, ready = before.version, before.ready
         incarnation = f"i{self.kills}"
         taken = {name for names in self.uncommitted for name in names}
         examples = Examples(self.limits.ratios, taken=taken, **self.recorded)
-        self.made = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, examples=examples)
+        self.dispatcher = Dispatcher(self.limits, ["r0"], "run", incarnation, before.step, examples=examples)
         for group in sorted(ready, key=lambda group: group.id):
             self.add(group)
         jobs = [*self.running.values(), *held]
@@ -198,7 +207,7 @@ class Campaign:
         for job in jobs:
             if job not in late:
                 self.claim(job, finished)
-        self.made.version = version
+        self.dispatcher.version = version
         for job in late:
             self.begin()
             self.late[job.group.partition(".")[0]] += self.claim(job, finished)
@@ -206,9 +215,9 @@ class Campaign:
     def claim(self, job: Job, finished: set[str]) -> bool:
         """Adopt a job, and return whether that succeeded."""
         runs = job.id not in finished
-        if not self.made.adopt_job(job, runs=runs):
+        if not self.dispatcher.adopt_job(job, runs=runs):
             return False
-        assert not self.made.adopt_job(job, runs=runs), "it was adopted before"
+        assert not self.dispatcher.adopt_job(job, runs=runs), "it was adopted before"
         self.claimed += 1
         self.running[job.id] = job
         if job.id in finished:
@@ -216,19 +225,19 @@ class Campaign:
         return True
 
     def begin(self) -> None:
-        while job := self.made.next_job(self.limits.ratios):
+        while job := self.dispatcher.next_job(self.limits.ratios):
             self.running[job.id] = job
 
     def form_batch(self) -> None:
-        step = self.made.step
-        swept = self.made.apply_age_limit(step)
-        self.stale |= {group.id for group in swept.stale}
-        for name in swept.cancelled:
+        step = self.dispatcher.step
+        result = self.dispatcher.apply_age_limit(step)
+        self.stale |= {group.id for group in result.stale}
+        for name in result.cancelled:
             self.running.pop(name, None)
-        for group in swept.early:
+        for group in result.early:
             self.writing.append(group)
-        returned = self.made.returned
-        batch = self.made.take_batch() or []
+        returned = self.dispatcher.returned
+        batch = self.dispatcher.take_batch() or []
         if batch:
             self.uncommitted = [*self.uncommitted[-1:], [group.id for group in batch]]
         for group in batch:
@@ -236,7 +245,7 @@ class Campaign:
             assert age(group, self.limits.staleness, returned) >= oldest
             self.used.append(group)
         self.record()
-        self.made.version = self.made.step - 1
+        self.dispatcher.version = self.dispatcher.step - 1
 
 
 @settings(max_examples=40, deadline=None)
@@ -256,10 +265,10 @@ def test_any_order_of_ends_failures_and_kills(
         dict(zip(labels, sizes, strict=True)), batch, source.randint(4, 3 * batch), off_policy, LAST, ratios, 1.0, rule
     )
     run = Campaign(limit, source)
-    run.made = Dispatcher(limit, ["r0"], "run", "i0")
-    run.made.version = 0
+    run.dispatcher = Dispatcher(limit, ["r0"], "run", "i0")
+    run.dispatcher.version = 0
     for _ in range(6000):
-        if run.made.step > LAST:
+        if run.dispatcher.step > LAST:
             break
         run.begin()
         event = source.random()
@@ -268,7 +277,7 @@ def test_any_order_of_ends_failures_and_kills(
         elif run.running and event < 0.8:
             run.fail(min(run.running))  # of an early group, so that some groups are given up
         elif run.running and event < 0.85:
-            run.made.lost(job := source.choice(list(run.running)))
+            run.dispatcher.lost(job := source.choice(list(run.running)))
             del run.running[job]
         elif event < 0.86:
             run.kill()
@@ -276,10 +285,10 @@ def test_any_order_of_ends_failures_and_kills(
             run.write()
         else:
             run.form_batch()
-        assert set(run.running) == set(run.made._jobs)
-        ends = sum(run.made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
-        assert run.made.counts["dispatched"] == ends + run.made.inflight
-    assert run.made.step == LAST + 1, "the run ends"
+        assert set(run.running) == set(run.dispatcher._jobs)
+        ends = sum(run.dispatcher.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
+        assert run.dispatcher.counts["dispatched"] == ends + run.dispatcher.inflight
+    assert run.dispatcher.step == LAST + 1, "the run ends"
     rollouts = [sequence.info.id for group in run.used for sequence in group.sequences]
     assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
     names = [group.id for group in run.used]
@@ -289,10 +298,10 @@ def test_any_order_of_ends_failures_and_kills(
             mine = [group.size for group in run.used if group.id.partition(".")[0] == name]
             most = limit.group_sizes[name.partition("-")[0]] + (len(mine) - 1) * (rule.at_least - 1)
             assert sum(mine) <= most + run.late[name], "no example is trained more than others"
-    waiting = {group.id for group in (*run.made.ready, *run.writing)}
-    for label, cursor in run.made.cursors.items():
+    waiting = {group.id for group in (*run.dispatcher.ready, *run.writing)}
+    for label, cursor in run.dispatcher.cursors.items():
         every = {f"{label}-{example:08d}" for example in range(cursor)}
-        unfinished = {f"{name}-{example:08d}" for name, example in run.made.unfinished}
+        unfinished = {f"{name}-{example:08d}" for name, example in run.dispatcher.unfinished}
         covered = {name.partition(".")[0] for name in (*names, *run.given_up)} | waiting | unfinished
         assert every <= covered, "no example is lost"
 

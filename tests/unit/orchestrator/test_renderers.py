@@ -1,4 +1,4 @@
-"""The way from messages to tokens is that of the model's family."""
+"""Selection of a model's renderer by its family, its chat template and the recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from renderers import base, config_from_name
 from primeslurm.models import Family, bundled, model_types
 from primeslurm.models.extending_renderer import extending_config
 from primeslurm.models.renderers import RENDERERS, is_import_path, renderers_of
-from primeslurm.orchestrator.rendering import renderer_selection
+from primeslurm.orchestrator.rendering.renderer_selection import Rendering, RenderingError, select_renderer
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.testbed.fakes.fake_engine import write_tokenizer
@@ -32,23 +32,21 @@ VISION = {
 
 
 def write_config(directory: Path, model_type: str) -> str:
-    """Of a model of this type. Returns its path."""
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     return str(directory)
 
 
-def name_of(chosen: renderer_selection.Rendering) -> str:
-    """What `renderers` calls it."""
+def name_of(chosen: Rendering) -> str:
     return str((chosen.config.model_extra or {}).get("renderer", chosen.config.name))
 
 
-def test_recipes_may_name_what_renderers_has() -> None:
+def test_names_of_renderers_match_the_package() -> None:
     base._populate_registry()
     assert sorted(RENDERERS) == sorted(base.RENDERER_REGISTRY)
 
 
 @pytest.mark.parametrize("family", [f for f in bundled() if f.renderer], ids=lambda family: family.name)
-def test_renderers_has_what_families_name(family: Family) -> None:
+def test_renderers_of_families_exist(family: Family) -> None:
     for name in (family.renderer, *family.renderers.values()):
         if is_import_path(name):
             module, _, made = name.partition(":")
@@ -80,54 +78,54 @@ def test_renderers_has_what_families_name(family: Family) -> None:
         ("qwen3_5_moe", "Qwen3.6-35B-A3B", "qwen3.6"),
     ],
 )
-def test_models_of_one_type_have_the_renderers_that_they_are_named_for(model_type: str, model: str, first: str) -> None:
+def test_renderer_follows_the_name_of_the_model(model_type: str, model: str, first: str) -> None:
     assert renderers_of(model_type, model)[0] == first
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_the_tiny_model_is_rendered_as_qwen3_is(family: str, tmp_path: Path) -> None:
+def test_tiny_model_gets_the_renderer_of_qwen3(family: str, tmp_path: Path) -> None:
     tiny_model.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, family)
-    chosen = renderer_selection.select_renderer(model)
+    chosen = select_renderer(model)
     assert name_of(chosen) == "qwen3" and not chosen.no_tools
 
 
-def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Path) -> None:
+def test_model_with_another_template_than_its_family_uses_the_template(tmp_path: Path) -> None:
     tokenizer = tiny_model.tokenizer()
     tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace("{{ content }}", "{{ content | upper }}")
     tokenizer.chat_template = tokenizer.chat_template.replace("{{- content }}", "{{- content | upper }}")
     tokenizer.save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
-    chosen = renderer_selection.select_renderer(model)
+    chosen = select_renderer(model)
     assert name_of(chosen) == "default"
     assert "qwen3: it renders " in chosen.no_tools and "name one that fits in model.renderer" in chosen.no_tools
-    assert name_of(renderer_selection.select_renderer(model, "qwen3")) == "qwen3", "the recipe decides"
+    assert name_of(select_renderer(model, "qwen3")) == "qwen3", "the recipe decides"
 
 
-def test_a_model_that_does_not_think_by_itself_is_rendered_so(tmp_path: Path) -> None:
+def test_template_that_disables_thinking_disables_it_in_the_renderer(tmp_path: Path) -> None:
     tokenizer = tiny_model.tokenizer()
     prompt = '{{ "<|im_start|>assistant\n" }}{% endif %}'
     unthinking = prompt.replace('assistant\n"', 'assistant\n<think>\n\n</think>\n\n"')
     assert prompt in tiny_model.CHAT_TEMPLATE
-    tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace(prompt, unthinking)  # old answers are shown without
+    tokenizer.chat_template = tiny_model.CHAT_TEMPLATE.replace(prompt, unthinking)  # for the prompt only
     tokenizer.save_pretrained(tmp_path)
-    chosen = renderer_selection.select_renderer(write_config(tmp_path, "qwen3"))
+    chosen = select_renderer(write_config(tmp_path, "qwen3"))
     assert not chosen.no_tools and chosen.config.model_extra["options"] == {"enable_thinking": False}
 
 
-def test_options_are_the_renderers_own(tmp_path: Path) -> None:
+def test_unknown_renderer_options_are_refused(tmp_path: Path) -> None:
     tiny_model.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
-    kept = renderer_selection.select_renderer(model, options={"thinking_retention": "all"})
+    kept = select_renderer(model, options={"thinking_retention": "all"})
     assert kept.config.model_extra["options"] == {"thinking_retention": "all"}
     with pytest.raises(ValueError, match=r"model\.renderer_options of qwen3: thinks: Extra inputs are not permitted"):
-        renderer_selection.select_renderer(model, options={"thinks": True})
+        select_renderer(model, options={"thinks": True})
 
 
-def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(tmp_path: Path) -> None:
+def test_model_without_a_family_uses_its_template_without_tools(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     model = write_config(tmp_path, "unheard_of")
-    chosen = renderer_selection.select_renderer(model)
+    chosen = select_renderer(model)
     assert name_of(chosen) == "default"
     assert "no renderer for model type unheard_of (" in chosen.no_tools
 
@@ -144,26 +142,25 @@ def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(
     ],
 )
 @pytest.mark.parametrize("asked", ["auto", "default"])
-def test_a_template_that_no_rollout_could_use_is_refused(
+def test_unusable_template_is_refused(
     template: str | None, eos: str | None, why: str, asked: str, tmp_path: Path
 ) -> None:
-    """A base model has none. It would be told of after the engines have started, rollout by rollout."""
     write_with_template(tmp_path, template or "", eos)
     if template is None:
         (tmp_path / "chat_template.jinja").unlink()
     model = write_config(tmp_path, "unheard_of")
-    with pytest.raises(renderer_selection.RenderingError, match=re.escape(why)):
-        renderer_selection.select_renderer(model, asked)
-    assert name_of(renderer_selection.select_renderer(model, "qwen3")) == "qwen3", "the recipe may name another"
+    with pytest.raises(RenderingError, match=re.escape(why)):
+        select_renderer(model, asked)
+    assert name_of(select_renderer(model, "qwen3")) == "qwen3", "the recipe may name another"
 
 
-def test_a_template_that_wants_a_system_message_is_taken(tmp_path: Path) -> None:
+def test_template_that_requires_a_system_message_is_accepted(tmp_path: Path) -> None:
     insists = "{% if messages[0].role != 'system' %}{{ raise_exception('system first') }}{% endif %}" + CHATML
     write_with_template(tmp_path, insists, "<|im_end|>")
-    assert name_of(renderer_selection.select_renderer(write_config(tmp_path, "unheard_of"))) == "default"
+    assert name_of(select_renderer(write_config(tmp_path, "unheard_of"))) == "default"
 
 
-def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
+def test_misspelled_renderer_is_refused_with_a_suggestion() -> None:
     fields = {"name": "test", "seq_len": 64, "model": {"path": "m", "renderer": "Qwen-3"}, "task": "serve"}
     (found,) = violations(Recipe.model_validate(fields))
     assert found.field == "model.renderer" and found.fix == "nearest: qwen3"
@@ -171,31 +168,26 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
-def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
+def test_images_use_the_renderer_of_the_family(model_type: str, tmp_path: Path) -> None:
     write_tokenizer_of(tmp_path, extending_config(VISION[model_type], {}))
-    assert (
-        name_of(renderer_selection.select_renderer(write_config(tmp_path, model_type), images=True))
-        == VISION[model_type]
-    )
+    assert name_of(select_renderer(write_config(tmp_path, model_type), images=True)) == VISION[model_type]
 
 
-def test_a_model_that_sees_is_compared_with_its_template_too(tmp_path: Path) -> None:
+def test_vision_models_are_compared_with_their_template(tmp_path: Path) -> None:
     template = (BUNDLED / "Qwen3.5-0.8B.jinja").read_text()
     small = str(write_model(tmp_path, "Qwen3.5-0.8B", template))
-    chosen = renderer_selection.select_renderer(small, images=True)
+    chosen = select_renderer(small, images=True)
     assert name_of(chosen) == "qwen3.5" and not chosen.no_tools
     assert chosen.config.model_extra["options"] == {"enable_thinking": False}
     other = str(write_model(tmp_path, "Qwen3.5-0.8B-taught", template.replace("# Tools", "# What you may call")))
-    with pytest.raises(
-        renderer_selection.RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\."
-    ):
-        renderer_selection.select_renderer(other, images=True)
-    assert name_of(renderer_selection.select_renderer(other, "qwen3.5", images=True)) == "qwen3.5", "the recipe decides"
+    with pytest.raises(RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\."):
+        select_renderer(other, images=True)
+    assert name_of(select_renderer(other, "qwen3.5", images=True)) == "qwen3.5", "the recipe decides"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "kimi_k25", "unheard_of"])
-def test_models_that_are_not_trained_on_images_are_shown_none(model_type: str, tmp_path: Path) -> None:
+def test_images_are_refused_for_models_that_are_not_trained_on_them(model_type: str, tmp_path: Path) -> None:
     names = ", ".join(name for name, able in model_types().items() if able.images)
     assert set(names.split(", ")) == set(VISION)
     with pytest.raises(ValueError, match=f"rendered for {names}, not for {model_type}"):
-        renderer_selection.select_renderer(write_config(tmp_path, model_type), images=True)
+        select_renderer(write_config(tmp_path, model_type), images=True)

@@ -13,13 +13,13 @@ from weakref import ReferenceType, ref
 import numpy as np
 import pytest
 
+from primeslurm.base import durable
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.batching.shard_files import ShardFiles
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
-from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire.batches import batch_files
 from primeslurm.wire.batches.rollouts import Frame, RankShard
@@ -151,8 +151,7 @@ def test_write_waits_for_a_full_or_read_only_disk(
         assert [record.message for record in caplog.records].count(
             f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
-        reserve = Reserve(tmp_path, size=1 << 20)
-        assert reserve.fill() and reserve.give_up()
+        assert durable.fill_reserve(tmp_path, 1 << 20) and files.release_reserve(tmp_path)
         full[0] = False
         assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), (
             "the reserve is for records"

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError
 from primeslurm.base.files import Content
 from primeslurm.orchestrator.algorithms import Grpo
@@ -20,11 +21,10 @@ from primeslurm.orchestrator.pipeline.progress import CHECKPOINT_PART, PROGRESS,
 from primeslurm.orchestrator.rollouts.groups import GroupInfo, RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
-from primeslurm.records.reserve import Reserve
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.support.recipes import recipe_data
-from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
+from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, run_all
 from tests.unit.orchestrator.test_packing import advantages, group
 
 
@@ -91,13 +91,13 @@ def test_a_full_or_read_only_disk_is_reported_and_survived(
 
 
 def test_groups_leave_space_that_was_given_up_to_records(tmp_path: Path) -> None:
-    reserve, spool, made = Reserve(tmp_path), Spool(tmp_path / "rollouts"), group([3], [0.5])
-    assert reserve.fill() and reserve.give_up()
+    spool, made = Spool(tmp_path / "rollouts"), group([3], [0.5])
+    assert durable.fill_reserve(tmp_path) and files.release_reserve(tmp_path)
     assert not spool.put(made) and made.id in spool.waiting
-    assert reserve.fill()
+    assert durable.fill_reserve(tmp_path)
     assert spool.put(made)
     assert spool.waiting == {} and [again.id for again in spool.load()] == [made.id]
-    assert reserve.give_up() and not spool.put(made)
+    assert files.release_reserve(tmp_path) and not spool.put(made)
     spool.delete([made.id])
     assert spool.waiting == {}, "what is not wanted any more waits for nothing"
 
@@ -163,7 +163,7 @@ def test_commit_without_orchestrator_part_is_refused(tmp_path: Path) -> None:
 
 
 def test_progress_is_on_disk_before_it_counts(tmp_path: Path) -> None:
-    dispatch = dispatcher(limits())
+    dispatch = make_dispatcher(limits())
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
     asyncio.run(file.record(lambda now: {"next_step": 2, "batches": {1: ["x"]}}))
@@ -182,7 +182,7 @@ def test_progress_is_on_disk_before_it_counts(tmp_path: Path) -> None:
 
 
 def test_records_are_written_in_order_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    dispatch, may_write = dispatcher(limits()), threading.Event()
+    dispatch, may_write = make_dispatcher(limits()), threading.Event()
     curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
     file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
     save = RunProgress.save

@@ -53,10 +53,10 @@ def test_restart_reads_only_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         Spool(tmp_path / "rollouts").put(example(number))
     with monkeypatch.context() as patched:
         patched.setattr(Path, "read_bytes", refuse_groups)
-        made, gone, _ = recovered(tmp_path)
-    assert not gone and all(isinstance(one, SpooledGroup) for one in made.ready)
+        dispatcher, gone, _ = recovered(tmp_path)
+    assert not gone and all(isinstance(one, SpooledGroup) for one in dispatcher.ready)
     whole = example(0)
-    head = next(iter(made.ready))
+    head = next(iter(dispatcher.ready))
     for name in ("id", "environment", "example", "opened_version", "task", "size"):
         assert getattr(head, name) == getattr(whole, name)
     assert (head.newest_version, head.given_rewards, head.scored) == (whole.newest_version, [0.25, 1.0], False)
@@ -78,16 +78,16 @@ def test_damaged_file_costs_one_group(data: st.DataObject) -> None:
         else:
             del raw[where:]
         path.write_bytes(raw)
-        made, gone, spool = recovered(run)
+        dispatcher, gone, spool = recovered(run)
         broken = f"{LABEL}-00000001"
-        if len(made.ready) == 3:
+        if len(dispatcher.ready) == 3:
             with pytest.raises(DamagedError) as error:
-                next(one for one in made.ready if one.id == broken).whole()
+                next(one for one in dispatcher.ready if one.id == broken).whole()
             spool.note_damaged(broken, error.value)
-            made.give_up_damaged(broken)
+            dispatcher.give_up_damaged(broken)
             gone = [broken]
-        assert gone == [broken] and [one.example for one in made.ready] == [0, 2]
-        assert made.unfinished == [(LABEL, 1)] and made.counts["groups_damaged"] == 1
+        assert gone == [broken] and [one.example for one in dispatcher.ready] == [0, 2]
+        assert dispatcher.unfinished == [(LABEL, 1)] and dispatcher.counts["groups_damaged"] == 1
         spool.delete(gone)
         assert not path.exists() and path.with_suffix(".damaged").exists()
         assert spool.put(example(1)) and [one.id for one in spool.load()][1] == broken
@@ -97,16 +97,16 @@ def test_interrupted_write_is_no_group(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "rollouts")
     spool.put(example(0))
     (tmp_path / "rollouts" / f".{LABEL}-00000001.group.abc.tmp").write_bytes(example(1).to_bytes()[:50])
-    made, gone, again = recovered(tmp_path)
-    assert [one.example for one in made.ready] == [0] and not gone and not again.damaged
+    dispatcher, gone, again = recovered(tmp_path)
+    assert [one.example for one in dispatcher.ready] == [0] and not gone and not again.damaged
 
 
 def test_loaded_group_replaces_the_spooled_one(tmp_path: Path) -> None:
     for number in range(3):
         Spool(tmp_path / "rollouts").put(example(number))
-    made, _, _ = recovered(tmp_path)
-    head = [*made.ready][1]
-    made.replace_with_loaded(head, head.whole())
-    assert [one.example for one in made.ready] == [0, 1, 2]
-    assert [isinstance(one, SpooledGroup) for one in made.ready] == [True, False, True]
-    assert np.array_equal([*made.ready][1].sequences[0].token_ids, example(1).sequences[0].token_ids)
+    dispatcher, _, _ = recovered(tmp_path)
+    head = [*dispatcher.ready][1]
+    dispatcher.replace_with_loaded(head, head.whole())
+    assert [one.example for one in dispatcher.ready] == [0, 1, 2]
+    assert [isinstance(one, SpooledGroup) for one in dispatcher.ready] == [True, False, True]
+    assert np.array_equal([*dispatcher.ready][1].sequences[0].token_ids, example(1).sequences[0].token_ids)

@@ -30,93 +30,95 @@ class Clock:
         return self.now
 
 
-def dispatcher(
+def make_dispatcher(
     clock: Clock | None = None, batch: int = 4, inflight: int = 4, off_policy: int = 1, **staleness: object
 ) -> Dispatcher:
     rules = Staleness(**staleness)  # type: ignore[arg-type]
     limits = DispatchLimits({"a": 4}, batch, inflight, off_policy, 100, {"a": 1.0}, staleness=rules)
-    made = Dispatcher(limits, ["r0"], "run", "i", clock=clock or Clock())
-    made.version = 0
-    return made
+    dispatcher = Dispatcher(limits, ["r0"], "run", "i", clock=clock or Clock())
+    dispatcher.version = 0
+    return dispatcher
 
 
-def finish(made: Dispatcher, jobs: list[Job], version: int = 0) -> RolloutGroup | None:
-    groups = [made.finished(job.id, rollout(job, version)) for job in jobs]
+def finish(dispatcher: Dispatcher, jobs: list[Job], version: int = 0) -> RolloutGroup | None:
+    groups = [dispatcher.finished(job.id, rollout(job, version)) for job in jobs]
     return groups[-1]
 
 
 def test_dropped_example_is_sampled_again() -> None:
-    made = dispatcher()
-    jobs = run_all(made)
-    finish(made, jobs[:3])
-    swept = made.apply_age_limit(3)
-    assert swept.cancelled == [jobs[3].id] and not swept.early
-    assert made.unfinished == [("a", 0)] and made.counts["examples_returned"] == 1
-    made.version = 2
-    again = run_all(made)
-    assert {job.group for job in again} == {jobs[0].group} and not made.exists(jobs[0].group)
-    group = finish(made, again, 2)
-    assert group is not None and made.exists(group.id), "its new file must not be deleted"
-    assert made.add_ready(group) and made.exists(group.id)
-    made.step = 3
-    assert [group.id for group in made.take_batch() or []] == [jobs[0].group], (
+    dispatcher = make_dispatcher()
+    jobs = run_all(dispatcher)
+    finish(dispatcher, jobs[:3])
+    result = dispatcher.apply_age_limit(3)
+    assert result.cancelled == [jobs[3].id] and not result.early
+    assert dispatcher.unfinished == [("a", 0)] and dispatcher.counts["examples_returned"] == 1
+    dispatcher.version = 2
+    again = run_all(dispatcher)
+    assert {job.group for job in again} == {jobs[0].group} and not dispatcher.exists(jobs[0].group)
+    group = finish(dispatcher, again, 2)
+    assert group is not None and dispatcher.exists(group.id), "its new file must not be deleted"
+    assert dispatcher.add_ready(group) and dispatcher.exists(group.id)
+    dispatcher.step = 3
+    assert [group.id for group in dispatcher.take_batch() or []] == [jobs[0].group], (
         "the id of a group that was given up is free again"
     )
 
 
 def test_batch_waits_for_groups_that_are_being_written() -> None:
-    made, newer = dispatcher(rule="partial"), RolloutGroup("a-00000007", "a", 7, 1, ((),) * 4)
-    finish(made, run_all(made)[:3])
-    assert made.add_ready(newer)
-    made.step = 2
-    (early,) = made.apply_age_limit(2).early
-    assert made.take_batch() is None and not made.may_form_early(), "no later batch may train it"
-    assert made.add_ready(early) and made.take_batch() == [early, newer]
+    dispatcher, newer = make_dispatcher(rule="partial"), RolloutGroup("a-00000007", "a", 7, 1, ((),) * 4)
+    finish(dispatcher, run_all(dispatcher)[:3])
+    assert dispatcher.add_ready(newer)
+    dispatcher.step = 2
+    (early,) = dispatcher.apply_age_limit(2).early
+    assert dispatcher.take_batch() is None and not dispatcher.may_form_early(), "no later batch may train it"
+    assert dispatcher.add_ready(early) and dispatcher.take_batch() == [early, newer]
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("done", [1, 3])
 def test_example_is_dropped_only_once(done: int, restarted: bool) -> None:
-    made = dispatcher(batch=2)
-    run_all(made)
-    assert len(made.apply_age_limit(3).cancelled) == 4 and made.returned == [("a", 0)]
+    dispatcher = make_dispatcher(batch=2)
+    run_all(dispatcher)
+    assert len(dispatcher.apply_age_limit(3).cancelled) == 4 and dispatcher.returned == [("a", 0)]
     if restarted:
-        state = {"cursors": made.cursors, "unfinished": made.unfinished, "returned": made.returned}
-        made = Dispatcher(made.limits, ["r0"], "run", "later", examples=Examples(made.limits.ratios, **state))
-    made.version = 2
-    jobs = run_all(made)
-    finish(made, jobs[:done], 2)
-    early = made.apply_age_limit(4).early
-    made.version = 5
-    swept = made.apply_age_limit(6)
-    assert not swept.cancelled and made.inflight == 4 - done and made.returned == [("a", 0)]
+        state = {"cursors": dispatcher.cursors, "unfinished": dispatcher.unfinished, "returned": dispatcher.returned}
+        dispatcher = Dispatcher(
+            dispatcher.limits, ["r0"], "run", "later", examples=Examples(dispatcher.limits.ratios, **state)
+        )
+    dispatcher.version = 2
+    jobs = run_all(dispatcher)
+    finish(dispatcher, jobs[:done], 2)
+    early = dispatcher.apply_age_limit(4).early
+    dispatcher.version = 5
+    result = dispatcher.apply_age_limit(6)
+    assert not result.cancelled and dispatcher.inflight == 4 - done and dispatcher.returned == [("a", 0)]
     if done == 1:
-        assert not early and [group.version for group in made.open.values()] == [5], "the group continues"
+        assert not early and [group.version for group in dispatcher.open.values()] == [5], "the group continues"
     else:
-        assert [group.size for group in early] == [3] and list(made.open) == ["a-00000000.1001"], (
+        assert [group.size for group in early] == [3] and list(dispatcher.open) == ["a-00000000.1001"], (
             "the rest continues in another group"
         )
 
 
 def test_returned_example_is_recorded_until_its_commit() -> None:
-    made = dispatcher()
-    run_all(made)
-    made.apply_age_limit(3)
-    made.version = 2
-    group = finish(made, run_all(made), 4)
-    assert group is not None and made.add_ready(group)
-    made.step = 5
-    state = {"cursors": made.cursors, "unfinished": made.unfinished}
-    assert made.take_batch() == [group] and made.returned == [("a", 0)], "no record has it yet"
-    examples = Examples(made.limits.ratios, returned=made.returned, **state)
-    resumed = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
+    dispatcher = make_dispatcher()
+    run_all(dispatcher)
+    dispatcher.apply_age_limit(3)
+    dispatcher.version = 2
+    group = finish(dispatcher, run_all(dispatcher), 4)
+    assert group is not None and dispatcher.add_ready(group)
+    dispatcher.step = 5
+    state = {"cursors": dispatcher.cursors, "unfinished": dispatcher.unfinished}
+    assert dispatcher.take_batch() == [group] and dispatcher.returned == [("a", 0)], "no record has it yet"
+    examples = Examples(dispatcher.limits.ratios, returned=dispatcher.returned, **state)
+    resumed = Dispatcher(dispatcher.limits, ["r0"], "run", "later", 6, examples=examples)
     assert resumed.add_ready(group), "resumed from the step before, its newest token counts"
-    examples = Examples(made.limits.ratios, taken={group.id}, returned=made.returned, **state)
-    restarted = Dispatcher(made.limits, ["r0"], "run", "later", 6, examples=examples)
+    examples = Examples(dispatcher.limits.ratios, taken={group.id}, returned=dispatcher.returned, **state)
+    restarted = Dispatcher(dispatcher.limits, ["r0"], "run", "later", 6, examples=examples)
     assert restarted.returned == [("a", 0)]
-    made.return_batch([group])
-    assert made.take_batch() == [group]
-    for later in (made, restarted):
+    dispatcher.return_batch([group])
+    assert dispatcher.take_batch() == [group]
+    for later in (dispatcher, restarted):
         later.committed({group.id})
         assert later.returned == []
 
@@ -124,138 +126,140 @@ def test_returned_example_is_recorded_until_its_commit() -> None:
 @pytest.mark.parametrize("rule", ["drop", "partial"])
 def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> None:
     """Rollouts of one example take 4 steps, all others one. Groups are fresh for two steps."""
-    made = dispatcher(inflight=8, rule=rule)
+    dispatcher = make_dispatcher(inflight=8, rule=rule)
     jobs: list[Job] = []
     trained: list[str] = []
-    while made.step <= 16:
-        jobs = [job for job in jobs if made.runs(job.id)] + run_all(made)
+    while dispatcher.step <= 16:
+        jobs = [job for job in jobs if dispatcher.runs(job.id)] + run_all(dispatcher)
         for job in jobs:
-            if job.example or made.version >= job.opened_version + 4:
-                done = made.finished(job.id, rollout(job, made.version))
-                assert done is None or made.add_ready(done)
-        for early in made.apply_age_limit(made.step).early:
-            made.add_ready(early)
-        trained += [group.id for group in made.take_batch() or []]
-        made.version += 1
-    assert trained.count("a-00000000") == 1 and made.counts["examples_returned"] == 1
+            if job.example or dispatcher.version >= job.opened_version + 4:
+                done = dispatcher.finished(job.id, rollout(job, dispatcher.version))
+                assert done is None or dispatcher.add_ready(done)
+        for early in dispatcher.apply_age_limit(dispatcher.step).early:
+            dispatcher.add_ready(early)
+        trained += [group.id for group in dispatcher.take_batch() or []]
+        dispatcher.version += 1
+    assert trained.count("a-00000000") == 1 and dispatcher.counts["examples_returned"] == 1
     assert {f"a-{example:08d}" for example in range(10)} <= set(trained)
 
 
 def test_stale_complete_group_is_sampled_again() -> None:
-    made = dispatcher()
-    group = finish(made, run_all(made))
-    assert group is not None and made.add_ready(group)
-    assert made.apply_age_limit(3).stale == [group] and made.unfinished == [("a", 0)]
+    dispatcher = make_dispatcher()
+    group = finish(dispatcher, run_all(dispatcher))
+    assert group is not None and dispatcher.add_ready(group)
+    assert dispatcher.apply_age_limit(3).stale == [group] and dispatcher.unfinished == [("a", 0)]
 
 
 def test_group_completes_early_at_its_last_chance() -> None:
-    made = dispatcher(inflight=8, rule="partial", at_least=2)
-    jobs = run_all(made)
-    finish(made, [*jobs[:3], jobs[4]])
-    assert made.apply_age_limit(2).early == [], "one rollout is too few for a group, and the other group is no batch"
-    finish(made, jobs[5:6])
-    assert made.apply_age_limit(1).early == [], "a later batch may train them"
-    first, second = (swept := made.apply_age_limit(2)).early
-    assert (first.size, second.size) == (3, 2) and made.inflight == 0
-    assert swept.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
-    made.step = 2
-    assert made.add_ready(first) and made.take_batch() is None, (
+    dispatcher = make_dispatcher(inflight=8, rule="partial", at_least=2)
+    jobs = run_all(dispatcher)
+    finish(dispatcher, [*jobs[:3], jobs[4]])
+    assert dispatcher.apply_age_limit(2).early == [], (
+        "one rollout is too few for a group, and the other group is no batch"
+    )
+    finish(dispatcher, jobs[5:6])
+    assert dispatcher.apply_age_limit(1).early == [], "a later batch may train them"
+    first, second = (result := dispatcher.apply_age_limit(2)).early
+    assert (first.size, second.size) == (3, 2) and dispatcher.inflight == 0
+    assert result.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
+    dispatcher.step = 2
+    assert dispatcher.add_ready(first) and dispatcher.take_batch() is None, (
         "it fills only as many slots of the batch as it has rollouts"
     )
-    assert made.add_ready(second) and made.take_batch() == [first, second], "the batch is oversized instead"
+    assert dispatcher.add_ready(second) and dispatcher.take_batch() == [first, second], "the batch is oversized instead"
 
 
 def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
-    made = dispatcher()
+    dispatcher = make_dispatcher()
     sizes = {0: 3, 1: 4, 2: 4}
     groups = [
         RolloutGroup(f"a-{n:08d}", "a", n, version, ((),) * size) for n, (version, size) in enumerate(sizes.items())
     ]
     for group in groups:
-        assert made.add_ready(group)
-    assert made.take_batch() == groups[1:2] and made.step == 2
-    assert made.next_batch() == groups[::2], "although one group of four would suffice"
+        assert dispatcher.add_ready(group)
+    assert dispatcher.take_batch() == groups[1:2] and dispatcher.step == 2
+    assert dispatcher.next_batch() == groups[::2], "although one group of four would suffice"
 
 
 def test_no_group_completes_early_unless_a_batch_forms() -> None:
-    made = dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
-    jobs = run_all(made)
-    finish(made, [*jobs[:2], *jobs[4:5]])
-    assert made.apply_age_limit(2).early == [] and made.inflight == 5
-    finish(made, jobs[5:6])
-    assert len(made.apply_age_limit(2).early) == 2
+    dispatcher = make_dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
+    jobs = run_all(dispatcher)
+    finish(dispatcher, [*jobs[:2], *jobs[4:5]])
+    assert dispatcher.apply_age_limit(2).early == [] and dispatcher.inflight == 5
+    finish(dispatcher, jobs[5:6])
+    assert len(dispatcher.apply_age_limit(2).early) == 2
 
 
 @pytest.mark.parametrize("done", [2, 3])
 def test_running_rollouts_continue_in_another_group(done: int) -> None:
-    made = dispatcher(batch=2, rule="carry", at_least=2)
-    jobs = run_all(made)
-    finish(made, jobs[:done])
-    made.version = 1
-    (early,) = (swept := made.apply_age_limit(2)).early
-    assert early.size == done and not swept.cancelled and made.inflight == 4 - done
-    (later,) = made.open.values()
+    dispatcher = make_dispatcher(batch=2, rule="carry", at_least=2)
+    jobs = run_all(dispatcher)
+    finish(dispatcher, jobs[:done])
+    dispatcher.version = 1
+    (early,) = (result := dispatcher.apply_age_limit(2)).early
+    assert early.size == done and not result.cancelled and dispatcher.inflight == 4 - done
+    (later,) = dispatcher.open.values()
     assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), (
         "the continuation needs no more than it lacks"
     )
-    assert made.unfinished == [("a", 0)], "the group is not on disk yet"
-    assert made.add_ready(early)
-    assert not made.unfinished, "the example counts as trained"
-    more = [job for job in run_all(made) if job.group == later.id]
+    assert dispatcher.unfinished == [("a", 0)], "the group is not on disk yet"
+    assert dispatcher.add_ready(early)
+    assert not dispatcher.unfinished, "the example counts as trained"
+    more = [job for job in run_all(dispatcher) if job.group == later.id]
     assert len(more) == done - 2, "one rollout alone has no advantage"
-    group = finish(made, [*jobs[done:], *more], 1)
-    assert group is not None and group.size == 2 and made.add_ready(group)
-    assert made.ready_rollouts == done + 2
-    assert made.counts["rollouts_carried"] == 4 - done and made.counts["cancelled"] == 0
+    group = finish(dispatcher, [*jobs[done:], *more], 1)
+    assert group is not None and group.size == 2 and dispatcher.add_ready(group)
+    assert dispatcher.ready_rollouts == done + 2
+    assert dispatcher.counts["rollouts_carried"] == 4 - done and dispatcher.counts["cancelled"] == 0
 
 
 def test_group_with_too_few_finished_rollouts_is_carried_as_a_whole() -> None:
-    made = dispatcher(rule="carry", at_least=2)
-    jobs = run_all(made)
-    finish(made, jobs[:1])
-    made.version = 2
-    swept = made.apply_age_limit(3)
-    assert not swept.cancelled and not swept.early
-    assert [group.version for group in made.open.values()] == [2]
+    dispatcher = make_dispatcher(rule="carry", at_least=2)
+    jobs = run_all(dispatcher)
+    finish(dispatcher, jobs[:1])
+    dispatcher.version = 2
+    result = dispatcher.apply_age_limit(3)
+    assert not result.cancelled and not result.early
+    assert [group.version for group in dispatcher.open.values()] == [2]
 
 
 def test_old_tokens_are_masked() -> None:
-    made = dispatcher(rule="mask")
-    jobs = run_all(made)
-    finish(made, jobs[:3], 0)
-    made.version = 5
-    assert made.apply_age_limit(6) == ([], [], [])
-    group = finish(made, jobs[3:], 5)
-    assert group is not None and made.add_ready(group)
-    fresh = group.without_older(made.age_limit.oldest_version(6))
+    dispatcher = make_dispatcher(rule="mask")
+    jobs = run_all(dispatcher)
+    finish(dispatcher, jobs[:3], 0)
+    dispatcher.version = 5
+    assert dispatcher.apply_age_limit(6) == ([], [], [])
+    group = finish(dispatcher, jobs[3:], 5)
+    assert group is not None and dispatcher.add_ready(group)
+    fresh = group.without_older(dispatcher.age_limit.oldest_version(6))
     assert [bool(sequence.mask.any()) for sequence in fresh.sequences] == [False, False, False, True]
-    assert made.apply_age_limit(8).stale == [group], "no token of it would be trained"
+    assert dispatcher.apply_age_limit(8).stale == [group], "no token of it would be trained"
 
 
 @pytest.mark.parametrize("surplus", ["cancel", "carry"])
 def test_group_does_not_wait_for_stragglers(surplus: str) -> None:
-    made = dispatcher(inflight=6, extra_rollouts=2, surplus=surplus)
-    jobs = run_all(made)
+    dispatcher = make_dispatcher(inflight=6, extra_rollouts=2, surplus=surplus)
+    jobs = run_all(dispatcher)
     assert len(jobs) == 6 and len({job.group for job in jobs}) == 1
-    group = finish(made, [jobs[5], *jobs[:3]])
+    group = finish(dispatcher, [jobs[5], *jobs[:3]])
     assert group is not None and [r[0].info.id for r in group.rollouts] == [j.id for j in (*jobs[:3], jobs[5])]
     if surplus == "cancel":
-        assert made.take_surplus_jobs() == [jobs[3].id, jobs[4].id] and made.take_surplus_jobs() == []
-        assert made.inflight == 0
+        assert dispatcher.take_surplus_jobs() == [jobs[3].id, jobs[4].id] and dispatcher.take_surplus_jobs() == []
+        assert dispatcher.inflight == 0
     else:
-        assert made.take_surplus_jobs() == [] and made.inflight == 2
-        carried = made.open["a-00000000.1001"]
+        assert dispatcher.take_surplus_jobs() == [] and dispatcher.inflight == 2
+        carried = dispatcher.open["a-00000000.1001"]
         assert carried.size == 2 and not carried.to_dispatch
 
 
 def test_continuation_ids_are_unique_over_restarts() -> None:
     """A restart forgets the ids of committed groups, and opens an example again whose group was not on disk."""
-    made = dispatcher(inflight=6, extra_rollouts=2, surplus="carry")
-    jobs = run_all(made)
-    assert finish(made, jobs[:4]) is not None, "the group is not on disk; the carried rollouts are trained"
-    (part,) = made.open
-    examples = Examples(made.limits.ratios, cursors={"a": 1}, unfinished=[("a", 0)])
-    later = Dispatcher(made.limits, ["r0"], "run", "later", 4, examples=examples)
+    dispatcher = make_dispatcher(inflight=6, extra_rollouts=2, surplus="carry")
+    jobs = run_all(dispatcher)
+    assert finish(dispatcher, jobs[:4]) is not None, "the group is not on disk; the carried rollouts are trained"
+    (part,) = dispatcher.open
+    examples = Examples(dispatcher.limits.ratios, cursors={"a": 1}, unfinished=[("a", 0)])
+    later = Dispatcher(dispatcher.limits, ["r0"], "run", "later", 4, examples=examples)
     later.version = 3
     jobs = run_all(later)
     group = finish(later, jobs[:4])
@@ -266,17 +270,17 @@ def test_continuation_ids_are_unique_over_restarts() -> None:
 def test_slots_are_rollouts_not_groups() -> None:
     """A group that waits for its last rollout occupies one slot."""
     clock = Clock()
-    made = dispatcher(clock, batch=8, inflight=16, off_policy=8)
+    dispatcher = make_dispatcher(clock, batch=8, inflight=16, off_policy=8)
     stragglers: set[str] = set()
     for _ in range(8):
-        jobs = run_all(made)
-        assert made.inflight == 16
+        jobs = run_all(dispatcher)
+        assert dispatcher.inflight == 16
         stragglers |= {job.id for job in {job.group: job for job in jobs}.values()}
         clock.now += 10
         for job in jobs:
             if job.id not in stragglers:
-                made.finished(job.id, rollout(job))
-    assert len(made.open) > 4, "more groups than slots for all their rollouts"
+                dispatcher.finished(job.id, rollout(job))
+    assert len(dispatcher.open) > 4, "more groups than slots for all their rollouts"
 
 
 def test_running_rollouts_count_in_the_survival_function() -> None:
@@ -318,17 +322,19 @@ def test_forecast_is_zero_before_any_rollout_ended() -> None:
 
 def test_cold_start_fills_the_engines() -> None:
     clock = Clock()
-    made = dispatcher(clock, batch=4, inflight=16, off_policy=8)
-    assert len(run_all(made)) == 16, "the first rollouts do not have to end first"
+    dispatcher = make_dispatcher(clock, batch=4, inflight=16, off_policy=8)
+    assert len(run_all(dispatcher)) == 16, "the first rollouts do not have to end first"
     for _ in range(50):  # rollouts of one second, and no request of the trainer
         clock.now += 1
-        for group in list(made.open.values()):
+        for group in list(dispatcher.open.values()):
             for name in list(group.jobs):
-                done = made.finished(name, rollout(Job(name, group.id, "a", 0, 0, "r0", "s")))
+                done = dispatcher.finished(name, rollout(Job(name, group.id, "a", 0, 0, "r0", "s")))
                 if done is not None:
-                    made.add_ready(done)
-        run_all(made)
-    assert made.ready_rollouts == 16 and not made.open, "only the rollouts that started before durations were known"
+                    dispatcher.add_ready(done)
+        run_all(dispatcher)
+    assert dispatcher.ready_rollouts == 16 and not dispatcher.open, (
+        "only the rollouts that started before durations were known"
+    )
 
 
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])
@@ -356,49 +362,49 @@ def test_at_least_above_the_group_size_is_refused() -> None:
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry", "mask"])
 def test_batch_forms_early_without_known_step_time_only_if_nothing_is_lost(rule: str) -> None:
-    made = dispatcher(inflight=8, rule=rule)
-    jobs = run_all(made)
-    assert len(jobs) == 8 and not made.may_form_early(), "no group is complete"
-    group = finish(made, jobs[:4])
-    assert group is not None and made.add_ready(group)
-    assert made.may_form_early(), "the next batch may train the other group"
-    made.step = 2
-    assert made.may_form_early() == (rule == "mask"), "this batch is the last chance of the other group"
-    other = finish(made, jobs[4:])
-    assert other is not None and made.add_unscored(other)
-    assert not made.may_form_early(), "a group at the teacher would be lost"
-    assert made.scored(other) and made.may_form_early()
+    dispatcher = make_dispatcher(inflight=8, rule=rule)
+    jobs = run_all(dispatcher)
+    assert len(jobs) == 8 and not dispatcher.may_form_early(), "no group is complete"
+    group = finish(dispatcher, jobs[:4])
+    assert group is not None and dispatcher.add_ready(group)
+    assert dispatcher.may_form_early(), "the next batch may train the other group"
+    dispatcher.step = 2
+    assert dispatcher.may_form_early() == (rule == "mask"), "this batch is the last chance of the other group"
+    other = finish(dispatcher, jobs[4:])
+    assert other is not None and dispatcher.add_unscored(other)
+    assert not dispatcher.may_form_early(), "a group at the teacher would be lost"
+    assert dispatcher.scored(other) and dispatcher.may_form_early()
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry"])
 def test_batch_forms_early_if_its_last_groups_will_not_finish_in_time(rule: str) -> None:
     """Rollouts take 10, 30 or 50 s, a step of the trainer 30 s."""
-    made = dispatcher(clock := Clock(), inflight=8, rule=rule)
+    dispatcher = make_dispatcher(clock := Clock(), inflight=8, rule=rule)
 
     def ends(jobs: list[Job], at: float, version: int = 0) -> RolloutGroup | None:
         clock.now = at
-        return finish(made, jobs, version)
+        return finish(dispatcher, jobs, version)
 
     def cuts(group: RolloutGroup | None) -> None:
-        assert group is not None and made.add_ready(group) and made.take_batch() == [group]
+        assert group is not None and dispatcher.add_ready(group) and dispatcher.take_batch() == [group]
 
-    jobs = run_all(made)
+    jobs = run_all(dispatcher)
     cuts(ends(jobs[:4], 10))
     assert ends(jobs[4:6], 30) is None
     clock.now = 40
-    made.step_done()
+    dispatcher.step_done()
     group = ends(jobs[6:], 50)
     assert group is not None
-    made.rejected(group, "learned from")
-    made.version = 1
-    jobs = run_all(made)
+    dispatcher.rejected(group, "learned from")
+    dispatcher.version = 1
+    jobs = run_all(dispatcher)
     cuts(ends(jobs[:4], 60, 1))
-    made.version = 2
-    group = ends(run_all(made), 65, 2)
-    assert group is not None and made.add_ready(group) and len(made.open) == 1
-    assert not made.may_form_early(), "half of the rollouts that run for 15 s end within 25 s"
+    dispatcher.version = 2
+    group = ends(run_all(dispatcher), 65, 2)
+    assert group is not None and dispatcher.add_ready(group) and len(dispatcher.open) == 1
+    assert not dispatcher.may_form_early(), "half of the rollouts that run for 15 s end within 25 s"
     clock.now = 85
-    assert made.may_form_early(), "no rollout that runs for 35 s ends within 5 s"
+    assert dispatcher.may_form_early(), "no rollout that runs for 35 s ends within 5 s"
 
 
 def test_step_of_an_early_batch_starts_when_the_previous_one_ends() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from primeslurm.orchestrator.pipeline.stall_diagnosis import suspect
 from primeslurm.records.state import EngineRecord
-from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
+from tests.unit.orchestrator.test_dispatch import limits, make_dispatcher, run_all
 from tests.unit.orchestrator.test_packing import group
 
 CURRENT = EngineRecord("CURRENT")
 
 
 def test_suspect_is_the_process_that_others_wait_for() -> None:
-    dispatch = dispatcher(limits())
+    dispatch = make_dispatcher(limits())
     engines = {"e0": CURRENT, "e1": CURRENT}
     assert suspect(engines, {"a", "b"}, dispatch, None) == "trainer (requests nothing)"
     assert suspect(engines, {"a", "b"}, dispatch, 3) == "trainer (has the batch of step 3)"

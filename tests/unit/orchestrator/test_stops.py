@@ -1,4 +1,4 @@
-"""Rollouts stop at the token that ends a turn by the model's chat template, and the next prompt has it once."""
+"""Rollouts stop at the token that ends a turn in the chat template, and the next prompt has it once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from renderers.base import load_tokenizer
 
 from primeslurm.chat.template import ChatTemplate
 from primeslurm.chat.turn_ends import TurnEnds
-from primeslurm.orchestrator.rendering import renderer_selection
+from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
 from tests.support import chat_templates
 from tests.support.own_templates import OWN
 from tests.support.turn_templates import CHATML, GEMMA, LLAMA_3, NEXT_ROLE, write_model
@@ -22,17 +22,17 @@ ASKED = [{"role": "user", "content": "Hi."}]
 
 
 def by_its_template(directory: Path, *model: Any) -> Any:
-    """The renderer of a model of no family."""
+    """Return the renderer of a model without a family."""
     write_model(directory, *model)
     (directory / "config.json").write_text(json.dumps({"model_type": "unheard_of"}))
-    return create_renderer(load_tokenizer(str(directory)), renderer_selection.select_renderer(str(directory)).config)
+    return create_renderer(load_tokenizer(str(directory)), select_renderer(str(directory)).config)
 
 
 @pytest.mark.parametrize("name", sorted(TEMPLATES))
-def test_renderers_of_families_stop_where_their_templates_end_turns(name: str, tmp_path: Path) -> None:
+def test_renderers_of_families_stop_at_the_ends_of_their_templates(name: str, tmp_path: Path) -> None:
     model = str(chat_templates.write_model(tmp_path, name, TEMPLATES[name]))
     tokenizer = load_tokenizer(model)
-    chosen = renderer_selection.select_renderer(model)
+    chosen = select_renderer(model)
     assert (chosen.config.model_extra or {}).get("renderer") != "default"
     ends = TurnEnds(ChatTemplate(tokenizer))
     stops = create_renderer(tokenizer, chosen.config).get_stop_token_ids()
@@ -50,7 +50,7 @@ def test_renderers_of_families_stop_where_their_templates_end_turns(name: str, t
         (TEMPLATES["GLM-4.6"], "<|endoftext|>", None, {"<|endoftext|>", "<|user|>", "<|observation|>"}),
     ],
 )
-def test_a_model_of_no_family_stops_where_its_template_ends_turns(
+def test_template_renderer_stops_at_the_ends_of_the_template(
     template: str, eos: str, listed: Any, stops: set[str], tmp_path: Path
 ) -> None:
     renderer = by_its_template(tmp_path, template, eos, listed)
@@ -58,7 +58,7 @@ def test_a_model_of_no_family_stops_where_its_template_ends_turns(
 
 
 @pytest.mark.parametrize("template", [CHATML, GEMMA, NEXT_ROLE])
-def test_what_was_sampled_with_its_end_begins_the_next_prompt(template: str, tmp_path: Path) -> None:
+def test_next_prompt_starts_with_the_sampled_tokens(template: str, tmp_path: Path) -> None:
     renderer = by_its_template(tmp_path, template, "<|end|>")
     end = TurnEnds(ChatTemplate(renderer._tokenizer)).answer
     assert end is not None
@@ -69,11 +69,11 @@ def test_what_was_sampled_with_its_end_begins_the_next_prompt(template: str, tmp
     said = [*ASKED, {"role": "assistant", "content": answer.removesuffix(end.before)}, *ASKED]
     later = renderer.render_ids(said, add_generation_prompt=True)
     assert later[: len(prompt) + len(sampled)] == [*prompt, *sampled]
-    assert later.count(sampled[-1]) == prompt.count(sampled[-1]) + (2 if end.written else 1), "its own, and the user's"
+    assert later.count(sampled[-1]) == prompt.count(sampled[-1]) + (2 if end.written else 1), "its own and the user's"
 
 
-def test_arguments_and_nulls_are_rendered_as_the_template_takes_them(tmp_path: Path) -> None:
-    """DeepSeek-R1's template concatenates the text of arguments, GLM's wants an object and prints a null."""
+def test_template_renderer_normalizes_arguments_and_nulls(tmp_path: Path) -> None:
+    # DeepSeek-R1's template concatenates arguments as text. GLM's expects an object, and prints a null.
     function = {"name": "f", "arguments": '{"a": "é"}'}
     call = {
         "role": "assistant",
@@ -87,9 +87,9 @@ def test_arguments_and_nulls_are_rendered_as_the_template_takes_them(tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["GLM-4.6", "Qwen3-0.6B", "Kimi-K2-Instruct"])
-def test_renderers_of_families_take_text_and_objects_alike(name: str, tmp_path: Path) -> None:
+def test_renderers_accept_arguments_as_text_and_object(name: str, tmp_path: Path) -> None:
     model = str(chat_templates.write_model(tmp_path, name, TEMPLATES[name]))
-    renderer = create_renderer(load_tokenizer(model), renderer_selection.select_renderer(model).config)
+    renderer = create_renderer(load_tokenizer(model), select_renderer(model).config)
 
     def rendered(arguments: Any, **fields: Any) -> list[int]:
         call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}

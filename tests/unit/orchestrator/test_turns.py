@@ -1,4 +1,4 @@
-"""Turns extend what was sampled, in the format of every family; where a template drops thoughts, a rollout branches."""
+"""Turns extend the sampled tokens with every family's renderer. A rollout branches if the template drops thoughts."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ from tests.support.conversations import (
 
 TURNS = 20
 QUESTION = 9
-"""The turn that ends the work; then the user asks on."""
+"""The turn whose answer ends the work. Then the user asks another question."""
 NAMES = sorted(
     {name for family in bundled() if family.renderer for name in (family.renderer, *family.renderers.values())}
-    | {"deepseek-v4"}  # of no family: named in a recipe
+    | {"deepseek-v4"}  # belongs to no family, but a recipe may name it
 )
 THINKING: dict[str, dict[str, Any]] = {
     "deepseek-v4": {"enable_thinking": True},
     "laguna-xs.2": {"enable_thinking": True},
     "laguna-m.1": {"enable_thinking": True},
 }
-"""Renderers that have to be told."""
+"""Renderers whose thinking has to be switched on."""
 DEEPSEEK_V3_1 = "primeslurm.models.deepseek_v3.renderer:DeepSeekV31Renderer"
 THOUGHTLESS = {DEEPSEEK_V3_1, "deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
-"""Templates of models that do not think, unless they are told to."""
+"""Renderers of models that do not think by default."""
 SEQUENCES = {"deepseek-r1": TURNS}
 """Its template drops the thoughts of every answer."""
 INTELLECT_3 = "primeslurm.models.glm4_moe.renderer:Intellect3Renderer"
@@ -64,7 +64,7 @@ ONE_SEQUENCE = {"deepseek-v4", "laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwe
 
 
 def messages_of(name: str) -> list[Message]:
-    """What the model says, turn by turn."""
+    """Return the model's answers, turn by turn."""
     said = [answering(turn) if turn in (QUESTION, TURNS - 1) else calling(turn) for turn in range(TURNS)]
     if name in THOUGHTLESS:
         said = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in said]
@@ -72,7 +72,7 @@ def messages_of(name: str) -> list[Message]:
 
 
 def replies(turn: int, message: Message) -> list[Message]:
-    """What follows."""
+    """Return the messages that follow an answer."""
     if turn == TURNS - 1:
         return []
     if turn == QUESTION:
@@ -82,22 +82,22 @@ def replies(turn: int, message: Message) -> list[Message]:
     return [{"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"found {turn}"}]
 
 
-def trained(found: Conversation) -> tuple[Rollout, ...]:
-    """Its sequences."""
-    return sequences(Job("j", "g", "e", 0, 3, "r", "s"), found.trace, found.completions, 1.0, False)
+def trained(talk: Conversation) -> tuple[Rollout, ...]:
+    """Return the training sequences of a conversation."""
+    return sequences(Job("j", "g", "e", 0, 3, "r", "s"), talk.trace, talk.completions, 1.0, False)
 
 
 def assert_trained_as_seen(rollouts: tuple[Rollout, ...], engine: ScriptedEngine) -> None:
-    """Each sampled token is trained once, after exactly the prompt that the engine saw."""
-    wanted = sorted((tuple(r["token_ids"]), tuple(s)) for r, s in zip(engine.requests, engine.script, strict=True))
-    found = []
+    """Assert that each sampled token is trained once, after exactly the prompt that the engine got."""
+    expected = sorted((tuple(r["token_ids"]), tuple(s)) for r, s in zip(engine.requests, engine.script, strict=True))
+    actual = []
     for rollout in rollouts:
         tokens, mask = rollout.token_ids.tolist(), rollout.mask.tolist()
         starts = [i for i, is_sampled in enumerate(mask) if is_sampled and not mask[i - 1]]
         for start in starts:
             end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
-            found.append((tuple(tokens[:start]), tuple(tokens[start:end])))
-    assert sorted(found) == wanted
+            actual.append((tuple(tokens[:start]), tuple(tokens[start:end])))
+    assert sorted(actual) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +107,7 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
     renderer = create_renderer(load_tokenizer(str(model)), config)
     said = messages_of(name)
     speaking = renderer
-    if name == "gpt-oss":  # an answer's thoughts are in no prompt
+    if name == "gpt-oss":  # its prompts never show thoughts
         speaking = create_renderer(renderer._tokenizer, renderer_config(name, {"auto_drop_analysis": False}))
     engine = ScriptedEngine([sampled(speaking, message) for message in said])
     async with engine.serving():
@@ -120,7 +120,7 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
     assert [call["arguments"] for call in calls] == [
         f'{{"word": "w {turn}"}}' for turn in range(TURNS) if turn % 10 != 9
     ]
-    if name not in THOUGHTLESS | {"deepseek-r1"}:  # R1 is not asked to think about what tools answer
+    if name not in THOUGHTLESS | {"deepseek-r1"}:  # R1's template starts no thoughts after a tool's result
         thoughts = [m.get("reasoning_content", "").strip() for m in found.messages if m["role"] == "assistant"]
         assert thoughts == [message["reasoning_content"] for message in said]
     assert_rendered_as_a_whole(renderer, engine, found)
@@ -129,7 +129,7 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
 
 
 def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
-    """What was rendered turn by turn is what the renderer makes of the whole conversation."""
+    """Assert that the prompts, rendered turn by turn, equal the renderer's output for the whole conversation."""
     told = 2
     for turn, request in enumerate(engine.requests):
         whole = renderer.render_ids(found.messages[:told], tools=[TOOL], add_generation_prompt=True)
@@ -141,9 +141,10 @@ def assert_rendered_as_a_whole(renderer: Any, engine: ScriptedEngine, found: Con
 
 
 def assert_rendered_as_by_its_makers(renderer: Any, engine: ScriptedEngine, found: Conversation) -> None:
-    """OpenAI's encoder makes the same of the conversation, but that it leaves the channel of the answer open.
+    """Assert that OpenAI's encoder gives the same prompts, except that it does not choose the answer's channel.
 
-    It is not shown thoughts before the last question: it drops them after an answer, and has them back after a call.
+    The encoder gets no thoughts before the last question, because it drops them after an answer, and shows them again
+    after a call.
     """
     opened = [renderer._channel, *renderer._encode("analysis"), renderer._message]
     date = renderer._conversation_start_date_resolved
@@ -163,7 +164,7 @@ def assert_rendered_as_by_its_makers(renderer: Any, engine: ScriptedEngine, foun
 
 
 def as_harmony(message: Message, thinks: bool) -> list[HarmonyMessage]:
-    """A message of the conversation, in the encoder's words."""
+    """Convert a message to the encoder's form."""
     if message["role"] == "user":
         return [HarmonyMessage.from_role_and_content(Role.USER, message["content"])]
     if message["role"] == "tool":
@@ -182,8 +183,9 @@ def as_harmony(message: Message, thinks: bool) -> list[HarmonyMessage]:
     return made
 
 
-async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Path) -> None:
-    """A tool's results are gone on from without thoughts; what followed on thoughts begins a sequence without them."""
+async def test_deepseek_v31_thinks_once_per_question_and_drops_the_thoughts(tmp_path: Path) -> None:
+    # Answers after a tool's result have no thoughts. An answer with thoughts is in the next prompt without them, which
+    # starts another sequence.
     config, silent = renderer_config(DEEPSEEK_V3_1, {"thinking": True}), renderer_config(DEEPSEEK_V3_1, {})
     model = write_tokenizer(tmp_path, config)
     renderer, other = (create_renderer(load_tokenizer(str(model)), each) for each in (config, silent))
@@ -202,7 +204,7 @@ async def test_deepseek_v3_1_thinks_once_a_question_and_forgets_it(tmp_path: Pat
     assert_rendered_as_a_whole(renderer, engine, found)
 
 
-def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path) -> None:
+def test_malformed_calls_of_deepseek_v31_get_a_status(tmp_path: Path) -> None:
     config = renderer_config(DEEPSEEK_V3_1, {})
     tokenizer = load_tokenizer(str(write_tokenizer(tmp_path, config)))
     begin, call, sep, end = (f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end"))
@@ -221,8 +223,8 @@ def test_calls_of_deepseek_v3_1_that_are_no_calls_are_told_apart(tmp_path: Path)
     assert [(one.status, one.name, one.arguments) for one in found.tool_calls] == list(told.values())
 
 
-async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn 200 has as many tokens tokenised, and as many messages hashed, as turn 2: those that are new."""
+async def test_cost_of_a_turn_does_not_grow_with_the_conversation(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Turn 200 tokenizes and hashes only what is new, like turn 2.
     turns, tokenised, hashed = 200, [0], [0]
     encode, message_hash = PreTrainedTokenizerFast._encode_plus, conversation_cache._hash_message
 
@@ -255,7 +257,7 @@ async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkey
     assert hashed[1] > 0 and set(hashed[1:turns]) == {hashed[1]}
 
 
-async def test_a_turn_asks_for_its_own_rows_of_router_replay(qwen3: Path) -> None:
+async def test_turn_requests_only_its_own_rows_of_router_replay(qwen3: Path) -> None:
     config = extending_config("qwen3", {})
     renderer = create_renderer(load_tokenizer(str(qwen3)), config)
     engine = ScriptedEngine([sampled(renderer, message) for message in messages_of("qwen3")], routed=True)
@@ -264,16 +266,16 @@ async def test_a_turn_asks_for_its_own_rows_of_router_replay(qwen3: Path) -> Non
     seen = [len(request["token_ids"]) for request in engine.requests]
     asked = [request["sampling_params"].get("routed_experts_prompt_start", 0) for request in engine.requests]
     wanted = [0] + [seen[turn] + len(engine.script[turn]) - 1 for turn in range(TURNS - 1)]
-    wanted[QUESTION + 1] = 0  # rendered anew
+    wanted[QUESTION + 1] = 0  # a new sequence
     assert asked == wanted
-    for rollout in trained(found):  # the row of an answer's last token comes with the next turn
+    for rollout in trained(found):  # the row of an answer's last token arrives with the next turn
         assert rollout.routed_experts is not None
         last = len(rollout.token_ids) - 1
         assert rollout.routed_experts[:, 2, 1].tolist() == [*(p % 200 for p in range(last)), 255]
 
 
 def bare(message: Message) -> Message:
-    """As many programs send an answer back: without thoughts, and without the blanks around it."""
+    """Return an answer as many programs resend it: without thoughts, and without surrounding whitespace."""
     kept = {key: value for key, value in message.items() if key != "reasoning_content"}
     return {**kept, "content": (kept.get("content") or "").strip()}
 
@@ -293,9 +295,9 @@ async def talked(
         return await converse(model, Rendering(config), engine, **talk), engine
 
 
-async def test_programs_that_forget_thoughts_extend_them_nevertheless(qwen3: Path) -> None:
+async def test_programs_that_resend_answers_without_thoughts_extend_the_sequence(qwen3: Path) -> None:
     said = [*messages_of("qwen3")[:QUESTION], answering(9)]
-    for turn in (3, 4):  # the same call twice, after other thoughts
+    for turn in (3, 4):  # the same call after different thoughts
         said[turn]["tool_calls"] = said[2]["tool_calls"]
 
     def more(turn: int, message: Message) -> list[Message]:
@@ -311,7 +313,7 @@ async def test_programs_that_forget_thoughts_extend_them_nevertheless(qwen3: Pat
     ("thinks", "options", "wanted"),
     [(False, {}, 1), (True, {}, 4), (True, {"thinking_retention": "all"}, 1), (False, {"enable_thinking": False}, 1)],
 )
-async def test_questions_branch_only_where_thoughts_are_dropped(
+async def test_questions_branch_only_if_thoughts_are_dropped(
     qwen3: Path, thinks: bool, options: dict[str, Any], wanted: int
 ) -> None:
     said = [answering(turn) for turn in range(4)]
@@ -323,7 +325,7 @@ async def test_questions_branch_only_where_thoughts_are_dropped(
 
     if thinks or options:
         found, engine = await talked(qwen3, said, options, replies=ask)
-    else:  # the template has thoughts before an answer that ends a conversation; models that do not think sample none
+    else:  # the template adds empty thoughts before the last answer, but such models sample none
         tokenizer = load_tokenizer(str(qwen3))
         engine = ScriptedEngine([tokenizer.encode(message["content"] + "<|im_end|>") for message in said])
         async with engine.serving():
@@ -346,8 +348,8 @@ async def test_tools_that_cannot_be_rendered_are_refused_with_a_reason(qwen3: Pa
     assert not engine.requests
 
 
-def test_the_same_answer_of_another_branch_is_not_taken_for_it() -> None:
-    """Two agents of a rollout that say the same, after other thoughts."""
+def test_equal_answer_of_another_branch_is_not_restored() -> None:
+    # Two agents of a rollout give equal answers after different thoughts.
     trace = vf.Trace(task=TraceTask(type="Task", data=vf.TaskData(prompt="")), agent=AgentInfo(config=AgentConfig()))
 
     def add(parent: int | None, role: str, text: str, thoughts: str | None = None) -> int:
@@ -368,4 +370,4 @@ def test_the_same_answer_of_another_branch_is_not_taken_for_it() -> None:
         assert [found[i].reasoning_content for i in (1, 3)] == [f"{agent}: {agent}", f"{agent}: And then?"]
     retold = [{"role": "user", "content": "In other words"}, *told[1][1:]]
     found = ConversationCache(trace).messages(retold, parse_message)
-    assert found[1].reasoning_content == "one: one", "nothing says whose it is"
+    assert found[1].reasoning_content == "one: one", "ambiguous: the first one"

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from primeslurm.base.files import write_json
 from primeslurm.recipe import Recipe
-from primeslurm.records.metrics import MetricsLog, by_one_name, rows
+from primeslurm.records.metrics import MetricsLog, rows, with_rl_names
 
 
 def recipe(**monitor: Any) -> Recipe:
@@ -143,7 +143,7 @@ def test_what_evaluations_measured_joins_the_step_that_was_evaluated(
 
 def test_readers_find_the_metrics_of_sft_under_the_names_of_rl() -> None:
     row = {"step": 3, "time": 9.0, "loss": 0.5, "tokens_per_s": 7.0, "seconds/optimizer": 1.0, "seconds/publish": 0.5}
-    assert by_one_name(row) == {
+    assert with_rl_names(row) == {
         "step": 3,
         "time": 9.0,
         "trainer/loss": 0.5,
@@ -153,4 +153,4 @@ def test_readers_find_the_metrics_of_sft_under_the_names_of_rl() -> None:
         "throughput/step_seconds": 1.5,
     }
     of_rl = {"step": 3, "time": 9.0, "trainer/loss": 0.5, "reward/mean": 1.0}
-    assert by_one_name(of_rl) == of_rl
+    assert with_rl_names(of_rl) == of_rl

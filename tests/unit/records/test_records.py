@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 import tempfile
@@ -12,15 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeslurm.records import attempt, evaluation, fleet, state
 from primeslurm.records.attempt import LockRecord
-from primeslurm.records.events import decode, in_order
-from primeslurm.records.events.nodes import AgentFailed
+from primeslurm.records.events import KINDS, decode, in_order
+from primeslurm.records.events.nodes import AgentFailed, AgentStarted
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import find_record, last_lines, read_record
+from primeslurm.records.record import Record
 from primeslurm.records.state import TrainerState
+from tests.support.faulty_storage import FaultyStorage
+from tests.support.golden import assert_golden
 
 
 @pytest.mark.parametrize(
@@ -118,3 +123,31 @@ for turn in range(30):
 def test_threads_may_read_the_first_record_of_a_kind_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_events_that_do_not_fit_on_the_disk_follow_in_order_and_whole(tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "attempts" / "1"
+    journal, path = Journal(directory, "agent-1"), directory / "events" / "agent-1.jsonl"
+    journal.write(AgentStarted("before", ""))
+    size = path.stat().st_size
+    with FaultyStorage(tmp_path, lambda operation, _: errno.ENOSPC if operation == "write" else None).installed():
+        journal.write(AgentStarted("first", ""))
+        journal.write(AgentStarted("second", ""))
+    assert path.stat().st_size == size
+    journal.flush()
+    journal.flush()
+    events = [decode(line) for line in path.read_bytes().splitlines()]
+    assert [event.node for event in events if isinstance(event, AgentStarted)] == ["before", "first", "second"]
+
+
+def test_names_of_fields_on_disk_do_not_change() -> None:
+    """Other releases read them, and users do with their own programs. New fields and kinds are fine: add them here."""
+    modules = (attempt, evaluation, fleet, state)
+    kinds = [*KINDS, *(kind for module in modules for kind in vars(module).values() if isinstance(kind, type))]
+    fields = {
+        kind.__struct_config__.tag or kind.__name__: list(kind.__struct_encode_fields__)
+        for kind in kinds
+        if issubclass(kind, msgspec.Struct) and kind.__module__ != Record.__module__
+    }
+    lines = [f"{name}: {' '.join(names)}" for name, names in sorted(fields.items())]
+    assert_golden("record_fields.txt", "\n".join(lines))

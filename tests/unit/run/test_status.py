@@ -14,13 +14,13 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError, UsageError, Violation
 from primeslurm.base.files import write_json
 from primeslurm.cli.views.dashboard import view
 from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.records import reserve
 from primeslurm.records.attempt import EndRecord, JobRecord, Obstacle
 from primeslurm.records.fleet import (
     AgentReport,
@@ -32,7 +32,6 @@ from primeslurm.records.fleet import (
     ProcessReport,
 )
 from primeslurm.records.metrics import recent_rows
-from primeslurm.records.reserve import Reserve
 from primeslurm.records.state import EngineRecord, FailedRollouts
 from primeslurm.run.directory import RunDirectory, create, name_in_use
 from primeslurm.run.exclusion import record_excluded
@@ -324,12 +323,11 @@ def test_a_full_file_system_is_told_with_and_without_the_head(
     write_json(run.attempt(1).fleet_file, msgspec.to_builtins(FleetView(NOW, waits_for="0.10 GiB free")))
     assert status(run).waits_for == "0.10 GiB free"
     fleet(run, age=3600)
-    monkeypatch.setattr(reserve, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(durable, "free_bytes", lambda _: 0)
     assert status(run, "RUNNING").waits_for.startswith(f"0.00 GiB free in {run.path}")
     monkeypatch.undo()
-    kept = Reserve(run.path)
-    assert kept.fill() and status(run, "RUNNING").waits_for == ""
-    assert kept.give_up() and status(run, "RUNNING").waits_for == reserve.GIVEN_UP
+    assert durable.fill_reserve(run.path) and status(run, "RUNNING").waits_for == ""
+    assert files.release_reserve(run.path) and status(run, "RUNNING").waits_for == durable.RESERVE_RELEASED
 
 
 @pytest.mark.parametrize(("state", "told"), [("PENDING (Resources)", 1), ("RUNNING", 0)])

@@ -1,4 +1,4 @@
-"""Where a model is: a directory, or the snapshot that the hub's own library would take."""
+"""Location of a model: a directory, or the snapshot that huggingface_hub would use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLD, NEW = "a" * 40, "b" * 40
 
 @pytest.fixture
 def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with two snapshots of org/name; `main` is the one that was written first."""
+    """A cache with two snapshots of org/name. `main` is the older one."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     directory = tmp_path / "models--org--name"
     for commit, written in ((OLD, 1000), (NEW, 2000)):
@@ -29,16 +29,16 @@ def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_a_directory_is_itself(tmp_path: Path) -> None:
+def test_directory_is_located_as_itself(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     assert locate(str(tmp_path / "link")) == tmp_path.resolve()
 
 
-def test_of_several_snapshots_main_is_taken_and_not_the_newest(cached: Path) -> None:
+def test_snapshot_of_main_is_preferred_to_the_newest(cached: Path) -> None:
     assert locate("org/name") == model_directory("org/name") == cached / "snapshots" / OLD
 
 
-def test_what_is_missing_is_said(cached: Path) -> None:
+def test_missing_models_are_errors(cached: Path) -> None:
     for path, why in (("org/other", "not in the Hugging Face cache"), ("./x", "not in the Hugging Face cache")):
         with pytest.raises(ModelNotFoundError) as caught:
             locate(path)
@@ -53,7 +53,7 @@ def test_what_is_missing_is_said(cached: Path) -> None:
     ("listed", "complete"),
     [(("config.json", "original/model.safetensors", "x.png"), True), (("config.json", "model.safetensors"), False)],
 )
-def test_half_a_download_is_no_model_unless_only_what_nobody_reads_is_missing(
+def test_incomplete_download_is_an_error_unless_only_unused_files_are_missing(
     cached: Path, listed: tuple[str, ...], complete: bool
 ) -> None:
     tree = cached / "trees" / f"{OLD}.json"
