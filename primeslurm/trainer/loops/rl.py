@@ -73,7 +73,7 @@ class RlTask:
         journal: Journal,
     ) -> None:
         self._recipe = recipe
-        self._learner = train_step
+        self._train_step = train_step
         self._transfer = transfer
         self._saver = saver
         self._world = world
@@ -102,14 +102,14 @@ class RlTask:
             self._step(step, batch)
         self._prefetch.cancel()
         self._flush(step)
-        self._saver.finish(step, self._learner, self._timer)
+        self._saver.finish(step, self._train_step, self._timer)
         interrupted = choice is Choice.INTERRUPTED
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exit_codes.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         """Load the newest checkpoint and update the engines to its policy."""
-        self._timer.step = step = self._saver.restore(self._learner)
+        self._timer.step = step = self._saver.restore(self._train_step)
         for damaged in self._saver.damaged:
             self._journal.write(damaged)
         self._journal.write(CheckpointLoaded(step))
@@ -166,7 +166,7 @@ class RlTask:
         self._timer.step = step
         if step < self._recipe.max_steps:
             self._prefetch.begin(step + 1)
-        metrics = self._learner.train(batch, self._timer)
+        metrics = self._train_step.train(batch, self._timer)
         self._transfer_policy(step)
         # A step is reported before it is saved, so its checkpoint seconds are those of the previous save.
         metrics |= self._timer.take()
@@ -178,9 +178,9 @@ class RlTask:
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if self._recipe.commits(step):
             self._flush(step)
-        self._saver.after(step, self._learner, self._timer)
+        self._saver.after(step, self._train_step, self._timer)
         if self._timer.steps_done == 1:
-            self._world.tighten(self._limits.collective_s, self._learner.policy.dims)
+            self._world.tighten(self._limits.collective_s, self._train_step.policy.dims)
 
     def _flush(self, version: int) -> None:
         with self._timer.phase("checkpoint"):
