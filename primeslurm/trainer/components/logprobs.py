@@ -29,11 +29,9 @@ def token_logprobs(
     Args:
         hidden: Input of the head [rows, len, dim].
         weight: Weight of the head [vocab, dim].
-        labels: [trained tokens].
-        temperatures: [trained tokens].
+        labels: Predicted tokens [trained tokens], as are `temperatures`.
         places: Flat positions (of rows * len) that predict the trained tokens [trained tokens], int64.
-        chunk: Compute the logits of this many tokens at a time, and recompute them in the backward pass. None computes
-            all logits at once and saves them.
+        chunk: Number of tokens whose logits exist at once and are recomputed in the backward pass. None: all, saved.
 
     Returns:
         Two float32 tensors [trained tokens]. The entropy has no gradient.

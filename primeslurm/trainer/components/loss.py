@@ -120,15 +120,13 @@ def _function(config: Loss) -> LossFunction:
 
 
 def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tensor]:
-    """Return metrics of the difference between the trainer and the policy that sampled.
-
-    With d = log p_trainer - log p_engine and r = exp(d):
-
-    - off_policy_kl = r - d - 1, an estimate of KL(sampling policy || trainer) that is never negative (k3 of Schulman,
-      Approximating KL Divergence, 2020).
-    - mismatch_kl: the same over on-policy tokens only, where only numerics differ.
-    - importance_ratio = r.
-    """
+    """Return metrics of the difference between the trainer and the policy that sampled."""
+    # With d = log p_trainer - log p_engine and r = exp(d):
+    #
+    # - off_policy_kl = r - d - 1, an estimate of KL(sampling policy || trainer) that is never negative (k3 of Schulman,
+    #   Approximating KL Divergence, 2020).
+    # - mismatch_kl: the same over on-policy tokens only, where only numerics differ.
+    # - importance_ratio = r.
     difference = logprobs - targets.logprobs
     on_policy = targets.on_policy.float()
     kl = torch.expm1(difference) - difference
@@ -143,17 +141,15 @@ def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tenso
 def _policy_gradient(
     config: PolicyGradientLoss, logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets
 ) -> Sums:
-    """Return one of the policy gradient losses of `primeslurm.recipe.sections.losses`.
-
-    The ratio r is not detached. A * r is the importance-sampling estimate of the advantage under the trainer, so its
-    gradient A * r * grad(log p) is unbiased although older policies sampled. A token outside the trust region keeps
-    only the gradient of kl_tau * d**2. Trust regions of probabilities (which bound the total variation) treat likely
-    and unlikely tokens alike, whereas ratios let likely tokens move far and stop unlikely ones at once.
-
-    Metrics: masked_fraction, masked_high_fraction and masked_low_fraction are the tokens outside the trust region in
-    total, above and below it (for `cispo`, tokens with a clipped weight). capped_fraction is those that `ratio_cap`
-    limits. ref_kl is that of `_reference_kl`.
-    """
+    """Return one of the policy gradient losses of `primeslurm.recipe.sections.losses`."""
+    # The ratio r is not detached. A * r is the importance-sampling estimate of the advantage under the trainer, so its
+    # gradient A * r * grad(log p) is unbiased although older policies sampled. A token outside the trust region keeps
+    # only the gradient of kl_tau * d**2. Trust regions of probabilities (which bound the total variation) treat likely
+    # and unlikely tokens alike, whereas ratios let likely tokens move far and stop unlikely ones at once.
+    #
+    # Metrics: masked_fraction, masked_high_fraction and masked_low_fraction are the tokens outside the trust region in
+    # total, above and below it (for `cispo`, tokens with a clipped weight). capped_fraction is those that `ratio_cap`
+    # limits. ref_kl is that of `_reference_kl`.
     difference = logprobs - targets.logprobs
     weights = importance(config, logprobs, targets.logprobs, targets.documents)
     terms = surrogate(config, logprobs, weights, targets.advantages)
@@ -173,17 +169,15 @@ def _policy_gradient(
 
 
 def _reference_kl(config: PolicyGradientLoss, logprobs: torch.Tensor, weights: Importance, targets: Targets) -> Sums:
-    """Estimate KL(trainer || teacher) from tokens of an older policy: r * (exp(u) - 1 - u).
-
-    u is the teacher's log-probability minus the trainer's. exp(u) - 1 - u is never negative, and its mean over samples
-    of the trainer is the KL (k3 of Schulman, Approximating KL Divergence, 2020). Its gradient alone would be that of
-    KL(teacher || trainer). Weighted by r, which is not detached, value and gradient are unbiased for samples of the
-    engine (DeepSeek-V3.2, arXiv 2512.02556).
-
-    The gradient is -r * u * grad(log p), a policy gradient with advantage u (as in prime-rl's ref_kl loss). So the
-    trust region drops the same terms, and a loss with another weight than r uses that weight here, too. The metric
-    ref_kl includes all terms.
-    """
+    """Estimate KL(trainer || teacher) from tokens of an older policy: r * (exp(u) - 1 - u)."""
+    # u is the teacher's log-probability minus the trainer's. exp(u) - 1 - u is never negative, and its mean over
+    # samples of the trainer is the KL (k3 of Schulman, Approximating KL Divergence, 2020). Its gradient alone would be
+    # that of KL(teacher || trainer). Weighted by r, which is not detached, value and gradient are unbiased for samples
+    # of the engine (DeepSeek-V3.2, arXiv 2512.02556).
+    #
+    # The gradient is -r * u * grad(log p), a policy gradient with advantage u (as in prime-rl's ref_kl loss). So the
+    # trust region drops the same terms, and a loss with another weight than r uses that weight here, too. The metric
+    # ref_kl includes all terms.
     towards = -at_most(-at_most(targets.ref_logprobs - logprobs, MAX_TEACHER_DIFFERENCE), MAX_TEACHER_DIFFERENCE)
     kl = weights.weight * (torch.expm1(towards) - towards)
     keep = inside(config, weights.moved, towards.detach())

@@ -60,14 +60,9 @@ def vision_input(
 def place(positions: Int32, images: Images | None, merge: int) -> tuple[Int32, Int32]:
     """Map each token of a packed row to an image feature and to its multimodal position.
 
-    Args:
-        positions: Text positions [length], restarting at 0 with every document.
-        images: Images of the row. None if it has none.
-        merge: Patches per token in height and in width.
-
-    Returns:
-        Features [length]: index of the image feature that replaces the token, counted over all images; -1 for text.
-        Coordinates [length, 3]: positions in time, height and width.
+    `positions` [length] restart at 0 with every document. `merge` is the number of patches per token in height and in
+    width. Returns the index of each token's image feature [length], -1 for text, and its positions in time, height and
+    width [length, 3].
     """
     features = np.full(len(positions), -1, np.int32)
     coordinates = np.repeat(positions[:, None], 3, axis=1)

@@ -26,11 +26,8 @@ with Ghostscript), which a malicious image could exploit."""
 class ImageReader:
     """Decodes images and cuts them into patches with the model's own image processor.
 
-    Args:
-        token: Id of the placeholder token that the chat template renders once per image.
-
-    Raises:
-        ValueError: The model has no image processor, or one that does not produce patches with a grid (as Qwen2-VL's).
+    `token` is the placeholder that the chat template renders once per image. Raises ValueError if the image processor
+    is missing, or does not produce patches with a grid as Qwen2-VL's does.
     """
 
     def __init__(self, directory: Path, token: int) -> None:
@@ -52,13 +49,9 @@ class ImageReader:
         return int(patches) // self._processor.merge_size**2
 
     def read(self, image: ImageSpan) -> tuple[Float32, Int32]:
-        """Decode an image.
+        """Decode an image. Return its patches [patches, values], and their number in time, height and width [3].
 
-        Returns:
-            Patches [patches, values], and the number of patches in time, height and width [3].
-
-        Raises:
-            OSError, ValueError: The image cannot be read, or it differs from the image that the tokens were made from.
+        Raises OSError or ValueError if the image cannot be read, or is not the one that the tokens were made from.
         """
         source = image.source
         data = data_uri.decode(source) if data_uri.is_inline(source) else files.read_bytes(Path(source))
@@ -79,12 +72,7 @@ def expand(
 ) -> tuple[Int32, Bool, tuple[ImageSpan, ...]]:
     """Repeat each placeholder token once per token of its image. Image tokens are not trained.
 
-    Args:
-        token_ids: Tokens of a conversation [n_tokens], with one placeholder per image.
-        mask: Whether each token is trained [n_tokens].
-        sources: Images in order, as paths or data URIs.
-        directory: Base directory of relative image paths.
-
+    `token_ids` and `mask` (trained tokens) are [n_tokens]. `sources` are data URIs, or paths relative to `directory`.
     Returns the expanded token ids and mask, and the span of each image. Raises OSError or ValueError if an image cannot
     be read, or if the numbers of placeholders and images differ.
     """

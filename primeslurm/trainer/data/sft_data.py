@@ -157,10 +157,8 @@ def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:
 
 
 def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
-    """Pack examples by best fit decreasing: longest first, each into the fullest row with enough free tokens.
-
-    Needs at most 11/9 of the optimal number of rows, plus one (Johnson et al. 1974, https://doi.org/10.1137/0203025).
-    """
+    """Pack examples by best fit decreasing: longest first, each into the fullest row with enough free tokens."""
+    # Needs at most 11/9 of the optimal number of rows, plus one (Johnson et al. 1974, https://doi.org/10.1137/0203025).
     rows: list[list[Example]] = []
     free_tokens: list[tuple[int, int]] = []  # (free tokens, row), ascending
     for example in sorted(examples, key=lambda each: -len(each.token_ids)):
