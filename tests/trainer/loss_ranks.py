@@ -46,13 +46,13 @@ def compare(group: Any) -> None:
     exact = loss(whole[mask], torch.zeros(int(mask.sum())), targets.apply(lambda tensor: tensor[mask]))
     exact.loss.backward()
     shared = ContextParallel("allgather", group)
-    local, local_mask = shared.piece(logp).requires_grad_(), shared.piece(mask)
-    own = targets.apply(shared.piece).apply(lambda tensor: tensor[local_mask])
+    local, local_mask = shared.shard(logp).requires_grad_(), shared.shard(mask)
+    own = targets.apply(shared.shard).apply(lambda tensor: tensor[local_mask])
     own = Targets(**{**vars(own), "documents": Documents(own.documents.index, own.documents.count, group)})
     sums = loss(local[local_mask], torch.zeros(int(local_mask.sum())), own)
     sums.loss.backward()
     assert whole.grad is not None and local.grad is not None
-    torch.testing.assert_close(local.grad, shared.piece(whole.grad), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(local.grad, shared.shard(whole.grad), rtol=1e-12, atol=1e-12)
     for part, all_of_it in ((sums.loss, exact.loss), *zip(sums.metrics.values(), exact.metrics.values(), strict=True)):
         total = part.detach().clone()
         dist.all_reduce(total, group=group)

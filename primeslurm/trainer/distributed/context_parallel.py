@@ -84,7 +84,7 @@ class ContextParallel:
     style: Style
     group: ProcessGroup
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor [rows, seq_len, ...]."""
         return tensor.chunk(self.group.size(), dim=1)[self.group.rank()].contiguous()
 

@@ -90,9 +90,9 @@ class PolicyModel:
         top_k]. Either all ranks pass `images`, or none does. Returns logits [rows, local_len, vocab], and the shards of
         `beside` [rows, local_len].
         """
-        replayed = None if routed is None else self.piece(router_replay.narrow(routed))
-        inputs = self._inputs(self.piece(tokens), positions, replayed, images)
-        return (self.model(**inputs), *(self.piece(tensor) for tensor in beside))
+        replayed = None if routed is None else self.shard(router_replay.narrow(routed))
+        inputs = self._inputs(self.shard(tokens), positions, replayed, images)
+        return (self.model(**inputs), *(self.shard(tensor) for tensor in beside))
 
     def score(
         self,
@@ -120,9 +120,9 @@ class PolicyModel:
         with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
             return (*self.model(**inputs), trained)
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+    def shard(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's shard of a tensor [rows, seq_len, ...]."""
-        return self.shared.piece(tensor) if self.shared else tensor
+        return self.shared.shard(tensor) if self.shared else tensor
 
     def _inputs(
         self, tokens: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None, images: VisionInput | None
@@ -132,8 +132,8 @@ class PolicyModel:
         if self.shared:
             masks = self.shared.masks(masks, positions.shape[1])
         router_replay.assign(self.model, routed)
-        inputs = {"tokens": tokens, "positions": self.piece(positions), "attention_masks": masks}
+        inputs = {"tokens": tokens, "positions": self.shard(positions), "attention_masks": masks}
         if images is not None:
-            features, coordinates = self.piece(images.features), self.piece(images.coordinates)
+            features, coordinates = self.shard(images.features), self.shard(images.coordinates)
             inputs["images"] = replace(images, features=features, coordinates=coordinates)
         return inputs

@@ -134,7 +134,7 @@ class TrainStep:
         targets = Targets(
             labels=following["token_ids"].long(),
             ref_logprobs=following.get("ref_logprobs", torch.zeros_like(following["logprobs"])),
-            documents=replace(documents, index=self.policy.piece(documents.index)),
+            documents=replace(documents, index=self.policy.shard(documents.index)),
             echo_weights=following.get("echo_weights"),
             **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
         )
@@ -142,7 +142,7 @@ class TrainStep:
         if targets.echo_weights is not None:
             mask = mask | (targets.echo_weights > 0)
         # A next position of 0 starts another document or lies past the end of the row: nothing predicts that token.
-        mask = mask & (self.policy.piece(_next_token(positions)) != 0)
+        mask = mask & (self.policy.shard(_next_token(positions)) != 0)
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None

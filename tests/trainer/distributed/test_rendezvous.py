@@ -17,7 +17,6 @@ from benchmarks.support.ports import free_port
 from primeslurm.wire.transport import rendezvous, secret
 from primeslurm.wire.transport.rendezvous_store import serve_store
 from primeslurm.wire.weight_transfer.collective import Store, TransferError
-from tests.support.doors import MESSAGES
 
 SOON = timedelta(seconds=5)
 ATTACK = """
@@ -75,14 +74,6 @@ def test_gate_protects_the_store_from_strangers(meeting: Meeting) -> None:
     assert found[0] == "took over True True" and bare.get("key") == b"theirs"
     assert len(found) == 4 and all(error.endswith("Error") for error in found[1:]), found
     assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
-
-
-def test_store_without_gate_accepts_strangers() -> None:
-    bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
-        stranger.sendall(MESSAGES["a store's client"])
-        assert int.from_bytes(stranger.recv(8, socket.MSG_WAITALL), "little") > 0, "how many keys there are"
-    assert bare.get("theirs") == b"theirs"
 
 
 def test_wrong_secret_is_rejected(meeting: Meeting) -> None:
