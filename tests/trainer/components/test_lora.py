@@ -174,7 +174,7 @@ def test_only_targets_get_an_adapter(moe_model: Path, world: World) -> None:
 
 
 def test_unknown_targets_are_rejected_together(dense_model: Path, world: World) -> None:
-    with pytest.raises(ValueError, match="experts: this model has no such") as caught:
+    with pytest.raises(ValueError, match="experts: this model has no layers") as caught:
         build(recipe_of(dense_model, targets=["experts", "q_prj", "o_proj"]), world)
     assert "targets = q_prj: this model has no layers of that name (did you mean q_proj? valid: down_proj, gate" in str(
         caught.value

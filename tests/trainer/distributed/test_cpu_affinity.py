@@ -16,7 +16,7 @@ GPU = "0000:1b:00.0"
 PROGRAM = """
 import json, os, sys, threading
 from pathlib import Path
-from primeslurm.trainer.distributed import cores
+from primeslurm.trainer.distributed import cpu_affinity as cores
 os.sched_setaffinity(0, json.loads(sys.argv[2]))
 done = threading.Event()
 earlier = threading.Thread(target=done.wait)
