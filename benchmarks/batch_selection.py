@@ -28,7 +28,7 @@ from primeslurm.orchestrator.dispatch.limits import choose
 from primeslurm.orchestrator.pipeline.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 TOKENS = 131_072
 GROUP, GROUPS = 16, 16

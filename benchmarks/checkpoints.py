@@ -28,8 +28,8 @@ from typing import Any, Literal, NamedTuple
 from benchmarks.support.compressed_disk import DESCRIPTION, allocated, compressed_disk
 
 RESULT = Path(__file__).resolve().parent / "results" / "checkpoints.json"
+# Size of each tensor on a rank, about that of its experts of one layer.
 TENSOR_BYTES = 64 << 20
-"""Size of each tensor on a rank, about that of its experts of one layer."""
 _WIDTH = 4096
 _LONGEST_WAIT = timedelta(hours=6)
 Way = Literal["before", "after"]
@@ -172,10 +172,7 @@ def measure(way: Way, ranks: int, gigabytes: float, run: Path) -> dict[str, Any]
     """Save and load one checkpoint.
 
     Args:
-        way: `_before` or `_after`.
-        ranks: number of processes.
         gigabytes: size of the checkpoint, rounded to whole tensors for weights and two moments.
-        run: directory of the run.
 
     Returns:
         CPU seconds per GB of rank 0, and the mean of the others; GB that these moved; elapsed seconds.

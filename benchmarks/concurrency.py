@@ -27,16 +27,16 @@ from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.testbed.fakes.simulated_engine import PrefillDecode, SimulatedEngine, Turn
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "concurrency.json"
 REPLICAS, GROUP, TICK_S, LOOK_S = 4, 8, 1.0, 5.0
 BOUND = 4096
+# Speed of the slow replica.
 SLOW = 0.25
-"""Speed of the slow replica."""
+# Time between two engine starts [s]. Requests to an engine wait until it has started.
 STAGGER_S = 30.0
-"""Time between two engine starts [s]. Requests to an engine wait until it has started."""
 COLD_S, WINDOW_S = 600.0, 300.0
 DRAWS = 3
 TOKENS = np.ones(2, np.int32)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "data_path.json"
+# Modules `benchmarks.support.data_path_PART`, whose `measure` returns results.
 PARTS = {
     "one_rollout": "what single parts of a rollout's way cost",
     "receive": "from environment workers to disk",
@@ -22,7 +23,6 @@ PARTS = {
     "restart": "what a restarted orchestrator reads to report a step",
     "again": "from an orchestrator that was restarted to the 96 ranks",
 }
-"""Modules `benchmarks.support.data_path_PART`, whose `measure` returns results."""
 
 
 def main(words: list[str]) -> None:

@@ -32,9 +32,11 @@ import numpy as np
 
 from primeslurm.base.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
+from primeslurm.orchestrator.dispatch.age_limit import AgeLimit
+from primeslurm.orchestrator.dispatch.group_queues import ReadyGroups
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"
@@ -174,10 +176,19 @@ class GroupsHoldPlaces(Dispatcher):
 class WheneverThereIsRoom(Dispatcher):
     """prime-rl's rule, as far as known: a group starts whenever a slot is free, and is dropped when too old."""
 
+    def __init__(self, limits: DispatchLimits, *args: Any, **options: Any) -> None:
+        super().__init__(limits, *args, **options)
+        self.age_limit = NeverLate(limits.max_off_policy_steps, limits.staleness)
+        self.ready = ReadyGroups(self.age_limit.version_of)
+
     def _may_open(self, available: Collection[str]) -> list[str]:
         return ["e"]
 
-    def _goes_on(self, label: str, example: int, name: str) -> bool:
+
+class NeverLate(AgeLimit):
+    """Drops a group that is too old, however often."""
+
+    def finishes_late(self, environment: str, example: int, name: str) -> bool:
         return False
 
 

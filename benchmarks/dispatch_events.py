@@ -20,7 +20,7 @@ import numpy as np
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "dispatch_events.json"

@@ -25,14 +25,14 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.records import metrics
 from primeslurm.run.directory import create
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 
 RESULT = Path(__file__).resolve().parent / "results" / "durable_writes.json"
+# Rollouts per group, and tokens per rollout.
 GROUP, TOKENS = 8, 4096
-"""Rollouts per group, and tokens per rollout."""
+# Number and size of a checkpoint's files, which the trainer's ranks have flushed.
 FILES, FILE_BYTES = 16, 4 << 20
-"""Number and size of a checkpoint's files, which the trainer's ranks have flushed."""
 
 
 def submission(directory: Path, number: int) -> None:

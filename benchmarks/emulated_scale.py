@@ -32,10 +32,10 @@ from primeslurm.testbed.embedded_slurm.page_merging import are_merged
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# Number of trainer nodes, and of inference replicas (12 prefill and 4 decode nodes), by number of nodes.
 SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4), 256: (96, 10), 512: (192, 20)}
-"""Number of trainer nodes, and of inference replicas (12 prefill and 4 decode nodes), by number of nodes."""
+# Largest size with all GPUs of a node. Larger ones have one GPU per node.
 WHOLE_NODES = 128
-"""Largest size with all GPUs of a node. Larger ones have one GPU per node."""
 ONE_GPU = {
     "deployment.train.gpus_per_node": 1,
     "deployment.inference.prefill.gpus_per_node": 1,
@@ -45,10 +45,10 @@ ONE_GPU = {
     "inference.prefill.dbo": "false",
 }
 KSM = Path("/sys/kernel/mm/ksm")
+# At the kernel's default pace, merging the memory of a hundred processes would take minutes.
 MERGING = {"run": "1", "pages_to_scan": "8000"}
-"""At the kernel's default pace, merging the memory of a hundred processes would take minutes."""
+# At its default of 5 the kernel's thread would get no CPU time beside the processes.
 KSMD_NICE = -10
-"""At its default of 5 the kernel's thread would get no CPU time beside the processes."""
 KINDS = (
     "emulated.engine",
     "emulated.trainer",
@@ -58,8 +58,8 @@ KINDS = (
     "inference.router",
     "vllm::router",
 )
+# Polling interval for 128 nodes [s]. It grows with the number of nodes, as polling all processes takes longer.
 PERIOD_S = 1.0
-"""Polling interval for 128 nodes [s]. It grows with the number of nodes, as polling all processes takes longer."""
 
 
 @dataclass

@@ -29,8 +29,8 @@ from primeslurm.wire.transport import secret
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "engine_polls.json"
 SIZES = (64, 256, 1_000)
+# Processes that serve the engines.
 SERVERS = 4
-"""Processes that serve the engines."""
 SECONDS = 20.0
 
 

@@ -27,8 +27,8 @@ from primeslurm.run.records import dropped_of, rows
 
 RESULT = Path(__file__).resolve().parent / "results" / "evaluation.json"
 RECIPE = "recipes/reverse_text_single.yaml"
+# First steps, whose time includes the start of the engines.
 SKIPPED = 1
-"""First steps, whose time includes the start of the engines."""
 
 
 def settings(options: argparse.Namespace, *, evaluated: bool) -> dict[str, Any]:

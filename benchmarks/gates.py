@@ -32,8 +32,8 @@ from primeslurm.testbed.emulated import http_server
 from primeslurm.wire.transport import rendezvous, secret
 
 RESULT = Path(__file__).resolve().parent / "results" / "gates.json"
+# Concurrent clients, requests per round, and tokens per prompt.
 CLIENTS, REQUESTS, TOKENS = 8, 400, 2048
-"""Concurrent clients, requests per round, and tokens per prompt."""
 OPERATIONS = 500
 
 
@@ -120,7 +120,7 @@ def _stores(rounds: int) -> dict[str, Any]:
     kept = serve_store(HOST, port := free_port())
     clients = {
         "bare": dist.TCPStore(HOST, bare.port, is_master=False),
-        "kept": dist.TCPStore(HOST, rendezvous.passage(HOST, port, 10), is_master=False),
+        "kept": dist.TCPStore(HOST, rendezvous.tunnel(HOST, port, 10), is_master=False),
     }
 
     def operate(client: dist.TCPStore) -> dict[str, float]:

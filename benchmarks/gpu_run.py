@@ -124,9 +124,6 @@ def run(name: str, cell: Cell, more: Sequence[str], archive: Path, shared: Share
     """Run a cell, and return its results.
 
     Args:
-        name: name of the cell.
-        cell: the cell.
-        more: additional settings, as `field=value`.
         archive: path of the archived records, without `.tar.gz`.
         shared: how processes share this machine's GPUs; None if each has its own.
     """

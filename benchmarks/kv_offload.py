@@ -42,13 +42,13 @@ from primeslurm.plan.memory.gpus import GIB
 from primeslurm.recipe import Recipe
 
 CELLS = ("offloaded", "dropped", "kept")
+# Time limit of a cell [s]. On an H200 the engine starts in 80 s, and four turns take 50 s. Two cells fit into six
+# minutes.
 CELL_S = 175.0
-"""Time limit of a cell [s]. On an H200 the engine starts in 80 s, and four turns take 50 s. Two cells fit into six
-minutes."""
+# Share of host memory that all conversations fill at their longest, leaving room for those being written.
 FILLED = 0.85
-"""Share of host memory that all conversations fill at their longest, leaving room for those being written."""
+# Share of the GPU's cache that concurrently served conversations fill.
 BUSY = 0.75
-"""Share of the GPU's cache that concurrently served conversations fill."""
 _TRANSFERRED = re.compile(r"^vllm:kv_offload_((?:load|store)_(?:bytes|time))_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -82,10 +82,7 @@ def load_for(prompt: int, turns: int, gpu_tokens: float, host_tokens: float) -> 
     """Return a load that fits into host memory and not into the GPU's cache.
 
     Args:
-        prompt: tokens of the first turn.
-        turns: turns per conversation.
         gpu_tokens: capacity of the GPU's KV cache [tokens].
-        host_tokens: capacity of host memory [tokens].
 
     Raises:
         ValueError: host memory holds less than twice as much as the GPU, or the GPU less than one conversation.

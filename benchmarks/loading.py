@@ -40,6 +40,7 @@ from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 T = TypeVar("T")
 FILE_BYTES = 5 << 30
+# Formats of a checkpoint, as its config describes them.
 STORED: dict[str, dict[str, Any] | None] = {
     "bf16": None,
     "fp8": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK] * 2},
@@ -50,10 +51,9 @@ STORED: dict[str, dict[str, Any] | None] = {
         "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
     },
 }
-"""Formats of a checkpoint, as its config describes them."""
 _OF_EXPERT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
+# Columns of a 4-bit row that share a scale.
 _GROUP = 32
-"""Columns of a 4-bit row that share a scale."""
 CPU = torch.device("cpu")
 
 

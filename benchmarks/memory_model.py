@@ -24,8 +24,8 @@ from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import TrainerLayout, lora_parameters, trainer_memory
 
 RESULT = Path(__file__).resolve().parent / "results" / "memory_model.json"
+# Logits per chunk of prime-rl's fused LM head.
 PIECE = 8192 * 8192
-"""Logits per chunk of prime-rl's fused LM head."""
 RANK = 16
 
 

@@ -30,8 +30,8 @@ from primeslurm.slurm.render import render
 ROOT = Path(__file__).resolve().parents[1]
 RECIPE, SITE = ROOT / "recipes" / "glm5_pd.yaml", ROOT / "sites" / "h200.yaml"
 RESULT = ROOT / "benchmarks" / "results" / "plan_scale.json"
+# Train nodes and inference replicas (of 16 nodes) by number of GPU nodes.
 SIZES = {28: (12, 1), 256: (128, 8), 1024: (512, 32)}
-"""Train nodes and inference replicas (of 16 nodes) by number of GPU nodes."""
 REPEATS = 5
 
 

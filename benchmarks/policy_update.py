@@ -43,17 +43,19 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import published
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 
 UPDATES = 5
 SEQ_LEN = 1024
 PROMPT = [(7 * i) % 1000 + 3 for i in range(64)]
 TIMEOUT_S = 180.0
+# Variables of trainer ranks, which engines must not inherit.
 _OF_RANKS = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *ALLOC_CONF,
 )
-"""Variables of trainer ranks, which engines must not inherit."""
 
 
 def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:
@@ -120,8 +122,6 @@ async def updates(
     """Send the policy several times, as rank 0. The first update also connects.
 
     Args:
-        servers: engines without a policy.
-        asked: their recipe.
         sender: makes this rank's sender from the orchestrator's address.
         meet: called when the other ranks may send.
 

@@ -36,16 +36,14 @@ from primeslurm.records.record import Event
 from primeslurm.run.records import events
 
 R = TypeVar("R")
+# Steps to train before the first fault, and between the two.
 STEPS = 4
-"""Steps to train before the first fault, and between the two."""
 
 
 def engine_recovery(happened: Sequence[Event], engine: str, killed: float) -> dict[str, Any] | None:
     """Return how a run recovered from a killed engine.
 
     Args:
-        happened: events in order of time.
-        engine: name of the engine.
         killed: time of the signal [Unix seconds].
 
     Returns:
@@ -79,8 +77,6 @@ def trainer_recovery(happened: Sequence[Event], rank: str, killed: float) -> dic
     """Return how a run recovered from a killed trainer rank, through another attempt.
 
     Args:
-        happened: events in order of time.
-        rank: name of the rank.
         killed: time of the signal [Unix seconds].
 
     Returns:

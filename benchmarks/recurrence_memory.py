@@ -46,11 +46,11 @@ NEMOTRON = NemotronHConfig(
     chunk_size=128,
     layers_block_type=["linear_attention"],
 )
+# For each kind a model, and the names of the layer and of the norm before it.
 LAYERS = {"gated_delta_net": (QWEN, "delta_net", "attention_norm"), "mamba_2": (NEMOTRON, "mamba", "norm")}
-"""For each kind a model, and the names of the layer and of the norm before it."""
 LENGTH = 16384
+# Row length of the measurements without recomputation.
 SHORT = 4096
-"""Row length of the measurements without recomputation."""
 
 
 class _Layer(nn.Module):
@@ -69,10 +69,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
     """Return the recurrent layer of a model's first layer, in bfloat16, which takes rows and positions.
 
     Args:
-        config: transformers config of the model.
-        name: name of the recurrent layer.
         norm: name of the norm before it; empty to leave it out.
-        checkpointing: none, selective or full.
     """
     spec, policy = model_builder.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
     with ExitStack() as after:

@@ -56,8 +56,8 @@ FP8 = {
     "inference.env.VLLM_DEEP_GEMM_WARMUP": "skip",
 }
 COMPILED = {"trainer.compile": "true"}
+# First updates, which connect and compile.
 SKIPPED = 2
-"""First updates, which connect and compile."""
 
 
 @dataclass(frozen=True)

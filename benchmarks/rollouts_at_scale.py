@@ -42,8 +42,8 @@ RESULT = ROOT / "benchmarks" / "results" / "rollouts_at_scale.json"
 SIZES = (100, 1_000, 3_000, 10_000)
 ENGINES, SERVERS, WORKERS, GROUP = 128, 2, 8, 4
 SECONDS = 240.0
+# Share of slots that must be in use before the measurement, and the longest time to reach it [s].
 FILLED, FILLED_S = 0.98, 900.0
-"""Share of slots that must be in use before the measurement, and the longest time to reach it [s]."""
 
 
 def main(words: list[str]) -> None:

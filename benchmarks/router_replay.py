@@ -29,7 +29,8 @@ from primeslurm.orchestrator.worker.generate_endpoint import Completion, Generat
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row, assembled, stack
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row, stack
+from primeslurm.wire.batches.frames import assembled
 
 RESULT = Path(__file__).resolve().parent / "results" / "router_replay.json"
 SEQ_LEN = 256

@@ -19,8 +19,8 @@ from primeslurm.nn.layers import sparse_attention
 HEADS, RANK, ROPE, TOP_K = 64, 512, 64, 2048
 INDEX_HEADS, INDEX_WIDTH = 32, 128
 SCALE = (192 + ROPE) ** -0.5
+# Scores of longer rows do not fit into memory.
 DENSE_UP_TO = 8192
-"""Scores of longer rows do not fit into memory."""
 ROUNDS = 3
 
 

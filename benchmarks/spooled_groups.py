@@ -28,7 +28,7 @@ from primeslurm.orchestrator.pipeline.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, begin, digest_of
 from primeslurm.orchestrator.rollouts.spool import Spool, open_group
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 
 TOKENS, LAYERS, TOP_K, MEMBERS = 131_072, 75, 8, 16
 LABEL = "reverse-text"
@@ -42,8 +42,8 @@ RECIPE = {
     "orchestrator": {"batch_size": 256, "group_size": MEMBERS},
     "deployment": {"train": {"nodes": 1, "gpus_per_node": 1}, "inference": {"type": "multi_node", "gpus_per_node": 1}},
 }
+# Frames of a spool file before its rollouts.
 HEADS = 4
-"""Frames of a spool file before its rollouts."""
 
 
 def made(example: int) -> RolloutGroup:

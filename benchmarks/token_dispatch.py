@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.support import ranks
 
+# Hidden size, number of experts, and experts per token.
 SHAPES = {"tiny": (64, 8, 2), "qwen3_30b_a3b": (2048, 128, 8), "glm5": (6144, 256, 8)}
-"""Hidden size, number of experts, and experts per token."""
 WARM_UP = 3
 
 

@@ -38,10 +38,8 @@ def measure(name: str, recipe: Recipe, layers: int | None, asked: Sequence[int] 
     """Inspect ranks of a recipe, each in a separate process.
 
     Args:
-        name: name of the recipe.
         recipe: a recipe whose model is in the catalogue of known ones.
         layers: number of first layers to keep; None for all.
-        asked: rank numbers; None for all.
     """
     size, config = trainer_gpus(recipe), config_of(recipe.model.path, layers)
     numbers = range(size) if asked is None else sorted({number % size for number in asked})

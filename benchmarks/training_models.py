@@ -18,8 +18,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+# Dense bfloat16 operations per second, by part of the GPU's name (data sheets of the SXM boards, without sparsity).
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
-"""Dense bfloat16 operations per second, by part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ _EXPERT_COUNTS: dict[type, str] = {
     MiniMaxM2Config: "num_local_experts",
     NemotronHConfig: "n_routed_experts",
 }
+# The first layers of Nemotron-3-Nano.
 _NEMOTRON_KINDS = ("linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe")
-"""The first layers of Nemotron-3-Nano."""
 SHAPES = {
     "qwen3_30b_a3b": Shape(
         Qwen3MoeConfig,
@@ -187,8 +187,6 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
     https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
-        config: transformers config of the model.
-        length: length of the document [tokens].
         causal: count only the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """
     heads = config.num_attention_heads

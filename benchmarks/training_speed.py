@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks.support import ranks
 
 WARM_UP = 2
+# Number of different batches, if rows have several documents.
 BATCHES = 8
-"""Number of different batches, if rows have several documents."""
 
 Step = Callable[[], None]
 
@@ -195,18 +195,11 @@ def random_batch(
     """Make rows of several documents, of which every token but the first is trained.
 
     Args:
-        seq_len: tokens per row.
-        vocabulary: size of the vocabulary.
-        rows: rows per data-parallel rank.
-        dp_rank: this data-parallel rank.
-        dp_world: number of data-parallel ranks.
-        seed: seed of the batch.
-        documents: documents per row.
         experts: layers, experts per layer, and experts per token for router replay; None for no replay.
     """
     import numpy as np
 
-    from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
+    from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 
     rng = np.random.default_rng([dp_rank, seed] if seed else dp_rank)
 

@@ -27,8 +27,8 @@ from queue import SimpleQueue
 
 PATIENCE_S = 240
 SHOWN = ("ours", "torchtitan", "eager", "speed_ratio", "recompiles")
+# GPUs that hold all of Qwen3-30B-A3B with gradients and AdamW's float32 moments: 122 GB each (20 layers: 52 GB).
 DEEP_GPUS = 4
-"""GPUs that hold all of Qwen3-30B-A3B with gradients and AdamW's float32 moments: 122 GB each (20 layers: 52 GB)."""
 
 
 def cells(gpus: int) -> dict[str, list[str]]:

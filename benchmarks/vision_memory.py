@@ -25,8 +25,8 @@ ENCODERS = {
     "qwen3_vl_moe": Qwen3VLMoeVisionConfig(depth=4, out_hidden_size=2048, deepstack_visual_indexes=[0, 1, 2]),
     "qwen3_5_moe": Qwen3_5MoeVisionConfig(depth=4, out_hidden_size=2048),
 }
+# Frozen, or trained with none or full activation checkpointing.
 MODES = ("frozen", "none", "full")
-"""Frozen, or trained with none or full activation checkpointing."""
 
 
 def measure(config: Any, mode: str, width: int) -> Passes:

@@ -33,7 +33,9 @@ from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 from scripts.models import tiny_model
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"

@@ -37,8 +37,8 @@ from primeslurm.recipe import Recipe
 
 BACKENDS = ("allgather_reducescatter", "deepep_low_latency", "deepep_high_throughput")
 CELLS = ("1", *(f"{gpus}-{backend}" for backend in BACKENDS for gpus in (2, 4)))
+# Tokens per request.
 PROMPT, SAMPLED = 256, 256
-"""Tokens per request."""
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,16 @@ import zmq
 
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
-from primeslurm.orchestrator.rollouts.job_protocol import STATUS_INTERVAL_S, Job, Status, ToWorker
+from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, ToWorker
+from primeslurm.orchestrator.rollouts.job_runner import STATUS_INTERVAL_S
 from primeslurm.orchestrator.rollouts.worker_events import WorkerEvent
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport import curve
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "worker_pool.json"
+# Nodes, workers, rollouts in flight.
 SIZES = ((16, 64, 512), (16, 512, 512), (16, 512, 10_000), (64, 2_048, 10_000))
-"""Nodes, workers, rollouts in flight."""
 SECONDS = 10.0
 GROUP = 16
 
@@ -65,7 +66,7 @@ def serve(address: str, nodes: int, workers: int) -> None:
     poller, running = zmq.Poller(), dict[zmq.Socket[bytes], list[Job]]()
     for _ in range(workers):
         socket = context.socket(zmq.DEALER)
-        secret.present(socket)
+        curve.secure_client(socket)
         socket.connect(address)
         poller.register(socket, zmq.POLLIN)
         running[socket] = []

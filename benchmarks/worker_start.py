@@ -30,8 +30,8 @@ from scripts.models import tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "worker_start.json"
+# Workers that use no CPU for this long wait for rollouts [s].
 STILL_S = 3.0
-"""Workers that use no CPU for this long wait for rollouts [s]."""
 
 
 def main(words: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""The text of docs/reference/cli.md, from the help of each command."""
+"""Generates docs/reference/cli.md from the help of each command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ and options in your shell."""
 
 
 def cli_reference() -> str:
-    """Return the page."""
     lines = ["# Command line", "", INTRODUCTION, ""]
     for group, verbs in GROUPS.items():
         lines += [f"| {group} | |", "|---|---|"]
@@ -37,7 +36,7 @@ def cli_reference() -> str:
 
 
 def _command(command: Any, name: str, heading: str) -> Iterator[str]:
-    """A command and, if it is a group, its commands below it."""
+    """Yield a command and, if it is a group, its subcommands."""
     context = typer.Context(command, info_name=name)
     usage = command.get_usage(context).removeprefix("Usage: ").translate({ord("{"): None, ord("}"): None})
     yield from (command.help or "", "", "```text", usage, "```", "")

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference. With --check, only report whether they are current."""
+"""Writes the generated pages of docs/reference. With --check, only reports whether they are current."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The common end of scripts that generate files of docs/: write the files or, with --check, compare them."""
+"""Writes generated files of docs/ or, with --check, compares them."""
 
 from __future__ import annotations
 

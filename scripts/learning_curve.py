@@ -1,4 +1,4 @@
-"""Draw the learning curve of SmolLM2 from recorded results; with --check, only tell whether the figure is current."""
+"""Draws the learning curve of SmolLM2 from recorded results. With --check, only checks whether it is current."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FIGURE = ROOT / "docs" / "figures" / "smollm2_learning_curve.svg"
 SERIES = (("mean reward of a training step", "reward"), ("held-out sums solved", "solved"))
 COLOURS = ("#2563eb", "#ea580c")
 HEADING = 46
-"""Pixels above the chart for the title and the legend."""
+"""Height above the chart for the title and the legend [pixels]."""
 
 
 def svg(figure: Chart) -> str:
-    """Return the figure as an SVG document with a background of its own, so that it can be read in dark mode, too."""
+    """Return the figure as an SVG document with its own background, so that it is readable in dark mode."""
     right, bottom = WIDTH - RIGHT, HEIGHT - BOTTOM
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {-HEADING} {WIDTH} {HEIGHT + HEADING}"'
@@ -46,7 +46,6 @@ def svg(figure: Chart) -> str:
 
 
 def draw() -> str:
-    """Return the figure of the recorded run."""
     results = json.loads(RESULTS.read_bytes())
     solved = [{"step": row["step"], "solved": row["solved"]} for row in results["held_out"]]
     rows = sorted(results["steps"] + solved, key=lambda row: row["step"])

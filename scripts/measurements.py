@@ -1,7 +1,7 @@
-"""Write docs/measurements/ from benchmarks/results; with --check, only report whether the pages are current.
+"""Writes docs/measurements/ from benchmarks/results. With --check, only reports whether the pages are current.
 
-benchmarks/measurements.yaml says which numbers of which results file a reader sees, and explains its fields. Results
-that exist only as a record of a session are in benchmarks/results/recorded.yaml.
+benchmarks/measurements.yaml selects the numbers of each results file, and explains its fields. Results without a
+benchmark are in benchmarks/results/recorded.yaml.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NOT_SHOWN = {
     "batch_selection": "micro-benchmark of filters and curricula, used when that code changes",
     "spooled_groups": "micro-benchmark of reading group headers after a restart, used when that code changes",
 }
-"""Results files that are on no page, and why."""
+"""Results files that no page shows, and why."""
 SHAPES = {
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
     "glm5": "GLM-5",
@@ -64,7 +64,6 @@ Row = Mapping[str, Any]
 
 
 def load(name: str) -> Any:
-    """Return a results file."""
     return json.loads((RESULTS / f"{name}.json").read_bytes())
 
 
@@ -96,7 +95,7 @@ DERIVED = {
     "rounds_of_part": lambda row: len(power_cuts(row["part"])),
     "lost_of_part": lambda row: sum(len(each["lost"]) for each in power_cuts(row["part"])),
 }
-"""Names in templates that a function makes of the row."""
+"""Names in templates that a function computes from the row."""
 
 
 def power_cuts(part: str) -> list[Row]:
@@ -105,7 +104,7 @@ def power_cuts(part: str) -> list[Row]:
 
 
 def value_at(row: Any, path: str) -> Any:
-    """Return the value at a path such as "ours/seconds" ("|" is a slash within a key); None if a part is missing."""
+    """Return the value at a path such as "ours/seconds" ("|" is a slash within a key); None if it is missing."""
     if path in DERIVED:
         return DERIVED[path](row)
     for part in path.split("/"):
@@ -120,7 +119,7 @@ class Template(string.Formatter):
     """Fills paths of a row into a template."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Row) -> tuple[Any, str]:
-        """Return the value at a path, in place of Python's attributes and indices."""
+        """Return the value at a path, instead of Python's attributes and indices."""
         return value_at(kwargs, field_name), field_name
 
     def format_field(self, value: Any, format_spec: str) -> str:
@@ -136,7 +135,7 @@ class Template(string.Formatter):
 
 
 def rows_of(table: Row) -> Iterator[Row]:
-    """Yield the rows of all files of a table that it shows."""
+    """Yield the rows of all files of a table."""
     path = table.get("rows", "")
     for name in table["files"]:
         data = load(name)
@@ -152,7 +151,7 @@ def rows_of(table: Row) -> Iterator[Row]:
 
 
 def table_of(lines: list[list[str]]) -> str:
-    """Return a Markdown table whose first line has the headers; columns without any value are left out."""
+    """Return a Markdown table with the headers in its first line, without empty columns."""
     headers, *rows = lines
     used = [index for index in range(len(headers)) if any(row[index] for row in rows)]
     shown = [[line[index] for index in used] for line in (headers, ["---"] * len(headers), *rows)]
@@ -160,7 +159,6 @@ def table_of(lines: list[list[str]]) -> str:
 
 
 def section(table: Row) -> str:
-    """Return the section of a table in a page."""
     template = Template()
     lines = [[template.vformat(text, (), row) for text in table["columns"].values()] for row in rows_of(table)]
     newest = list({line[0]: line for line in lines}.values())
@@ -179,25 +177,24 @@ def section(table: Row) -> str:
 
 
 def current_command(text: str) -> str:
-    """Return a recorded command as it is typed today."""
+    """Return a recorded command in today's syntax."""
     text = re.sub(r"python (?:-m benchmarks\.|benchmarks/)(\w+?)(?:\.py)?(?= |$)", r"python -m benchmarks \1", text)
     return re.split(r", (?:on 20|one cell)|; 16,384", text)[0]
 
 
 def recorded() -> list[Row]:
-    """Return the measurements that no benchmark writes."""
+    """Return the measurements without a benchmark."""
     entries: list[Row] = yaml.safe_load((RESULTS / "recorded.yaml").read_text())
     return entries
 
 
 def recorded_section(entry: Row) -> str:
-    """Return the section of such a measurement."""
     lines = [entry["columns"], *([str(value) for value in row] for row in entry["rows"])]
     return written_section(entry, lines, {name.capitalize(): entry[name] for name in ("hardware", "state", "source")})
 
 
 def written_section(entry: Row, lines: list[list[str]], facts: Row) -> str:
-    """Return a section: title, sentence, table and where the numbers are from."""
+    """Return a section: title, sentence, table and source."""
     listed = "\n".join(f"- {name}: {text}" for name, text in facts.items())
     return f"## {entry['title']}\n\n{entry['sentence'].strip()}\n\n{table_of(lines)}\n\n{listed}"
 
@@ -209,7 +206,7 @@ def specification() -> dict[str, list[Row]]:
 
 
 def pages() -> dict[Path, str]:
-    """Return every page of measurements and its text."""
+    """Return every measurement page and its text."""
     written = {DOCS / "index.md": index()}
     for name, (title, sentence) in PAGES.items():
         sections = [section(table) for table in specification()[name]]
@@ -221,7 +218,6 @@ def pages() -> dict[Path, str]:
 
 
 def index() -> str:
-    """Return the overview of all measurements."""
     shown = table_of(
         [["Page", "Contents"], *([f"[{title}]({name}.md)", text] for name, (title, text) in PAGES.items())]
     )

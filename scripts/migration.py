@@ -1,6 +1,6 @@
-"""Write the tables of keys into docs/migration/; with --check, only report whether the pages are current.
+"""Writes the tables of keys into docs/migration/. With --check, only reports whether the pages are current.
 
-The tables are those by which `check` explains a key of another tool, so that pages and messages agree.
+`check` explains keys of other tools from the same tables, so that pages and messages agree.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BLOCK = re.compile(r"(<!-- (keys|values): ([\w-]+) -->\n).*?(<!-- end of \2 -->)
 
 
 def keys(tool: Tool) -> str:
-    """Return the keys of a tool, the fields of a recipe in their place, and what to know of them."""
+    """Return the keys of a tool, the corresponding recipe fields, and notes."""
     lines = [f"| {TOOLS[tool]} | primeslurm | Note |", "|---|---|---|"]
     for alias in ALIASES:
         if given := alias.keys.get(tool):
@@ -27,7 +27,7 @@ def keys(tool: Tool) -> str:
 
 
 def values(tool: Tool) -> str:
-    """Return values that are called otherwise here, of the fields that the keys of a tool lead to."""
+    """Return values with other names here, for the fields that correspond to a tool's keys."""
     fields = {alias.field for alias in ALIASES if tool in alias.keys}
     lines = ["| Field | Value elsewhere | Value here | Note |", "|---|---|---|---|"]
     for value in VALUE_ALIASES:

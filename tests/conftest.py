@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -20,34 +20,35 @@ from tests.support.unmeasured import measuring, untraced
 if TYPE_CHECKING:
     from primeslurm.trainer.distributed.world import World
 
-gc.disable()  # until all is imported, which takes a quarter less time then
-# Before a module of ours has something done in forked processes: coverage's tracer takes a lock for what is new to it
-# there, and another thread may have held that at the fork. This is no Python function, whose call would be traced, too.
+gc.disable()  # enabled after the imports, which take a quarter less time without it
+# Registered before our modules register functions for forked processes: coverage's tracer takes a lock for new code,
+# which another thread may have held at the fork. `settrace` is not a Python function, so its call is not traced.
 os.register_at_fork(after_in_child=functools.partial(sys.settrace, None))
 sweeper = temporary.use_own()
-# Processes of a run get this from their agent; those that tests start, from here.
+# Agents set this for the processes of a run, and this module for those that tests start.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
-# Threads of torch wait for one another by spinning: two take three times as long as one where others have the cores.
+# Threads of torch wait for each other in busy loops: two take three times as long as one if other processes use the
+# cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_finish() -> None:
-    """Look for garbage from now on, but not in what is there already (`primeslurm.base.imports`)."""
+    """Enable garbage collection, excluding the objects that exist already (`primeslurm.base.imports`)."""
     gc.freeze()
     gc.enable()
 
 
 def pytest_unconfigure() -> None:
-    """End a process that has run its tests and does not end by itself; the stacks of its threads say why."""
+    """End a process that does not end by itself after its tests, and print the stacks of its threads."""
     faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="module")
 def unmeasured() -> Iterator[None]:
-    """Coverage measures neither what a module's tests run nor what they start.
+    """Measure neither the module's tests nor their child processes.
 
-    For modules that compute for minutes, most of it in others' code, or in ours that the tests of its parts measure:
-    all Python takes a third longer while it is measured.
+    For modules that compute for minutes, mostly in other libraries or in code that other tests measure. Measuring makes
+    Python a third slower.
     """
     with pytest.MonkeyPatch.context() as patch, untraced():
         for name in measuring():
@@ -57,7 +58,7 @@ def unmeasured() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
-    """This process as the only rank of a trainer."""
+    """Yield this process as the only rank of a trainer."""
     from benchmarks.support.ports import free_port
     from benchmarks.support.servers import rank_environment
     from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt

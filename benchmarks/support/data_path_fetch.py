@@ -28,18 +28,22 @@ from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.pipeline.serve import HOLD_S
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.file_ranges import Part
-from primeslurm.wire.batches.rollouts import Batch, IncomingArrays, RankShard, Rollout, RolloutInfo
-from primeslurm.wire.link.trainer_link import Answer, GetBatch, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.batches.batch import Batch, RankShard
+from primeslurm.wire.batches.file_ranges import FrameSource
+from primeslurm.wire.batches.frames import IncomingArrays
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
+from primeslurm.wire.link.messages import Answer, GetBatch, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 
 TOKENS, LAYERS, TOP_K = 131_072, 75, 8
 DP, CP, GROUP = 12, 8, 16
 PROCESSES = 2
 LOOK_S = 0.005
+# Repetitions of a single measurement; the best one had the least other load.
 TIMES = 11
-"""Repetitions of a single measurement; the best one had the least other load."""
+# Niceness of ranks, which in a run are on other nodes.
 GIVE_WAY = 9
-"""Niceness of ranks, which in a run are on other nodes."""
 
 
 def measure(rollouts: int) -> dict[str, Any]:
@@ -80,7 +84,7 @@ async def fetched(batches: Batches) -> dict[str, Any]:
     asked, encoded = dict[StepShard, float](), dict[StepShard, float]()
     requests = 0
 
-    async def handle(request: Request) -> list[Part] | Answer:
+    async def handle(request: Request) -> list[FrameSource] | Answer:
         nonlocal requests
         assert isinstance(request, GetBatch)
         share = StepShard(request.step, request.shard)

@@ -28,14 +28,17 @@ from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.batching.batches import StepShard
 from primeslurm.orchestrator.batching.shard_files import ShardFiles
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.rollouts import Frame, RankShard
-from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.link.messages import LARGEST_BATCH, Answer, GetBatch, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 
 HOLD_S = 4.0
+# Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited.
 LARGE = 20 << 20
-"""Size from which ranks overwrite an array with the next one [bytes], because this machine's memory is limited."""
+# Ranks of a process that read at a time, for the same reason.
 AT_ONCE = 4
-"""Ranks of a process that read at a time, for the same reason."""
 TIMES = 11
 
 

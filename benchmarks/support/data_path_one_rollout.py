@@ -21,10 +21,10 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result, decode_sequences, encode_result
 from primeslurm.orchestrator.worker.generate_endpoint import completion_of
 from primeslurm.plan.commands.processes import HUGE_PAGES
-from primeslurm.wire.decoding import value
+from primeslurm.wire.decoding import decode_msgpack
 
+# Tokens of a completion that samples a rollout in one turn. With tools it has a few thousand.
 SAMPLED = 130_000
-"""Tokens of a completion that samples a rollout in one turn. With tools it has a few thousand."""
 
 
 def measure(rollouts: int) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def stages() -> dict[str, Any]:
         "read_engines_answer": best(lambda: completion_of(answer, TOKENS - 1, 0)),
         "read_engines_answer_of_one_turn": best(lambda: completion_of(of_one_turn, TOKENS - SAMPLED, 0)),
         "encode_result": best(lambda: encode_result("j", [found])),
-        "decode_result": best(lambda: decode_sequences(value(head, Result), frames)),
+        "decode_result": best(lambda: decode_sequences(decode_msgpack(head, Result), frames)),
         "encode_group": best(group.to_parts),
         "decode_group": best(lambda: RolloutGroup.from_bytes(spooled)),
     }

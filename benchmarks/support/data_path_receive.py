@@ -25,20 +25,21 @@ from benchmarks.support.ports import HOST, free_port
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 131_072, 75, 8, 256
 WORKERS = 2
 IN_FLIGHT = 16
+# Rollouts that run, or wait for their group or the disk.
 MOST_BUFFERED = 40
-"""Rollouts that run, or wait for their group or the disk."""
 GROUP = 16
+# Names of the orchestrator's node. With the second one, workers assume that it is another node.
 HOSTS = {"from_the_same_node": HOST, "over_tcp": "localhost"}
-"""Names of the orchestrator's node. With the second one, workers assume that it is another node."""
 TICK_S = 0.002
 PAGE = resource.getpagesize()
 

@@ -19,8 +19,8 @@ from primeslurm.testbed.fakes.meta_rank import Box, Rank, boxes, covers, local_b
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, outgoing
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Size, ranks and placements of a tensor.
 Layout = tuple[Any, ...]
-"""Size, ranks and placements of a tensor."""
 
 
 class Share(NamedTuple):

@@ -6,9 +6,9 @@ import random
 import socket
 
 HOST = "127.0.0.1"
+# Ports outside the kernel's ephemeral range (/proc/sys/net/ipv4/ip_local_port_range). Such a port is still free when a
+# rank binds it, after importing torch.
 BELOW_EPHEMERAL = range(25000, 32000)
-"""Ports outside the kernel's ephemeral range (/proc/sys/net/ipv4/ip_local_port_range). Such a port is still free when a
-rank binds it, after importing torch."""
 
 _random = random.SystemRandom()
 _given: set[int] = set()

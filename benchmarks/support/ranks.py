@@ -29,9 +29,6 @@ def run(
     """Run a benchmark with several ranks, and write rank 0's result. Each rank calls this function again.
 
     Args:
-        benchmark: its name.
-        words: its command line.
-        count: number of ranks.
         out: file of the result; None to print it only.
         measure: runs on each rank, as a member of this world.
         host_tensors: whether ranks with GPUs also reduce tensors in host memory.

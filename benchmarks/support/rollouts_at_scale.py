@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.ports import HOST
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker.generate_endpoint import Completion
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.emulated.rollout_script import Script
 from primeslurm.wire.transport.addresses import AddressBook
 
 TURNS = 100
+# In tokens.
 PROMPT, ANSWER, OBSERVED = 64, 8, 8
-"""In tokens."""
+# Time between two requests of a rollout [s], half of it in the engine, half in tools.
 TURN_S = 90.0
-"""Time between two requests of a rollout [s], half of it in the engine, half in tools."""
+# Blocks of an engine's KV cache, enough not to limit the rollouts.
 BLOCKS = 1 << 16
-"""Blocks of an engine's KV cache, enough not to limit the rollouts."""
 PROBE_S = 0.02
 
 

@@ -21,6 +21,7 @@ from primeslurm.plan.commands.command import Command
 from primeslurm.testbed.embedded_slurm.daemons import state_and_start
 from primeslurm.wire.transport import secret
 
+# Values that an agent knows about this machine.
 NODE_VALUES = {
     "generate_token": secret.generate_token(secret.own()),
     "run_id": "test-run",
@@ -30,7 +31,6 @@ NODE_VALUES = {
     "hcas": "",
     "ucx_devices_near": "",
 }
-"""Values that an agent knows about this machine."""
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:

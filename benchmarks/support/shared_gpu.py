@@ -58,7 +58,6 @@ def shared_gpus(directory: Path, runs: Path, gpus: Sequence[int]) -> SharedGpus:
 
     Args:
         directory: directory for a site file, and a fake nvidia-smi that lists each GPU as often as it is shared.
-        runs: directory of all runs.
         gpus: this machine's GPUs, in the order in which processes get a node's GPUs.
 
     Raises:

@@ -1,8 +1,4 @@
-"""Caches of just-in-time compiled code (torch.compile, Triton, DeepGEMM, ...) on the node's local disk.
-
-By default these libraries cache in the home directory, which all nodes of a cluster share. Hundreds of engines that
-start at once then wait for each other's locks, and read files that others have not finished writing.
-"""
+"""Caches of just-in-time compiled code (torch.compile, Triton, DeepGEMM, ...) on the node's local disk."""
 
 from __future__ import annotations
 
@@ -12,8 +8,9 @@ import stat
 from importlib import metadata
 from pathlib import Path
 
+# Set by the plan: parent directory of the caches. It may be world-writable, such as /tmp.
 VARIABLE = "PRIMESLURM_COMPILED_CODE"
-"""Set by the plan: parent directory of the caches. It may be world-writable, such as /tmp."""
+# Environment variable of each library's cache, and its subdirectory.
 DIRECTORIES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -22,7 +19,6 @@ DIRECTORIES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "VLLM_CACHE_ROOT": "vllm",
 }
-"""Environment variable of each library's cache, and its subdirectory."""
 log = logging.getLogger(__name__)
 
 
@@ -32,6 +28,8 @@ def use() -> None:
     Call it before torch or vLLM is used. Variables that the site has set stay. If the directory is not safe, log a
     warning and cache nothing.
     """
+    # By default these libraries cache in the home directory, which all nodes of a cluster share. Hundreds of engines
+    # that start at once would wait for each other's locks, and read unfinished files.
     base = os.environ.get(VARIABLE)
     if not base:
         return

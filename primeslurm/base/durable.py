@@ -4,9 +4,6 @@ A file survives if both its content and the directory that names it are flushed.
 content only: after a power cut the file has the old or the new content. Use `write` or `sync_tree` if the old content
 would be wrong, for example because another process has been told about the new one, or a manifest names it.
 
-A failed flush of a file is never retried alone: the kernel reports a lost page once, and the next flush succeeds
-without it. Only the owner of the content can write it again.
-
 A disk may be full. Each run directory has a reserve, a file of 16 MiB. A write of a record that finds no space empties
 the reserve and tries again (`files.writing`), so that heartbeats, events and progress are still written. While the
 reserve is released, `write_bulk` refuses larger files, which would use up that space at once. The head fills the
@@ -32,17 +29,16 @@ from primeslurm.base.files import Content, write_atomic
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# Enough for the heartbeats and events of a thousand nodes for a while.
 RESERVE_BYTES = 16 * 2**20
-"""Enough for the heartbeats and events of a thousand nodes for a while."""
+# A run does not start with less free space than this.
 MIN_FREE_BYTES = 2**28
-"""A run does not start with less free space than this."""
+# The state of a run whose reserve is released.
 RESERVE_RELEASED = "the file system of the run directory is full, or was until a moment ago"
-"""The state of a run whose reserve is released."""
+# Time between two tries to write on a full disk.
 RETRY_S = 2.0
-"""Time between two tries to write on a full disk."""
-
+# Errors of file systems that cannot flush directories.
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""Errors of file systems that cannot flush directories."""
 
 
 def write(path: Path, data: Content) -> None:
@@ -95,6 +91,8 @@ def sync(path: Path) -> None:
         if files.is_dir(path):  # a directory that this user may not list cannot be opened, so not flushed either
             return
         raise
+    # Never retry the flush of a file alone: the kernel reports a lost page once, and the next flush succeeds without
+    # it. Only the owner of the content can write it again.
     if lost is not None:
         raise OSError(lost.errno, f"{lost.strerror} (flush)", str(path)) from lost
 
@@ -130,14 +128,8 @@ def sync_if_there(path: Path) -> None:
 
 
 def sync_tree(directory: Path, flushed: Container[Path] = ()) -> None:
-    """Flush all files and directories below a directory, and the directory's own name.
-
-    Call it in the process that wrote the files: on a shared file system no process can flush what another node wrote.
-
-    Args:
-        directory: root of the tree.
-        flushed: files to skip, because their writers have flushed them.
-    """
+    """Flush all files and directories below a directory, and the directory's own name, except files in `flushed`."""
+    # Each process flushes its own files: on a shared file system no process can flush what another node has written.
     _sync_below(directory, flushed)
     sync(directory.parent)
 

@@ -26,6 +26,7 @@ class ExitCode(IntEnum):
     INTERRUPTED = 130
 
 
+# Meaning of each exit code; `docs/reference/cli.md` is generated from this.
 EXIT_CODES: dict[ExitCode, str] = {
     ExitCode.DONE: "The command did what was asked, or showed help.",
     ExitCode.FAILED: "The run failed, the command found a difference or a failure, or an unforeseen error happened.",
@@ -34,7 +35,6 @@ EXIT_CODES: dict[ExitCode, str] = {
     ExitCode.BAD_RUN: "A run does not exist, or its directory is damaged.",
     ExitCode.INTERRUPTED: "The command was interrupted by Ctrl-C. A submitted run continues.",
 }
-"""Meaning of each exit code; `docs/reference/cli.md` is generated from this."""
 
 
 @dataclass(frozen=True)

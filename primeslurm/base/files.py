@@ -24,24 +24,25 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# Longest path of a Unix socket [bytes].
 LONGEST_SOCKET = 107
-"""Longest path of a Unix socket [bytes]."""
+# Content of a file: whole, as chunks, or as a function that returns the chunks and is called once per try.
 Content = bytes | str | Sequence[bytes | memoryview] | Callable[[], Iterable[bytes | memoryview]]
-"""Content of a file: whole, as chunks, or as a function that returns the chunks and is called once per try."""
-# A failover of an NFS or Lustre server can take longer, but on a hard mount its clients then block without an error.
+# Longest time for which an operation is retried. A failover of an NFS or Lustre server can take longer, but on a hard
+# mount its clients then block without an error.
 RETRY_S = 60.0
-"""Longest time for which an operation is retried."""
+# The same in a thread that runs an event loop, because a retry blocks the loop.
 LOOP_RETRY_S = 0.5
-"""The same in a thread that runs an event loop, because a retry blocks the loop."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+# A file in the run directory that keeps space for records (`durable.fill_reserve`).
 RESERVE = ".reserve"
-"""A file in the run directory that keeps space for records (`durable.fill_reserve`)."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# How long an NFS client may return cached attributes (acregmax, acdirmax) of a file that it does not reopen.
 CACHE_S = 60.0
-"""How long an NFS client may return cached attributes (acregmax, acdirmax) of a file that it does not reopen."""
+# Faults within this time of the previous one are not reported again.
 QUIET_S = 60.0
-"""Faults within this time of the previous one are not reported again."""
+# Errors that network file systems return temporarily, and that say nothing about the file.
 TRANSIENT = frozenset(
     {
         errno.ESTALE,
@@ -66,9 +67,8 @@ TRANSIENT = frozenset(
         errno.EPROTO,
     }
 )
-"""Errors that network file systems return temporarily, and that say nothing about the file."""
+# How libraries written in Rust (safetensors) report an errno in the text of their exceptions.
 _RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust (safetensors) report an errno in the text of their exceptions."""
 
 clock: Callable[[], float] = time.monotonic
 sleep: Callable[[float], None] = time.sleep
@@ -84,14 +84,14 @@ class Outage(NamedTuple):
     recovered: bool
 
 
+# Called at the end of an outage. Processes with a journal write an event.
 on_fault: Callable[[Outage], None] | None = None
-"""Called at the end of an outage. Processes with a journal write an event."""
+# Called before each pause. Processes send a heartbeat, because waiting for the file system is not a hang.
 on_pause: Callable[[], None] | None = None
-"""Called before each pause. Processes send a heartbeat, because waiting for the file system is not a hang."""
 _thread = threading.local()
 _outage = threading.Lock()
+# Last time of each kind of report, and of the last operation that was given up [s of `clock`].
 _outages: dict[str, float] = {}
-"""Last time of each kind of report, and of the last operation that was given up [s of `clock`]."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -292,10 +292,8 @@ def is_dir(path: Path) -> bool:
 
 
 def listing(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return the sorted entries of a directory that match `pattern`; an empty list if the directory does not exist.
-
-    Unlike `Path.glob` it raises OSError if the directory cannot be read, so an empty list is an answer.
-    """
+    """Return the sorted entries of a directory that match `pattern`; an empty list if the directory does not exist."""
+    # `Path.glob` ignores OSError, so a directory that cannot be read would seem to be empty.
     try:
         paths = retrying(directory, lambda: list(directory.iterdir()))
     except (FileNotFoundError, NotADirectoryError):
@@ -304,11 +302,9 @@ def listing(directory: Path, pattern: str = "*") -> list[Path]:
 
 
 def settled_listing(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return a complete `listing`: list the directory repeatedly, until a listing adds no name to the earlier ones.
-
-    An NFS client may return a stale listing. Files that callers look for are never removed meanwhile, so a name that
-    one listing has shown counts.
-    """
+    """Return a complete `listing`: list the directory repeatedly, until a listing adds no name to the earlier ones."""
+    # An NFS client may return a stale listing. Files that callers look for are never removed meanwhile, so a name that
+    # one listing has shown counts.
     before, paths = None, set(listing(directory, pattern))
     for pause_s in _pauses(CACHE_S):
         if before == paths:
@@ -360,7 +356,6 @@ def _pauses(within_s: float) -> Iterator[float]:
 
 
 def files_below(directory: Path, pattern: str = "*") -> list[Path]:
-    """Return all files below a directory whose names match. Unlike `Path.rglob` and `os.walk` it raises OSError."""
     matching = []
     for path in listing(directory):
         if is_own_directory(path):

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from primeslurm.base.paths import expanded, is_dir
 
+# Name of the file that maps tensors to safetensors files.
 INDEX = "model.safetensors.index.json"
-"""Name of the file that maps tensors to safetensors files."""
+# Files that a complete snapshot has. Other files, such as images, may be missing.
 _NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""Files that a complete snapshot has. Other files, such as images, may be missing."""
 
 
 class ModelNotFoundError(FileNotFoundError):

@@ -12,8 +12,8 @@ from primeslurm.base import files
 
 REPOSITORY = "https://github.com/primeslurm/primeslurm"
 _PACKAGE = Path(__file__).parents[1]
+# Where pyproject.toml puts shipped files in a wheel.
 _IN_WHEEL = _PACKAGE / "shipped"
-"""Where pyproject.toml puts shipped files in a wheel."""
 
 
 def shipped(name: str) -> Path:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+# Longest gap between two checks that counts [s]. A longer one means that the observer itself was delayed.
 MAX_GAP_S = 2.0
-"""Longest gap between two checks that counts [s]. A longer one means that the observer itself was delayed."""
 
 
 def scheduling_delay_s(last: float, now: float) -> float:
@@ -12,11 +12,7 @@ def scheduling_delay_s(last: float, now: float) -> float:
 
 
 class UnresponsiveTimer:
-    """Counts the seconds since the last heartbeat of one process.
-
-    Only time in which the observer was running counts: a suspended machine or a stopped agent makes no process
-    unresponsive.
-    """
+    """Counts the seconds since the last heartbeat of one process."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -33,6 +29,8 @@ class UnresponsiveTimer:
             excused_s: time since the last check in which the process could not run: it waited for a CPU or a disk, or a
                 debugger had stopped it.
         """
+        # Only time in which the observer was running counts, up to MAX_GAP_S per check: a suspended machine or a
+        # stopped agent makes no process unresponsive.
         if heard != self._heard or self._looked_at is None:
             self.seconds = 0.0
         else:

@@ -1,8 +1,4 @@
-"""ASGI middleware that requires the run's secret as a bearer token.
-
-A few read-only routes stay open, because their clients do not have the secret: routers read `/health`, monitoring
-reads `/metrics`, and the node agent reads `/primeslurm/status`. None of them reveals prompts or weights.
-"""
+"""ASGI middleware that requires the run's secret as a bearer token."""
 
 from __future__ import annotations
 
@@ -21,21 +17,19 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Clients of these routes do not have the secret: routers read /health, monitoring reads /metrics, and the node agent
+# reads the status. None of them reveals prompts or weights.
 _OPEN = ("/health", "/metrics", STATUS_PATH)
+# Routes that also accept a router's token (`wire.transport.secret.generate_token`).
 _GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models")
-"""Routes that also accept a router's token (`wire.transport.secret.generate_token`)."""
 
 
 class SecretGate:
-    """Rejects requests without the run's secret. Subclasses override `serve` to handle authorised requests.
-
-    Raises:
-        SecretError: this process has no secret. An engine without one does not start.
-    """
+    """Rejects requests without the run's secret. Subclasses override `serve` to handle authorised requests."""
 
     def __init__(self, app: App) -> None:
         self._app = app
-        run_secret = secret.own()
+        run_secret = secret.own()  # raises SecretError: an engine without a secret does not start
         self._secret = f"Bearer {run_secret}".encode()
         self._generate_token = f"Bearer {secret.generate_token(run_secret)}".encode()
 

@@ -1,8 +1,4 @@
-"""Detects an engine core that hangs behind a healthy HTTP server. In vLLM the two are separate processes.
-
-The watchdog sends a request that only the core can answer, through vLLM's own route. The core answers it between two
-steps. A core that is stopped, or that hangs in a collective or a kernel, does not answer.
-"""
+"""Detects an engine core that hangs behind a healthy HTTP server. In vLLM the two are separate processes."""
 
 from __future__ import annotations
 
@@ -16,14 +12,15 @@ import psutil
 from primeslurm.base.unresponsive_timer import MAX_GAP_S
 from primeslurm.inference.auth import App, Message, Scope
 
+# Only the core can answer this request, and does so between two steps. A core that is stopped, or that hangs in a
+# collective or a kernel, does not.
 PROBE_PATH = "/is_paused"
+# Time without an answer after which a core is unresponsive [s]. Steps that compile nothing take a few seconds.
 UNRESPONSIVE_S = 15.0
-"""Time without an answer after which a core is unresponsive [s]. Steps that compile nothing take a few seconds."""
+# Time without an answer after which the watchdog looks for running compilers [s].
 COMPILER_CHECK_S = 5.0
-"""Time without an answer after which the watchdog looks for running compilers [s]."""
-# DeepGEMM's kernels, for example, take minutes to compile when a core first needs them.
+# Programs that a core starts to compile kernels. DeepGEMM's kernels, for example, take minutes when first needed.
 COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "nvlink", "fatbinary", "ninja", "cc1plus", "g++", "gcc"})
-"""Names of programs that a core starts to compile kernels."""
 
 
 class EngineCoreWatchdog:

@@ -1,10 +1,4 @@
-"""Patch of vLLM: a pause of a prefill engine does not wait until decode engines have fetched KV blocks.
-
-A prefill engine keeps the KV blocks of a prompt until a decode engine has fetched them, and vLLM's pause waits for
-that. During a weight update the decode engines are paused, too, so nobody fetches them. The pause would last until the
-lease of the blocks expires, and later fetches might get the blocks of other prompts. Kept blocks need no weights, so a
-pause that keeps requests is complete as soon as nothing is being computed.
-"""
+"""Patch of vLLM: a pause of a prefill engine does not wait until decode engines have fetched KV blocks."""
 
 from __future__ import annotations
 
@@ -22,6 +16,9 @@ def use() -> None:
     expect(EngineCoreProc, "_notify_idle_state_callbacks", ["self"])
     expect(EngineCoreProc, "_finish_pause", ["clear_cache"])
 
+    # vLLM's pause waits until decode engines have fetched all KV blocks. During a weight update decode engines are
+    # paused, too, so the pause would last until the lease of the blocks expires, and later fetches might get the blocks
+    # of other prompts. Kept blocks need no weights, so the pause is complete as soon as nothing is being computed.
     @functools.wraps(step)
     def process_engine_step(core: Any) -> bool:
         if core._idle_state_callbacks and computes_nothing(core):
@@ -32,13 +29,11 @@ def use() -> None:
 
 
 def computes_nothing(core: Any) -> bool:
-    """Return whether a paused `EngineCoreProc` only keeps KV blocks for other engines.
-
-    Return False if the core is not paused, or if its data-parallel group has not agreed on the pause yet.
-    """
+    """Return whether a paused `EngineCoreProc` only keeps KV blocks for other engines."""
     from vllm.v1.core.sched.interface import PauseState
 
     scheduler = core.scheduler
+    # `engines_running`: the data-parallel group has not agreed on the pause yet.
     if scheduler.pause_state is not PauseState.PAUSED_ALL or core.engines_running or scheduler.finished_req_ids:
         return False
     return not any(batch.total_num_scheduled_tokens for _, batch, _ in core.batch_queue or ())

@@ -7,10 +7,6 @@ control requests that pass through it, so it always agrees with the engine about
                   version: /health and generation return 503, so that routers avoid the engine
     open          a version is confirmed; during an update generation is paused, and requests wait
     unresponsive  the engine core does not answer (`core_gate`): as closed, but status and /health return 504
-
-The cache salt of every rollout request ends with the policy version at which its group was opened. If the orchestrator
-cannot reach an engine but workers can, the engine learns from such a request that it has missed an update. It then
-refuses all requests until it is updated.
 """
 
 from __future__ import annotations
@@ -35,8 +31,8 @@ SHUTDOWN_EXIT_CODE = 70
 _VERSION_FIELDS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 _UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _VERSION = re.compile("[0-9]{1,9}")
+# Longest control request that is parsed for a version [bytes]. Real ones have fewer than 100.
 LARGEST_CONTROL = 1 << 20
-"""Longest control request that is parsed for a version [bytes]. Real ones have fewer than 100."""
 _SALT_KEY = b'"cache_salt"'
 _SALT = re.compile(_SALT_KEY + rb'\s*:\s*"[^"\\]*:([0-9]{1,9})"')
 _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
@@ -116,6 +112,8 @@ class VersionGate(LivenessGate):
 
     async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request unless it needs a newer policy. Name this engine in a header of the response."""
+        # The orchestrator may be unable to reach an engine that workers can reach. Such an engine learns from a request
+        # that it has missed an update, because the cache salt ends with the version at which the group was opened.
         body = await _whole(receive)
         if body is None:
             return

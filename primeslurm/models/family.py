@@ -33,8 +33,8 @@ class Capabilities:
     compile: bool = False
     """Layers can be compiled by torch.compile."""
     compiled_with: frozenset[str] | None = None
-    """Modes (`fp8`, `lora`, `router_replay`, `cp` as Ulysses) that are compiled by default, because compiled layers ran
-    faster with them on GPUs with documents of changing lengths. None: layers are compiled only if the recipe asks."""
+    """Modes (`fp8`, `lora`, `router_replay`, `cp` as Ulysses), beside plain bfloat16, in which layers are compiled by
+    default, because it was faster on GPUs with documents of changing lengths. None: only if the recipe asks."""
     offload: bool = True
     """Activations, or master weights and optimizer state, can be kept in host memory."""
 

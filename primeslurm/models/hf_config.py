@@ -18,6 +18,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         KeyError: A field is missing. A damaged config may also raise TypeError, ValueError, AttributeError or
             ArithmeticError.
     """
+    # Models with a vision encoder nest the config of their language model.
     text = config.get("text_config") or config
     quantization = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
@@ -71,6 +72,7 @@ def _indexer(text: Mapping[str, Any], layers: int) -> IndexerShape | None:
 
 
 def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
+    # Laguna chooses by its field `gating`; the other families have one kind of gate.
     heads = text["num_attention_heads"]
     if traits.attention_gate == "element" or text.get("gating") == "per-element":
         return int(heads * text["head_dim"])
@@ -80,6 +82,7 @@ def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
 def _layer_counts(text: Mapping[str, Any], moe: int) -> dict[str, int]:
     if blocks := _blocks(text):
         return {name: blocks.count(name) for name in ("attention", "dense", "mamba")}
+    # A delta net replaces attention. Every layer has a feed-forward network or experts as well.
     layers = text["num_hidden_layers"]
     nets = _delta_nets(text)
     return {"attention": layers - (nets.layers if nets else 0), "dense": layers - moe, "mamba": 0}
@@ -99,6 +102,7 @@ def _blocks(text: Mapping[str, Any]) -> list[str]:
     return [_BLOCKS.get(mark, "") for mark in marks]
 
 
+# The pattern string of Nemotron-H's config, and the list of types that transformers makes of it.
 _BLOCKS = {
     **{"*": "attention", "E": "moe", "-": "dense", "M": "mamba"},
     **{"full_attention": "attention", "moe": "moe", "mlp": "dense", "linear_attention": "mamba"},
@@ -109,6 +113,7 @@ def _is_moe(text: Mapping[str, Any], index: int) -> bool:
     sparse_step = text.get("decoder_sparse_step", 1)
     if types := text.get("mlp_layer_types"):
         return bool(types[index] == "sparse")
+    # The first layers are dense (DeepSeek, AFMoE), or listed ones, or all but every n-th (Qwen3).
     return (
         index >= (text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
         and index not in (text.get("mlp_only_layers") or ())
@@ -122,6 +127,7 @@ def _expert_count(text: Mapping[str, Any]) -> int:
 
 
 def _experts(text: Mapping[str, Any]) -> ExpertShape:
+    # Families name these fields differently, and give the shared width or a number of shared experts.
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
     shared = (
         text.get("moe_shared_expert_intermediate_size")

@@ -16,7 +16,7 @@ def storage_format(config: Mapping[str, Any]) -> str | None:
     if method in ("fp8", "mxfp4"):
         return method
     weights = _compressed_tensors(config)
-    if weights is None:
+    if weights is None:  # GPTQ, AWQ and the like
         return f"int{config.get('bits', 4)}"
     return f"{weights.get('type', 'int')}{weights.get('num_bits', 4)}"
 

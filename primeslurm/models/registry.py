@@ -41,6 +41,7 @@ def families() -> tuple[Family, ...]:
         if not isinstance(family, Family):
             raise _entry_point_error(point.value, f"is a {type(family).__name__}, not a {Family.__name__}")
         if taken := types & family.model_types.keys():
+            # A second implementation of a model type would make results depend on the order of installation.
             raise _entry_point_error(point.value, f"another family has the model type {', '.join(sorted(taken))}")
         registered.append(_with_builder(family, point.module.rpartition(".")[0]))
         types |= family.model_types.keys()

@@ -61,6 +61,7 @@ def tools_unsupported_reason(model_type: str | None, model: str, renderer: str, 
     """
     if renderer == DEFAULT and "tool_parser" not in options:
         return f"tools cannot be rendered by model.renderer: {DEFAULT} without a tool_parser in model.renderer_options"
+    # A renderer that the recipe names is trusted.
     if renderer != AUTO or renderers_of(model_type or "", model):
         return ""
     names = ", ".join(family.name for family in families() if family.renderer)

@@ -38,11 +38,11 @@ from primeslurm.slurm.launch_failures import node_names, restarts
 if TYPE_CHECKING:
     from primeslurm.node.head.head import Head
 
+# If the head is lost, an agent waits this long for each agent of lower rank before it ends or requeues the job.
 DEPUTY_S = 3.0
-"""If the head is lost, an agent waits this long for each agent of lower rank before it ends or requeues the job."""
+# Period of looking for the record of another agent. It must be short: Slurm starts a component again only when all its
+# agents have ended, and kills them after its KillWait.
 POLL_S = 1.0
-"""Period of looking for the record of another agent. It must be short: Slurm starts a component again only when all its
-agents have ended, and kills them after its KillWait."""
 
 
 class NextAttempt(DelayedSubmission):

@@ -37,7 +37,7 @@ def pickled_agent(folder: Path, submission: str) -> Path:
 
 
 class LockRecord(msgspec.Struct, frozen=True):
-    """`lock.json`: identity of the run, and the versions it was made with."""
+    """`lock.json`: identity of the run, and versions of its software."""
 
     run_id: str = ""
     created_at: float = 0.0  # Unix seconds

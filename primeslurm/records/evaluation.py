@@ -12,8 +12,8 @@ from primeslurm.records.metrics import EVALUATION, Row
 from primeslurm.records.reading import find_record
 
 DIRECTORY = "evaluations"
+# Written last: an evaluation with this file is complete.
 SUMMARY = "summary.json"
-"""Written last: an evaluation with this file is complete."""
 _NAME = re.compile(r"^step-(\d{6,})$")
 
 

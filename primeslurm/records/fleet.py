@@ -1,7 +1,7 @@
 """Files in the attempt directory through which agents and head communicate.
 
-`agents/<rank>.json` is an agent's heartbeat. The head writes `fleet.json` (what is ready, and the end), `roster.json`
-(the node assignment) and `preflight.json` (what the nodes compare themselves with).
+`agents/<rank>.json` is an agent's heartbeat. The head writes `fleet.json` (ready processes, and the end), `roster.json`
+(the node assignment) and `preflight.json` (reference values for the other nodes).
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ProcessReport(msgspec.Struct, frozen=True):
     healthy: bool = False  # it answers 200 on /health; an engine does so only with the current policy
     reason: str = ""
     generation: int = 0  # generation of its restart group at its last start
-    failed_starts: int = 0  # consecutive starts that ended with the same error before it was ready
+    failed_starts: int = 0  # consecutive starts that failed with the same error
     start_error: str = ""  # that error
     heartbeat: HeartbeatReport | None = msgspec.field(name="beat", default=None)  # None without heartbeats and probes
 

@@ -16,10 +16,10 @@ import struct
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
+# Environment variable with the descriptor of the page, set for processes whose agent expects heartbeats.
 VARIABLE = "PRIMESLURM_BEAT"
-"""Environment variable with the descriptor of the page, set for processes whose agent expects heartbeats."""
+# Makes a process that sends heartbeats write the stacks of all its threads to its log, even while it is stuck.
 DUMP_SIGNAL = signal.SIGRTMIN + 8
-"""Makes a process that sends heartbeats write the stacks of all its threads to its log, even while it is stuck."""
 
 _SIZE = mmap.PAGESIZE
 # Number of the heartbeat, step (-1: none), timeout [s] (0: default), phase, and the number again: a reader that finds

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+# The batch script prints this and the word of the start. Everything after it belongs to that start.
 MARK = "primeslurm: start"
-"""The batch script prints this and the word of the start. Everything after it belongs to that start."""
 _SRUN = re.compile(r"^(?:\d+: )?(srun: (?:error|fatal): .+)$")
 # Lines about the end of tasks: consequences of an error or a requeue, not errors themselves.
 _CONSEQUENCE = re.compile(

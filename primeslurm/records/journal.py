@@ -20,8 +20,8 @@ from primeslurm.records.events.processes import StorageFault
 from primeslurm.records.heartbeats import liveness
 from primeslurm.records.record import Event, Record
 
+# Events kept in memory while they cannot be written. Older ones are dropped.
 MAX_UNWRITTEN = 1000
-"""Events kept in memory while they cannot be written. Older ones are dropped."""
 R = TypeVar("R", bound=Record)
 
 

@@ -22,14 +22,14 @@ from primeslurm.records.attempt import LockRecord
 from primeslurm.records.reading import find_record, last_lines, whole_lines
 
 log = logging.getLogger(__name__)
+# Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own.
 EVALUATION = "eval/"
-"""Prefix of evaluation metrics. An evaluation ends later than its step, so it gets a row of its own."""
 
+# In the run directory.
 FILE = "metrics.jsonl"
-"""In the run directory."""
 
+# A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included.
 Row = dict[str, float]
-"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, those of environments included."""
 
 
 class MetricsLog:
@@ -38,7 +38,7 @@ class MetricsLog:
     Args:
         run_dir: the run; rows of steps after `resumed_step` come from an abandoned attempt and are removed.
         resumed_step: the last step that is part of the resumed checkpoint.
-        tensorboard: also write TensorBoard event files.
+        tensorboard: also write TensorBoard event files to the run directory.
         wandb: arguments of `wandb.init` besides id and directory; None disables Weights & Biases.
     """
 

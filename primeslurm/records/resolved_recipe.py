@@ -1,4 +1,4 @@
-"""The part of `recipe.resolved.json` that reports and advice read, whatever release wrote it.
+"""The part of `recipe.resolved.json` that reports and advice read, from any release.
 
 Programs that run something read all of it as `primeslurm.recipe.Recipe`. Here, missing fields have a default and
 unknown fields are ignored.

@@ -28,7 +28,7 @@ class Load(msgspec.Struct, frozen=True):
 
     engines: int = 0  # engines that answered
     running: float = 0.0  # requests being processed, summed over engines
-    waiting: float = 0.0  # waiting requests, summed over engines; of these:
+    waiting: float = 0.0  # waiting requests, summed over engines: the sum of the next two
     waiting_capacity: float = 0.0  # waiting for room in the batch or the KV cache
     waiting_deferred: float = 0.0  # waiting for something else: a decode engine waits for KV from a prefill engine
     kv_usage: float = 0.0  # used fraction of the KV cache of the fullest engine
@@ -46,14 +46,13 @@ class Load(msgspec.Struct, frozen=True):
     external_hit_rate: float | None = None  # hit rate of KV from other engines (NIXL) and offload tiers
 
 
+# The limiting factor of a replica's rollouts.
+#
+# - demand: there is no more work. growing: it is not known yet whether more fit. bound: `max_inflight_rollouts`.
+# - kv: the KV cache is full. preemption: requests were preempted. queue: requests wait at full engines.
+# - prefill: requests wait for prefill while decode has room. cache: more rollouts would evict prompts from the cache.
+# - slow: other replicas are twice as fast. lost: no engine answers.
 Limit = Literal["demand", "growing", "bound", "kv", "preemption", "queue", "prefill", "cache", "slow", "lost"]
-"""What limits the rollouts of a replica.
-
-- demand: there is no more work. growing: it is not known yet whether more fit. bound: `max_inflight_rollouts`.
-- kv: the KV cache is full. preemption: requests were preempted. queue: requests wait at full engines.
-- prefill: requests wait for prefill while decode has room. cache: more rollouts would evict prompts from the cache.
-- slow: other replicas are twice as fast. lost: no engine answers.
-"""
 
 
 class ReplicaLoad(msgspec.Struct, frozen=True):
@@ -70,7 +69,7 @@ class FailedRollouts(msgspec.Struct, frozen=True):
     failed: int
     of_reason: int  # failures with the most frequent reason
     reason: str  # that reason: the last error of its kind
-    tasks_given_up: int = 0  # tasks that are not tried any more
+    tasks_given_up: int = 0  # tasks that are skipped from now on
 
 
 class RolloutProgress(Record, frozen=True):

@@ -1,1 +1,1 @@
-"""What processes say to one another: rollouts, batches, versions, weights, checkpoints, events."""
+"""Data that processes exchange: batches, weights, checkpoints, and the transport of messages."""

@@ -1,6 +1,6 @@
-"""One value of another process: decoded to what its reader was promised, or refused with a DamagedError.
+"""Decoding of values from other processes: the result has the expected type, or a DamagedError is raised.
 
-Without numpy: agents read records, and are many.
+This module does not import numpy, because agents read records, and there are many agents.
 """
 
 from __future__ import annotations
@@ -17,44 +17,36 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0)]
 
 _decoders: dict[Any, Any] = {}
-"""By what makes them, and by type."""
-_making = threading.Lock()
+_lock = threading.Lock()
 
 
 class DamagedError(ValueError):
-    """What came in is not what its protocol says. The one exception of all decoders of the wire."""
+    """Data from another process violates its protocol. All decoders of the wire raise only this error."""
 
 
-def value(data: Any, kind: type[T]) -> T:
-    """Decode one msgpack value.
-
-    Raises:
-        DamagedError: it is not one of this kind.
-    """
+def decode_msgpack(data: Any, kind: type[T]) -> T:
+    """Decode one msgpack value of type `kind`. Raise DamagedError."""
     return _decoded(msgspec.msgpack.Decoder, data, kind)
 
 
 def decode_json(data: bytes, kind: type[T]) -> T:
-    """Decode one JSON value.
-
-    Raises:
-        DamagedError: it is not one of this kind.
-    """
+    """Decode one JSON value of type `kind`. Raise DamagedError."""
     return _decoded(msgspec.json.Decoder, data, kind)
 
 
 def _decoded(make: Callable[[Any], Any], data: Any, kind: type[T]) -> T:
     try:
-        found: T = _decoder(make, kind).decode(data)
+        value: T = _decoder(make, kind).decode(data)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedError(f"{type(error).__name__}: {error}") from error
-    return found
+    return value
 
 
 def _decoder(make: Callable[[Any], Any], kind: Any) -> Any:
-    """The decoder of a type, made by one thread: what others use of it meanwhile would be half made, and crash."""
-    found = _decoders.get((make, kind))
-    if found is None:
-        with _making:
-            found = _decoders.get((make, kind)) or _decoders.setdefault((make, kind), make(kind))
-    return found
+    decoder = _decoders.get((make, kind))
+    if decoder is None:
+        # Only one thread may make the decoder of a type: msgspec caches type information on the type itself, and a
+        # second thread would read it half made and crash.
+        with _lock:
+            decoder = _decoders.get((make, kind)) or _decoders.setdefault((make, kind), make(kind))
+    return decoder

@@ -1,4 +1,4 @@
-"""What a node tells of what it has installed: `node.preflight.installed` prints it, `slurm.inventory` reads it."""
+"""A node's installed software: `node.preflight.installed` prints it, `slurm.inventory` reads it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import msgspec
 
 
 class InstalledParts(msgspec.Struct, frozen=True):
-    """One line of JSON, among what else a node's programs print."""
+    """One line of JSON in the output of a node."""
 
     node: str
     parts: dict[str, str | None]
-    """By its name, what is there of a part, mostly its version; None if it is not there."""
+    """Version of each part by name; None: not installed."""

@@ -185,7 +185,6 @@ def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m scripts.models.tiny_model", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("model", help="write a tiny model")

@@ -1,5 +1,5 @@
-"""Random faults at random times, in emulated runs on the real Slurm: `python -m tests.chaos --seed 1`.
+"""Random faults at random times, in emulated runs on a real Slurm: `python -m tests.chaos --seed 1`.
 
-`kinds` says what can happen, `schedule` (by a seed) what does, `runner` lets it happen and waits until the run is well
-again, and `invariants` says what must hold when the run has ended.
+`kinds` defines the faults, `schedule` draws them from a seed, `runner` injects them and waits for recovery, and
+`invariants` checks the run after its end.
 """

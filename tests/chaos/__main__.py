@@ -1,7 +1,7 @@
-"""Random faults on emulated runs on the real Slurm: seconds until each run is well again, and what is lost.
+"""Random faults in emulated runs on a real Slurm: seconds until each run has recovered, and the losses.
 
-Needs root and Slurm's daemons; 200 faults take about an hour. Result: benchmarks/results/chaos.json, written after
-every run. The same seed gives the same faults, in the same order.
+Needs root and Slurm's daemons. 200 faults take about an hour. The result is written to benchmarks/results/chaos.json
+after every run. The same seed gives the same faults in the same order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "chaos
 
 
 def main(words: list[str]) -> None:
-    """Let faults happen, and write what they cost."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=200)
@@ -48,7 +47,7 @@ def main(words: list[str]) -> None:
     }
     results = []
     held = temporary.use_own()  # noqa: F841
-    # so that the cluster goes with it
+    # an exit that also ends the cluster
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="chaos") as directory:
         scene = Scene(Path(directory))

@@ -1,4 +1,4 @@
-"""A schedule of any length, over as many runs as it takes, with the table of what each kind of fault cost."""
+"""A schedule of any length, over as many runs as it needs, and a table of the cost of each kind of fault."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.chaos.scene import Scene
 from tests.chaos.schedule import Round
 
 TOGETHER = "two at once"
-"""The row of rounds in which faults overlap."""
+"""The row of rounds with overlapping faults."""
 
 
 def run_all(scene: Scene, seed: int, rounds: list[Round], steps: int, say: Say = say_nothing) -> Iterable[Result]:
-    """Let all rounds happen, in runs of `steps` steps one after the other; yields each run that has ended."""
+    """Inject all rounds, in runs of `steps` steps one after another. Yield each run that has ended."""
     rounds = list(rounds)
     while rounds:
         say(f"a run of {steps} steps; {sum(map(len, rounds))} faults are left")
@@ -29,13 +29,13 @@ def run_all(scene: Scene, seed: int, rounds: list[Round], steps: int, say: Say =
 
 
 def again(seed: int, faults: int, overlap: float, kinds: list[str] | None, steps: int) -> str:
-    """How to repeat a schedule."""
+    """Return the command that repeats a schedule."""
     only = "".join(f" --kind {kind!r}" for kind in kinds or [])
     return f"python -m tests.chaos --seed {seed} --faults {faults} --overlap {overlap} --steps {steps}{only}"
 
 
 def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """Sum up what each kind cost, by name."""
+    """Summarise the cost of each kind, by name."""
     by_kind: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         by_kind[outcome.kinds[0] if len(outcome.kinds) == 1 else TOGETHER].append(outcome)
@@ -54,7 +54,7 @@ def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 
 def summary(results: list[Result]) -> dict[str, Any]:
-    """Return all figures of a campaign, for JSON."""
+    """Return the results of a campaign, for JSON."""
     outcomes = [outcome for result in results for outcome in result.outcomes]
     fates = [result.fates for result in results]
     return {
@@ -76,7 +76,7 @@ def summary(results: list[Result]) -> dict[str, Any]:
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """The table as documents show it."""
+    """Return the table in Markdown."""
     lines = ["| fault | rounds | median s | worst s | new attempts |", "|---|---|---|---|---|"]
     for row in rows:
         cells = (row["kind"], row["rounds"], f"{row['median_s']:.0f}", f"{row['worst_s']:.0f}", row["new_attempts"])
@@ -85,6 +85,6 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def keep_failed(scene: Scene, result: Result, directory: Path | None) -> None:
-    """Copy a run with problems to where it can be looked at."""
+    """Copy a run with problems for later inspection."""
     if result.problems and directory is not None:
         scene.keep(directory)

@@ -1,6 +1,6 @@
-"""What must hold of a run that has ended, whatever happened to it.
+"""Invariants of a run that has ended, whatever faults it had.
 
-Each check returns what is wrong, in words; nothing is what it should return.
+Each check returns the problems in words; an empty list if there is none.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ NONE: Mapping[int, int] = MappingProxyType({})
 
 @dataclass
 class Segment:
-    """What a trainer did from one start to the next."""
+    """The trainer's work from one start to the next."""
 
     attempt: int
     began: float
-    """Unix seconds."""
+    """In Unix seconds."""
     loaded: int
-    """The step that it went on from."""
+    """Step from which it resumed."""
     trained: list[int] = field(default_factory=list)
     committed: list[int] = field(default_factory=list)
 
 
 def segments(run: RunDirectory) -> list[Segment]:
-    """Read what rank 0 wrote down in all attempts."""
+    """Return rank 0's segments in all attempts."""
     found: list[Segment] = []
     for attempt in run.attempts():
         for event in attempt_events(attempt):
@@ -54,11 +54,9 @@ def segments(run: RunDirectory) -> list[Segment]:
 
 
 def committed_steps_lost(found: Sequence[Segment], damaged: Mapping[int, int] = NONE) -> list[str]:
-    """Every start goes on from the newest step that was committed before.
+    """Check that every start resumes from the newest committed step.
 
-    Args:
-        found: what the trainer did.
-        damaged: steps whose checkpoints were damaged, by the attempt after which they were.
+    `damaged` maps an attempt to the step whose checkpoint was damaged after it.
     """
     problems, known, left = [], {0}, dict(damaged)
     for segment in found:
@@ -71,7 +69,7 @@ def committed_steps_lost(found: Sequence[Segment], damaged: Mapping[int, int] = 
 
 
 def line_that_counts(found: Sequence[Segment]) -> list[int]:
-    """Steps that were trained and not undone by a later start, in order."""
+    """Return the trained steps that no later start has undone, in order."""
     line: list[int] = []
     for segment in found:
         line = [step for step in line if step <= segment.loaded] + segment.trained
@@ -79,12 +77,9 @@ def line_that_counts(found: Sequence[Segment]) -> list[int]:
 
 
 def trained_once(found: Sequence[Segment], steps: int, *, records_lost: bool) -> list[str]:
-    """In the line of attempts that counts, every step comes once.
+    """Check that each step of the final line was trained once.
 
-    Args:
-        found: what the trainer did.
-        steps: of the run.
-        records_lost: events may be missing, as the disk did not take them.
+    With `records_lost` events may be missing, because the disk did not accept them.
     """
     line = line_that_counts(found)
     problems = [f"step {step} was trained {count} times" for step, count in Counter(line).items() if count > 1]
@@ -95,7 +90,7 @@ def trained_once(found: Sequence[Segment], steps: int, *, records_lost: bool) ->
 
 
 def checkpoints_whole(run: RunDirectory, found: Sequence[Segment], steps: int) -> list[str]:
-    """Every step that was ever committed is there, undamaged, the last one among them."""
+    """Check that every committed step exists undamaged, including the last one."""
     there = checkpoints.committed(run.path)
     ever = {step for segment in found for step in segment.committed} | {steps}
     problems = [f"the checkpoint of step {step} is gone" for step in sorted(ever.difference(there))]
@@ -103,7 +98,7 @@ def checkpoints_whole(run: RunDirectory, found: Sequence[Segment], steps: int) -
 
 
 def batches(run: RunDirectory) -> dict[int, list[str]]:
-    """Read the groups of every step that was trained, from the checkpoints that were committed after it."""
+    """Return the groups of every trained step, from the checkpoints that were committed later."""
     found: dict[int, list[str]] = {}
     for step in reversed(checkpoints.committed(run.path)):
         path = checkpoints.step_dir(run.path, step) / CHECKPOINT_PART
@@ -113,14 +108,14 @@ def batches(run: RunDirectory) -> dict[int, list[str]]:
 
 
 def groups_once(given: dict[int, list[str]], steps: int) -> list[str]:
-    """Every step has a batch, and no group is in two."""
+    """Check that every step has a batch, and that no group is in two."""
     problems = [f"no checkpoint knows the batch of step {step}" for step in range(1, steps + 1) if step not in given]
     count = Counter(name for names in given.values() for name in names)
     return problems + [f"group {name} was trained {times} times" for name, times in count.items() if times > 1]
 
 
 def metrics_once(run: RunDirectory, steps: int, *, records_lost: bool) -> list[str]:
-    """metrics.jsonl has a row of every step, in order."""
+    """Check that metrics.jsonl has a row for every step, in order."""
     numbers = [int(row["step"]) for row in rows(run.path)]
     if records_lost:
         return [] if numbers == sorted(set(numbers)) else [f"rows of metrics.jsonl are out of order: {numbers}"]
@@ -129,15 +124,15 @@ def metrics_once(run: RunDirectory, steps: int, *, records_lost: bool) -> list[s
 
 @dataclass
 class Fates:
-    """What became of the rollouts that were finished and on disk."""
+    """What happened to the finished rollouts that were on disk."""
 
     trained: int = 0
     spooled: int = 0
-    """Still waiting when the run had ended."""
+    """Still waiting at the end of the run."""
     stale: int = 0
-    """Too old by the recipe's rule."""
+    """Too old for the recipe's limit."""
     undone: int = 0
-    """Sampled by a policy that was undone with its uncommitted step, or trained in a step that was undone."""
+    """Sampled by a policy, or trained in a step, that was undone because it was not committed."""
     lost: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -149,14 +144,12 @@ def fates(
     max_off_policy_steps: int,
     damaged: Mapping[int, int] = NONE,
 ) -> Fates:
-    """Find out what became of every finished group.
+    """Find out what happened to every finished group.
 
     Args:
         seen: all groups that were ever on disk.
-        given: the batches that were trained.
-        found: what the trainer did: its starts undo policies.
-        max_off_policy_steps: the recipe's rule of what is too old.
-        damaged: as for `committed_steps_lost`: groups are gone when the step that they are trained in is committed.
+        found: segments of the trainer, whose starts undo policies.
+        damaged: as in `committed_steps_lost`. Groups are removed when their step is committed.
     """
     trained = {name for names in given.values() for name in names}
     last = {group.id: index for index, group in enumerate(seen)}
@@ -170,7 +163,7 @@ def fates(
             answer.spooled += group.rollouts
         elif any(_undoes(start, group) for start in resumed) or any(_trained_in_vain(start, group) for start in behind):
             answer.undone += group.rollouts
-        # What a policy has sampled was there when that policy was: records may be a step behind.
+        # A policy existed when it sampled, even if the records are a step behind.
         elif group.opened < max(group.gone_at_step, group.newest) + SWEPT_AHEAD - 1 - max_off_policy_steps:
             answer.stale += group.rollouts
         else:
@@ -193,7 +186,7 @@ def _trained_in_vain(start: tuple[float, int], group: SeenGroup) -> bool:
 
 
 def _resumed(found: Iterable[Segment]) -> list[tuple[float, int]]:
-    """When new attempts began, and from which step. A trainer that starts again within an attempt undoes no policy."""
+    """Return start time and step of each new attempt. A trainer that restarts within an attempt undoes no policy."""
     first: dict[int, Segment] = {}
     for segment in found:
         first.setdefault(segment.attempt, segment)
@@ -201,12 +194,12 @@ def _resumed(found: Iterable[Segment]) -> list[tuple[float, int]]:
 
 
 def left_over(run: RunDirectory, tmp: Path, excused: Collection[str] = ()) -> list[str]:
-    """Look for what the run has left on this machine.
+    """Return processes and files that the run has left on this machine.
 
     Args:
-        run: whose processes have ended.
-        tmp: the job's directory for temporary files.
-        excused: parts of the names of files in it that nobody can have removed.
+        run: a run whose processes have ended.
+        tmp: the job's directory of temporary files.
+        excused: parts of names of files that nobody could have removed.
     """
     found = [path for path in sorted(tmp.iterdir()) if not any(part in path.name for part in excused)]
     problems = [f"{path} is left over" for path in found]

@@ -1,4 +1,4 @@
-"""Which ports of a run are still listened on."""
+"""Ports of a run that are still in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LISTENS = "0A"
 
 
 def listening() -> set[tuple[str, int]]:
-    """All TCP addresses of this machine that are listened on, IPv4."""
+    """Return all IPv4 addresses and TCP ports of this machine on which a process listens."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         fields = line.split()
@@ -24,7 +24,7 @@ def listening() -> set[tuple[str, int]]:
 
 
 def ports_left(run: RunDirectory) -> list[str]:
-    """Ports that processes of the run had, and that somebody still listens on."""
+    """Return ports of the run's processes on which a process still listens."""
     open_now, problems = listening(), set()
     for attempt in run.attempts():
         known = read_json(attempt.addresses_file) or {"hosts": {}, "ports": {}}

@@ -1,4 +1,4 @@
-"""Lets the rounds of a schedule happen to a run, and waits after each until the run is well again."""
+"""Injects the rounds of a schedule into a run, and waits for recovery after each."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from tests.chaos.ports import ports_left
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import Fault, Round
 from tests.chaos.spool_watch import SeenGroup, SpoolWatch
+from tests.support.waiting import StallTimer
 
 PATIENCE_S = 300.0
-"""A run that is not well again after this has failed."""
-START_PATIENCE_S = 180.0
+"""Time after which a run without recovery has failed [s]."""
 PERIOD_S = 0.4
 ROOM = 4
-"""Steps that are left for a fault to be seen in."""
+"""Steps that must remain for a fault to have an effect."""
 MAX_OFF_POLICY_STEPS = 8
 """Of tests/emulated/small.yaml."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one round did."""
+    """Result of a round."""
 
     kinds: tuple[str, ...]
     targets: tuple[str, ...]
     seconds: float
-    """From the first fault until every process was healthy and one more step was trained."""
+    """Seconds from the first fault until all processes are healthy and one more step is trained."""
     goal_s: float
     longest_step_s: float
-    """Longest time without a trained step meanwhile."""
+    """Longest time without a step meanwhile [s]."""
     new_attempts: int
     load: float
-    """Of the machine, over the last minute."""
+    """Load average of the machine over the last minute."""
 
 
 @dataclass
 class Result:
-    """A run, with all that was done to it."""
+    """A run and its rounds."""
 
     seed: int
     steps: int
     outcomes: list[Outcome] = field(default_factory=list)
     attempts: int = 0
     missed: int = 0
-    """Faults that found nobody to hit."""
+    """Number of faults without a target."""
     committed_steps_lost: int = 0
     fates: invariants.Fates = field(default_factory=invariants.Fates)
     problems: list[str] = field(default_factory=list)
@@ -65,18 +65,11 @@ Say = Callable[[str], None]
 
 
 def say_nothing(text: str) -> None:
-    """Do without progress."""
+    pass
 
 
 class Chaos:
-    """One run on a scene.
-
-    Args:
-        scene: where; nothing runs there.
-        seed: named in what is reported.
-        steps: of the run.
-        say: told of what happens.
-    """
+    """One run in a scene. `say` gets progress messages."""
 
     def __init__(self, scene: Scene, seed: int, steps: int, say: Say = say_nothing) -> None:
         self.scene, self.say = scene, say
@@ -84,13 +77,11 @@ class Chaos:
         self._records_lost = False
         self._excused: set[str] = set()
         self._damaged: dict[int, int] = {}
-        """Steps whose checkpoints were damaged, by the attempt after which they were."""
+        """Steps whose checkpoints were damaged, by the attempt after which that happened."""
 
     def suffer(self, rounds: list[Round]) -> Result:
-        """Start the run, let rounds happen while it goes on, and check what must hold.
-
-        Args:
-            rounds: those that happened are removed.
+        """Start the run, inject rounds while it lasts, and check the invariants. Injected rounds are removed from
+        `rounds`.
         """
         scene, result = self.scene, self.result
         scene.start(result.steps)
@@ -112,7 +103,7 @@ class Chaos:
         return result
 
     def _begin(self) -> None:
-        self._until(lambda status: self._well(status) and (status.step or 0) >= 2, START_PATIENCE_S, "does not start")
+        self._until(lambda status: self._well(status) and (status.step or 0) >= 2, "does not start")
 
     def _has_room(self) -> bool:
         status = self.scene.look()
@@ -120,11 +111,11 @@ class Chaos:
 
     def _finish(self) -> None:
         """Let the run complete."""
-        status = self._until(self.scene.over, PATIENCE_S + 3.0 * self.result.steps, "does not end")
+        status = self._until(self.scene.over, "does not end")
         assert status.phase == "completed", f"the run {status.phase}: {status.reason}"
-        assert self.scene.wait_for_silence(), "processes of the job are left over"
+        assert self.scene.wait_for_no_processes(), "processes of the job are left over"
 
-    # one round
+    # a round
 
     def _one(self, round_: Round) -> None:
         scene = self.scene
@@ -168,7 +159,7 @@ class Chaos:
     def _inject(
         self, pending: list[tuple[float, Fault]], injuries: list[tuple[str, Injury]]
     ) -> list[tuple[float, Fault]]:
-        """Do what is due; returns what is left."""
+        """Inject the faults that are due, and return the others."""
         due = [fault for at, fault in pending if time.monotonic() >= at]
         for fault in due:
             kind = KINDS[fault.kind]
@@ -185,18 +176,18 @@ class Chaos:
         return [(at, fault) for at, fault in pending if fault not in due]
 
     def _settled(self, injury: Injury, status: RunStatus) -> bool:
-        """Whether the damage is done and its cause is gone, or is one that the run gets over as it is."""
+        """Return whether the damage is done, and its cause is repaired or needs no repair."""
         if not injury.noticed(status):
             return False
         return injury.repaired or not injury.waits_for_repair
 
     def _well(self, status: RunStatus) -> bool:
-        """Whether all that the head has not given up is healthy."""
+        """Return whether all processes that the head has not given up are healthy."""
         states = [process.state for process in status.processes]
         return status.phase == "running" and "HEALTHY" in states and set(states) <= {"HEALTHY", "LOST"}
 
     def _note(self, injuries: list[tuple[str, Injury]], seconds: float, steps: list[float], new_attempts: int) -> None:
-        """Put the round on record, and look whom the run blames for it."""
+        """Record the round, and check which nodes the run blames."""
         outcome = Outcome(
             kinds=tuple(kind for kind, _ in injuries),
             targets=tuple(injury.target for _, injury in injuries),
@@ -217,16 +208,16 @@ class Chaos:
                 self.result.problems.append(f"{entry.node} is blamed after {outcome.kinds}: {entry.reason}")
         self.scene.repair_cluster()
 
-    # what must hold
+    # invariants
 
-    def _until(self, condition: Callable[[RunStatus], bool], patience_s: float, complaint: str) -> RunStatus:
-        deadline = time.monotonic() + patience_s
+    def _until(self, condition: Callable[[RunStatus], bool], complaint: str) -> RunStatus:
+        timer = StallTimer()
         while True:
             status = self.scene.look()
             if status is not None and condition(status):
                 return status
-            late = time.monotonic() > deadline or self.scene.over(status)
-            assert not late, self._complaint(complaint, [], status)
+            stalled = timer.stalled(status and (status.attempt, status.step))
+            assert not stalled and not self.scene.over(status), self._complaint(complaint, [], status)
             time.sleep(PERIOD_S)
 
     def _complaint(self, what: str, injuries: list[tuple[str, Injury]], status: RunStatus | None) -> str:
@@ -245,7 +236,7 @@ class Chaos:
         result.committed_steps_lost = len(lost)
         result.problems += lost
         if any(problem.startswith("the run") for problem in result.problems):
-            return  # it has not completed: nothing else can hold
+            return  # a run that has not completed violates the other invariants anyway
         given = invariants.batches(run)
         result.fates = invariants.fates(seen, given, found, MAX_OFF_POLICY_STEPS, self._damaged)
         result.problems += [
@@ -260,13 +251,12 @@ class Chaos:
 
 
 def to_stderr(text: str) -> None:
-    """Say what happens."""
     print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
 def _repaired_in_time(injuries: list[tuple[str, Injury]]) -> Iterator[None]:
-    """Repair what is due also while a look lasts: without its controller Slurm's commands take half a minute each."""
+    """Repair in a thread while the status is read, which without a controller takes half a minute."""
     over = threading.Event()
 
     def repair() -> None:

@@ -1,4 +1,4 @@
-"""Where faults happen: an emulated run of every role on an embedded cluster, and who is there to be hit."""
+"""The scene of faults: an emulated run with every role on an embedded cluster, and its processes as targets."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from tests.support.emulation import OVER, Deployment
 from tests.support.faults import revive_controller, revive_node
 
 GPU_NODES, CONTROL_NODES = 10, 6
-"""One or two more than the run has, spares included: a node that is lost must not keep the job from starting again."""
+"""One or two more nodes than the run needs, with spares, so that a lost node cannot prevent a restart of the job."""
 HEAD = 0
 """Rank of the head's agent."""
 SAVED_S = 400.0
-"""After a node was DOWN: within it the node is back, and Slurm's controller has saved that, as it does every 300 s."""
+"""Time after which a node that was DOWN is back and Slurm's controller has saved that, which it does every 300 s."""
 
 
 @dataclass(frozen=True)
 class Agent:
-    """One node's agent."""
+    """The agent of a node."""
 
     rank: int
     node: str
@@ -37,7 +37,7 @@ class Agent:
 
 
 class Scene(Deployment):
-    """A deployment with a directory for temporary files of its own, in which what is left over can be seen."""
+    """A deployment with its own directory of temporary files, which shows what a run leaves behind."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, GPU_NODES, CONTROL_NODES)
@@ -47,36 +47,36 @@ class Scene(Deployment):
         self._down_at: dict[str, float] = {}
 
     def start(self, steps: int) -> None:
-        """Start a run that takes every fault for one that it can get over."""
+        """Start a run that tries to recover from every fault."""
         shutil.rmtree(self.tmp)
         self.tmp.mkdir()
         settings = (
             f"max_steps={steps}",
             "slurm.max_attempts=1000",
-            "checkpoint.keep=1000",  # what was committed is looked at when the run has ended
+            "checkpoint.keep=1000",  # committed steps are checked at the end of the run
             "inference.kv_offload={type: mooncake, cpu: {bytes: 1073741824}}",
         )
         self.submit(*(word for setting in settings for word in ("--set", setting)))
 
     def look(self) -> RunStatus | None:
-        """The run's status; None if it cannot be read just now."""
+        """Return the run's status; None if it cannot be read at present."""
         try:
             return self.status()
         except (PrimeslurmError, OSError, ValueError):
             return None
 
     def over(self, status: RunStatus | None) -> bool:
-        """Whether the run has ended."""
+        """Return whether the run has ended."""
         return status is not None and status.phase in OVER
 
     def end(self) -> None:
-        """Cancel the run if it still goes on, and wait until nothing of it runs."""
+        """Cancel the run if necessary, and wait until all its processes have ended."""
         if self._current is not None and not self.over(self.look()):
             self.command("cancel", self.run.path)
-        self.wait_for_silence()
+        self.wait_for_no_processes()
 
-    def wait_for_silence(self, timeout_s: float = 60.0) -> bool:
-        """Wait until no process of a job is left; returns whether that came."""
+    def wait_for_no_processes(self, timeout_s: float = 60.0) -> bool:
+        """Wait until no process of a job is left, and return whether that happened."""
         deadline = time.monotonic() + timeout_s
         while job_processes(self.conf):
             if time.monotonic() > deadline:
@@ -90,13 +90,13 @@ class Scene(Deployment):
         return self.cluster.spec.slurm_conf
 
     def slurm(self, *argv: str) -> None:
-        """Run one of Slurm's commands, as its administrator does."""
+        """Run one of Slurm's commands as administrator."""
         subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(self.conf)}, check=True, capture_output=True)
 
-    # who is there
+    # targets
 
     def living(self, *roles: str) -> list[tuple[ProcessStatus, OsProcess]]:
-        """Processes of these roles that run, by name."""
+        """Return the running processes of these roles, by name."""
         status = self.look()
         found = []
         for process in sorted(status.processes if status else [], key=lambda process: process.name):
@@ -105,7 +105,7 @@ class Scene(Deployment):
         return found
 
     def agents(self) -> list[tuple[Agent, OsProcess]]:
-        """Agents that run, by rank."""
+        """Return the running agents, by rank."""
         try:
             reports = self.run.latest().heartbeats()
         except (PrimeslurmError, ValueError):
@@ -117,21 +117,23 @@ class Scene(Deployment):
         return found
 
     def roles_on(self, agent: Agent) -> set[str]:
-        """What runs on an agent's node: `head`, and roles of processes."""
+        """Return the roles on an agent's node, including `head`."""
         status = self.look()
         found = {process.role for process in (status.processes if status else []) if process.node == agent.node}
         return found | ({"head"} if agent.rank == HEAD else set())
 
     def daemon(self, name: str) -> OsProcess | None:
-        """One of Slurm's daemons, if it runs."""
+        """Return a Slurm daemon; None if it is not running."""
         return next((daemon for daemon in self.cluster.daemons if daemon.name == name and daemon.alive), None)
 
     def _of_job(self, pid: int) -> OsProcess | None:
-        """The process, if it belongs to a job of this cluster: numbers are used again, and others live here, too."""
+        """Return the process if it belongs to a job of this cluster, because pids are reused and shared with other
+        processes.
+        """
         own = OsProcess.of("job", pid)
         if own is None:
             return None
-        # vllm-router writes its title over its environment: its parent is an agent, which does not
+        # vllm-router overwrites its environment with its title, but its parent is an agent, which does not
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return own if self._is_of_job(pid) or self._is_of_job(parent) else None
 
@@ -142,30 +144,30 @@ class Scene(Deployment):
             return False
 
     def lost_nodes(self) -> set[str]:
-        """Nodes that the head of the present attempt has given up."""
+        """Return the nodes that the head of the current attempt has given up."""
         try:
             lines = whole_lines(self.run.latest().path / "events" / "head.jsonl")
         except PrimeslurmError:
             return set()
         return {event.node for line in lines if isinstance(event := decode(line), NodeLost)}
 
-    # what faults leave
+    # after faults
 
     def went_down(self, node: str) -> None:
-        """Remember that Slurm may have set a node DOWN for a fault."""
+        """Remember that Slurm may have set a node DOWN because of a fault."""
         self._down_at[node] = time.monotonic()
 
     @property
     def down_lately(self) -> frozenset[str]:
-        """Nodes of which the controller may not have saved yet that they are back."""
+        """Return the nodes whose return the controller may not have saved yet."""
         return frozenset(node for node, at in self._down_at.items() if time.monotonic() - at < SAVED_S)
 
     def blamed(self) -> list[BadNode]:
-        """Nodes that the runs keep away from."""
+        """Return the nodes that the runs avoid."""
         return Ledger(self.runs).entries(time.time())
 
     def repair_cluster(self) -> None:
-        """Bring back every daemon and node, and have all nodes used again."""
+        """Restart all daemons, and return all nodes to service."""
         if self.daemon("slurmctld") is None:
             revive_controller(self.cluster)
         for name in [daemon.name for daemon in self.cluster.daemons if not daemon.alive]:
@@ -175,7 +177,7 @@ class Scene(Deployment):
             ledger.forget(entry.node)
 
     def keep(self, directory: Path) -> None:
-        """Copy the run and Slurm's logs to where they can be looked at later."""
+        """Copy the run and Slurm's logs for later inspection."""
         target = directory / self.run.run_id
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.run.path, target, ignore=shutil.ignore_patterns("weights", "*.group"))

@@ -1,4 +1,4 @@
-"""Which faults come, in which order: all of it follows from a seed."""
+"""Draws faults and their order from a seed."""
 
 from __future__ import annotations
 
@@ -13,29 +13,27 @@ class Fault:
 
     kind: str
     seed: int
-    """Decides on whom and for how long, among those that are there at the time."""
+    """Determines target and duration, among the targets at the time."""
     after_s: float = 0.0
     """Seconds after the first fault of its round."""
 
     def dice(self) -> random.Random:
-        """What the fault's own choices are made with."""
+        """Random generator of the fault's own choices."""
         return random.Random(self.seed)
 
 
 Round = tuple[Fault, ...]
-"""Faults that overlap; the next round begins when the run is well again."""
+"""Overlapping faults. The next round begins when the run has recovered."""
 
 
 def schedule(seed: int, faults: int, kinds: Sequence[str], overlap: float) -> list[Round]:
     """Draw the rounds.
 
-    Every kind comes once before any comes twice: few faults already are of many kinds.
+    Every kind comes once before any comes twice, so that even a few faults are of many kinds.
 
     Args:
-        seed: the same one gives the same rounds.
-        faults: how many in all.
         kinds: names, in an order that never changes.
-        overlap: probability that a fault comes while the run still suffers from the one before.
+        overlap: probability that a fault overlaps with the previous one.
     """
     dice = random.Random(seed)
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Sees every finished group of rollouts that is put on disk, and when it goes."""
+"""Records every finished rollout group on disk, and when it is removed."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ PERIOD_S = 0.4
 
 @dataclass
 class SeenGroup:
-    """A group that was in the spool. The same id may come again, after a step was undone."""
+    """A group in the spool. Its id may return after a step was undone."""
 
     id: str
     opened: int
-    """Policy version under which it began."""
+    """Policy version at its start."""
     newest: int
-    """Newest policy version that sampled any of it."""
+    """Newest policy version that sampled a token."""
     rollouts: int
     seen_at: float
-    """Unix seconds."""
+    """In Unix seconds."""
     gone_at_step: int | None = None
-    """The last step that was trained when it was not there any more; None while it is there."""
+    """Last trained step when the group was found removed; None while it exists."""
     gone_at: float = math.inf
-    """Unix seconds."""
+    """In Unix seconds."""
 
 
 class SpoolWatch(threading.Thread):
-    """Looks into the spool of a run until it is closed."""
+    """Polls the spool of a run until it is closed."""
 
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(daemon=True)
         self._run = run
         self._present: dict[tuple[str, int], SeenGroup] = {}
         self.seen: list[SeenGroup] = []
-        """In the order in which they came."""
+        """In the order of their appearance."""
         self._closing = threading.Event()
 
     def run(self) -> None:
-        """Look, again and again."""
+        """Poll until closed."""
         while not self._closing.wait(PERIOD_S):
             self._look()
 
     def close(self) -> list[SeenGroup]:
-        """Look for the last time; returns all groups."""
+        """Poll for the last time, and return all groups."""
         self._closing.set()
         self.join()
         self._look()
@@ -76,7 +76,7 @@ class SpoolWatch(threading.Thread):
                 self.seen.append(group)
 
     def _step(self) -> int:
-        """The newest step that is committed, or that any attempt has recorded: groups go as soon as theirs is."""
+        """Return the newest committed or recorded step of any attempt: groups are removed with their step."""
         states = (self._run.path / "attempts").glob("*/state/orchestrator.json")
         recorded = max(((read_json(path) or {}).get("step") or 0 for path in states), default=0)
         return max(recorded, checkpoints.newest(self._run.path) or 0)

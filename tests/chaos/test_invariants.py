@@ -1,4 +1,4 @@
-"""What a run must not do is found in runs that did it."""
+"""The invariants detect violations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def commit(run: RunDirectory, step: int, batches: dict[int, list[str]]) -> None:
     checkpoints.commit(directory, step, 1)
 
 
-def test_a_run_of_two_attempts_is_fine(run: RunDirectory) -> None:
+def test_run_of_two_attempts_violates_nothing(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2), CheckpointCommitted(2), *trained(3))
     attempt(run, 2, CheckpointLoaded(2), *trained(3, 4), CheckpointCommitted(4))
     commit(run, 2, {1: ["a"], 2: ["b"], 3: ["undone"]})
@@ -59,7 +59,7 @@ def test_a_run_of_two_attempts_is_fine(run: RunDirectory) -> None:
     assert given == {1: ["a"], 2: ["b"], 3: ["c"], 4: ["d"]} and invariants.groups_once(given, 4) == []
 
 
-def test_committed_steps_are_lost(run: RunDirectory) -> None:
+def test_lost_committed_steps_are_reported(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2), CheckpointCommitted(2))
     attempt(run, 2, CheckpointLoaded(0), *trained(1, 2))
     assert invariants.committed_steps_lost(invariants.segments(run)) == [
@@ -77,7 +77,7 @@ def test_steps_of_damaged_checkpoints_are_not_lost() -> None:
     assert len(invariants.committed_steps_lost(found, {1: 2, 2: 6})) == 1, "it had another one"
 
 
-def test_steps_are_trained_twice_or_never(run: RunDirectory) -> None:
+def test_repeated_and_missing_steps_are_reported(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2, 2, 4))
     found = invariants.segments(run)
     missing = "no event says that these steps were trained: [3]"
@@ -85,7 +85,7 @@ def test_steps_are_trained_twice_or_never(run: RunDirectory) -> None:
     assert invariants.trained_once(found, 4, records_lost=True) == ["step 2 was trained 2 times"]
 
 
-def test_a_checkpoint_is_gone_or_damaged(run: RunDirectory) -> None:
+def test_missing_or_damaged_checkpoint_is_reported(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2, 3), CheckpointCommitted(1), CheckpointCommitted(2))
     commit(run, 2, {1: ["a"], 2: ["b"]})
     (checkpoints.step_dir(run.path, 2) / CHECKPOINT_PART).write_bytes(b"")
@@ -93,12 +93,12 @@ def test_a_checkpoint_is_gone_or_damaged(run: RunDirectory) -> None:
     assert "step 1 is gone" in gone and "step 3 is gone" in last and CHECKPOINT_PART in damaged
 
 
-def test_a_group_is_trained_twice() -> None:
+def test_group_that_is_trained_twice_is_reported() -> None:
     problems = invariants.groups_once({1: ["a", "b"], 2: ["b"]}, 3)
     assert problems == ["no checkpoint knows the batch of step 3", "group b was trained 2 times"]
 
 
-def test_rows_of_metrics(run: RunDirectory) -> None:
+def test_missing_or_repeated_metrics_rows_are_reported(run: RunDirectory) -> None:
     run.path.mkdir(parents=True)
     (run.path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 3)))
     assert invariants.metrics_once(run, 3, records_lost=True) == []
@@ -120,11 +120,11 @@ def test_fates_of_finished_rollouts() -> None:
         group("again", 2, at=21.0, gone_at_step=4),
         group("waits", 2, at=22.0, gone_at_step=None),
         group("old", 2, at=23.0, gone_at_step=12),
-        group("gone", 2, at=24.0, gone_at_step=4),  # that the trainer began again within attempt 2 is no excuse
+        group("gone", 2, at=24.0, gone_at_step=4),  # a trainer that restarts within attempt 2 is no excuse
     ]
     found = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
     assert (found.trained, found.spooled, found.stale, found.undone, found.lost) == (8, 4, 4, 4, 4)
-    late = SeenGroup("late", opened=3, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)  # seen before step 11 was
+    late = SeenGroup("late", opened=3, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)  # seen before step 11
     assert invariants.fates([late], {}, starts, max_off_policy_steps=8).stale == 4
     young = SeenGroup("young", opened=4, newest=11, rollouts=4, seen_at=25.0, gone_at_step=10)
     assert invariants.fates([young], {}, starts, max_off_policy_steps=8).lost == 4
@@ -137,10 +137,8 @@ def test_fates_of_finished_rollouts() -> None:
     assert (found.undone, [problem.split()[2] for problem in found.problems]) == (4, ["kept"])
 
 
-def test_a_group_goes_with_its_commit_even_if_no_record_tells_of_the_step_yet(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An orchestrator that stood still has not said that it trained steps 3 and 4, whose checkpoint is damaged then."""
+def test_group_may_be_removed_with_an_unrecorded_commit(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An unresponsive orchestrator has not reported steps 3 and 4, and their checkpoint is damaged afterwards."""
     monkeypatch.setattr(spool_watch, "_read", lambda path: group(path.stem, 2, at=15.0, gone_at_step=None))
     attempt(run, 1)
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 2})
@@ -160,7 +158,7 @@ def test_a_group_goes_with_its_commit_even_if_no_record_tells_of_the_step_yet(
     assert (found.undone, found.lost) == (4, 0)
 
 
-def test_what_is_left_over(run: RunDirectory, tmp_path: Path) -> None:
+def test_leftover_files_are_reported(run: RunDirectory, tmp_path: Path) -> None:
     run.path.mkdir(parents=True)
     write_json(run.path / "lock.json", {"run_id": "r-left-over"})
     tmp = tmp_path / "tmp"
@@ -174,7 +172,7 @@ def test_what_is_left_over(run: RunDirectory, tmp_path: Path) -> None:
     assert problems == [f"{tmp}/something is left over", "socket @r-left-over is left over"]
 
 
-def test_ports_that_are_still_listened_on(run: RunDirectory) -> None:
+def test_open_ports_are_reported(run: RunDirectory) -> None:
     attempt(run, 1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

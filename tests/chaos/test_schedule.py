@@ -1,4 +1,4 @@
-"""Schedules follow from their seed alone."""
+"""Schedules depend only on their seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_seed_repeats_its_schedule() -> None:
     assert first[0][0].dice().random() == first[0][0].dice().random()
 
 
-def test_every_kind_comes_as_often() -> None:
+def test_every_kind_is_drawn_equally_often() -> None:
     rounds = schedule(1, 40, NAMES, 0.3)
     assert Counter(fault.kind for round_ in rounds for fault in round_) == dict.fromkeys(NAMES, 10)
 
@@ -28,6 +28,6 @@ def test_faults_overlap_as_often_as_asked() -> None:
     assert all(first.after_s == 0.0 and second.after_s > 0.0 for first, second in pairs)
 
 
-def test_what_is_switched_off_is_left_out() -> None:
+def test_disabled_kinds_are_left_out() -> None:
     assert set(switched_on(short=True)) < set(switched_on(short=False)) <= set(KINDS)
     assert all(KINDS[name].off == "" for name in switched_on(short=False))

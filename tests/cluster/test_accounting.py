@@ -79,7 +79,7 @@ def test_preempted_runs_checkpoint_within_the_grace_time_and_come_back(lab: Acco
     assert not end_of(scavenger, 2).requeued
 
 
-def test_a_preemption_without_grace_time_is_no_cancel(lab: AccountingCluster) -> None:
+def test_preemption_without_grace_time_is_not_a_cancellation(lab: AccountingCluster) -> None:
     run = lab.submit(lab.site(qos="sudden"))
     wait(run, trained(2))
     urgent = lab.hold(nodes=3)
@@ -104,7 +104,7 @@ def test_a_preemption_without_grace_time_is_no_cancel(lab: AccountingCluster) ->
         ({"qos": "few"}, 3, "sbatch refused the job: sbatch: error: "),
     ],
 )
-def test_a_job_that_accounting_refuses_leaves_nothing(
+def test_job_refused_by_accounting_leaves_no_files(
     lab: AccountingCluster, slurm: dict[str, str], code: int, words: str
 ) -> None:
     before, jobs = set(lab.runs.iterdir()), lab.client.job_ids()
@@ -119,7 +119,7 @@ def test_a_job_that_accounting_refuses_leaves_nothing(
     assert set(lab.runs.iterdir()) == before and set(lab.client.job_ids()) <= set(jobs)
 
 
-def test_a_limit_that_is_lowered_after_submission_is_named_by_status(lab: AccountingCluster) -> None:
+def test_status_names_a_limit_lowered_after_submission(lab: AccountingCluster) -> None:
     """Slurm keeps such a job waiting. Without this message its user would wait forever."""
 
     def limit(gpus: int) -> None:
@@ -149,9 +149,7 @@ def test_a_limit_that_is_lowered_after_submission_is_named_by_status(lab: Accoun
         (("--qos=narrow", "--gres=gpu:h100:2"), "QOSMaxGRESPerUser"),
     ],
 )
-def test_what_can_never_start_waits_with_a_reason(
-    lab: AccountingCluster, options: tuple[str, ...], reason: str
-) -> None:
+def test_job_that_cannot_start_shows_a_reason(lab: AccountingCluster, options: tuple[str, ...], reason: str) -> None:
     """Slurm accepts such a job, and it would wait forever without a message."""
     submitted = lab.as_user("sbatch", "--parsable", "--account=lab7", *options, "--wrap=true")
     assert submitted.returncode == 0, submitted.stderr

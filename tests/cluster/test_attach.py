@@ -69,7 +69,7 @@ def attach(run: RunDirectory, target: str, *command: str) -> Result:
     return primeslurm("attach", run.path, target, "--", *command, cwd=run.path.parent)
 
 
-def test_a_command_runs_beside_a_process_in_its_surroundings(run: RunDirectory) -> None:
+def test_attached_command_gets_the_environment_of_a_process(run: RunDirectory) -> None:
     script = 'echo "$SLURMD_NODENAME $RANK $WHERE $CUDA_VISIBLE_DEVICES $PWD"; exit 7'
     result = attach(run, "trainer", "bash", "-c", script)
     report = run.latest().agent_file(1)
@@ -79,7 +79,7 @@ def test_a_command_runs_beside_a_process_in_its_surroundings(run: RunDirectory) 
     assert f"trainer-rank-0 on {name}" in result.err
 
 
-def test_a_node_is_reached_by_name_and_by_number(run: RunDirectory) -> None:
+def test_attach_accepts_node_name_or_number(run: RunDirectory) -> None:
     by_number = attach(run, "0", "printenv", "SLURMD_NODENAME")
     assert by_number.code == 0, by_number.err
     name = by_number.out.strip()
@@ -87,11 +87,11 @@ def test_a_node_is_reached_by_name_and_by_number(run: RunDirectory) -> None:
     assert attach(run, name, "printenv", "SLURMD_NODENAME").out == f"{name}\n"
 
 
-def test_a_command_that_is_not_there_is_127(run: RunDirectory) -> None:
+def test_missing_command_exits_with_127(run: RunDirectory) -> None:
     assert attach(run, "trainer", "no-such-command").code == 127
 
 
-def test_something_else_is_named(run: RunDirectory) -> None:
+def test_unknown_attach_target_is_named(run: RunDirectory) -> None:
     result = attach(run, "trainr", "true")
     assert result.code == 2
     assert result.err == "error: TARGET = trainr: is no role, process or node of this run (did you mean trainer?)\n"

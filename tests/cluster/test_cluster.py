@@ -58,7 +58,7 @@ def test_everything_is_up(cluster: Cluster) -> None:
     assert not cluster.spec.runs.exists()
 
 
-def test_up_again_changes_nothing(cluster: Cluster) -> None:
+def test_up_of_a_running_cluster_changes_nothing(cluster: Cluster) -> None:
     again, started = up(cluster.spec)
     assert not started
     assert again.daemons == cluster.daemons
@@ -96,12 +96,12 @@ def tmp_path() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_no_cluster_here(tmp_path: Path) -> None:
+def test_directory_without_a_cluster_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no embedded cluster"):
         Cluster.load(tmp_path)
 
 
-def test_an_occupied_directory_is_left_alone(tmp_path: Path) -> None:
+def test_nonempty_directory_is_refused_and_unchanged(tmp_path: Path) -> None:
     (tmp_path / "precious").touch()
     with pytest.raises(UsageError, match="not empty"):
         up(ClusterSpec("other", tmp_path, tmp_path / "runs"))
@@ -114,9 +114,7 @@ def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         up(ClusterSpec("other", tmp_path / "c", tmp_path / "runs"))
 
 
-def test_a_daemon_that_does_not_start_says_why(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_daemon_start_reports_its_log(cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the probe, the second controller would get the first one's ports."""
     monkeypatch.setattr(cluster_module, "_free_place", lambda _: cluster.place)
     directory = tmp_path / "c"
@@ -127,7 +125,7 @@ def test_a_daemon_that_does_not_start_says_why(
     assert cluster.status().up
 
 
-def test_two_clusters_and_a_clean_end(cluster: Cluster, tmp_path: Path) -> None:
+def test_two_clusters_are_independent(cluster: Cluster, tmp_path: Path) -> None:
     """`down` ends running jobs, including processes that have left their step, and leaves the other cluster alone."""
     directory = tmp_path / "c"
     spec = ClusterSpec("second", directory, tmp_path / "runs", nodes=2, gpus_per_node=0, cpus_per_node=2)

@@ -33,7 +33,7 @@ HABITS = {
 }
 
 
-def test_a_job_from_inside_an_allocation_starts_as_planned(
+def test_submission_from_an_allocation_ignores_its_variables(
     cluster: Cluster, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     conf = str(cluster.spec.slurm_conf)

@@ -33,7 +33,7 @@ def test_files_for_an_embedded_cluster_pass_check(
     assert dry.code == 0 and "--gres=gpu:" in dry.out, dry
 
 
-def test_an_ordinary_user_gets_partition_account_and_time_of_theirs(lab: AccountingCluster) -> None:
+def test_init_chooses_partition_account_and_time_of_the_user(lab: AccountingCluster) -> None:
     """`short` has the same nodes as `gpu`, with shorter jobs."""
     written = lab.primeslurm("init", "first", "--json")
     assert written.returncode == 0, written

@@ -12,7 +12,7 @@ from tests.support.cli import primeslurm
 pytestmark = pytest.mark.cluster
 
 
-def test_every_node_is_asked(cluster: Cluster) -> None:
+def test_doctor_asks_every_node(cluster: Cluster) -> None:
     where = ("--site", str(cluster.spec.directory / "site.yaml"))
     result = primeslurm("doctor", *where, "--all", "--json", cwd=cluster.spec.directory)
     nodes = json.loads(result.out)["nodes"]

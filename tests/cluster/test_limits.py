@@ -91,7 +91,7 @@ def errors(result: Result) -> list[str]:
         ("closed", {}, {}, ["slurm.train.partition = closed: is down: it starts no jobs"]),
     ],
 )
-def test_what_can_never_start_is_refused_with_every_mistake_named(
+def test_job_that_cannot_start_is_refused_with_all_problems(
     limited: Cluster, tmp_path: Path, partition: str, kind: dict[str, Any], recipe: dict[str, Any], expected: list[str]
 ) -> None:
     place(limited, tmp_path, partition, kind, **recipe)
@@ -105,7 +105,7 @@ def test_what_can_never_start_is_refused_with_every_mistake_named(
     assert not (tmp_path / "runs").exists()
 
 
-def test_sbatch_is_asked_whether_it_would_take_the_job(limited: Cluster, tmp_path: Path) -> None:
+def test_sbatch_tests_the_job_first(limited: Cluster, tmp_path: Path) -> None:
     place(limited, tmp_path, "gpu", {}, slurm={"extra": ["--no-such-option"]})
     result = primeslurm("check", "r.yaml", "--site", "site.yaml", cwd=tmp_path)
     (refusal,) = errors(result)
@@ -124,7 +124,7 @@ def until(run: Run, condition: Callable[[list[Obstacle]], bool]) -> list[Obstacl
     return found
 
 
-def test_a_job_that_cannot_start_says_so_for_every_component(limited: Cluster, tmp_path: Path) -> None:
+def test_pending_job_reports_the_reason_of_each_component(limited: Cluster, tmp_path: Path) -> None:
     place(limited, tmp_path, "debug", {}, slurm={"time": "00:20:00"})
     site = yaml.safe_load((tmp_path / "site.yaml").read_text())
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site | {"slurm": {"extra": ["--hold"]}}))
@@ -158,7 +158,7 @@ def test_a_job_that_cannot_start_says_so_for_every_component(limited: Cluster, t
     command(limited, "scontrol", "update", "partitionname=debug", "maxtime=30")
 
 
-def test_a_job_that_waits_for_maintenance_says_for_which(limited: Cluster, tmp_path: Path) -> None:
+def test_job_waiting_for_maintenance_names_the_reservation(limited: Cluster, tmp_path: Path) -> None:
     nodes = limited.spec.gpu_names
     command(
         limited, "scontrol", "create", "reservation", "reservationname=maint1", "starttime=now+5minutes", "duration=60",

@@ -77,7 +77,7 @@ def test_a_comment_arrives_unchanged(sbatch: Sbatch, run_dir: Path, comment: str
     assert [row["comment"] for row in sbatch.show(job)] == [comment]
 
 
-def test_every_option_is_accepted_and_arrives(sbatch: Sbatch, run_dir: Path, cluster: Cluster) -> None:
+def test_every_job_option_reaches_slurm(sbatch: Sbatch, run_dir: Path, cluster: Cluster) -> None:
     first, second, *_ = (node.name for node in SlurmClient(str(cluster.spec.directory / "slurm.conf")).nodes())
     given = plan(
         run_dir,
@@ -104,7 +104,7 @@ def test_every_option_is_accepted_and_arrives(sbatch: Sbatch, run_dir: Path, clu
     assert (train["partition"], train["name"]) == ("gpu", "demo/train")
 
 
-def test_singleton_jobs_of_two_components_run_one_after_the_other(sbatch: Sbatch, run_dir: Path) -> None:
+def test_singleton_het_jobs_run_one_after_another(sbatch: Sbatch, run_dir: Path) -> None:
     """Slurm would make components of one name wait for each other, so they have different names."""
     given = plan(run_dir, group(0, "control"), group(1, "train", gpus=1), dependency="singleton").model_copy(
         update={"python": "true"}
@@ -113,7 +113,7 @@ def test_singleton_jobs_of_two_components_run_one_after_the_other(sbatch: Sbatch
         sbatch.wait_until_done(job)
 
 
-def test_a_directory_with_odd_characters_gets_the_output(sbatch: Sbatch, tmp_path: Path) -> None:
+def test_output_reaches_a_directory_with_special_characters(sbatch: Sbatch, tmp_path: Path) -> None:
     odd = tmp_path / 'it\'s 100% %j "x" $y'
     odd.mkdir()
     job = sbatch(plan(odd, group(0, "all"), prologue=("echo here",)).model_copy(update={"python": "true"}))

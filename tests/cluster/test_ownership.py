@@ -76,7 +76,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-def test_a_run_has_one_job_whoever_submits_it_and_however(cluster: Cluster, run: Run, tmp_path: Path) -> None:
+def test_run_has_only_one_job(cluster: Cluster, run: Run, tmp_path: Path) -> None:
     real = os.environ["PATH"]
     late = tmp_path / "bin" / "sbatch"
     late.parent.mkdir()

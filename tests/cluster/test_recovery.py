@@ -202,7 +202,7 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         time.sleep(0.2)
 
 
-def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
+def test_run_survives_two_lost_nodes(cluster: Cluster, start: Callable[..., Job]) -> None:
     """A spare replaces the first node, the second node's replica is given up, and the run completes."""
     job = start(replicas=2, spares=1)
     everything = [process.name for process in job.plan.processes()]
@@ -241,7 +241,7 @@ def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
     assert f"--exclude={','.join(again.job.avoid)}" in render(again)
 
 
-def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..., Job]) -> None:
+def test_node_that_fails_preflight_is_excluded(cluster: Cluster, start: Callable[..., Job]) -> None:
     bad = cluster.spec.gpu_names[1]
     job = start(replicas=1, spares=1, without_address=bad)
     job.wait_for("engine-r0-0", "router-0")
@@ -311,7 +311,7 @@ def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[...
     assert [attempt.number for attempt in job.run.attempts()] == [1]
 
 
-def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster, start: Callable[..., Job]) -> None:
+def test_another_agent_requeues_a_job_without_a_head(cluster: Cluster, start: Callable[..., Job]) -> None:
     """With --no-kill, Slurm itself would leave such a job alone until its time limit."""
     job = start(replicas=1, spares=0)
     job.wait_for("engine-r0-0", "router-0", "orchestrator")
@@ -329,7 +329,7 @@ def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster,
 
 
 @pytest.mark.parametrize("victim", ["trainer", "head"])
-def test_an_attempt_that_ends_while_the_controller_is_away_is_followed_by_another(
+def test_attempt_is_requeued_after_the_controller_returns(
     victim: str, cluster: Cluster, start: Callable[..., Job]
 ) -> None:
     """The controller is away for longer than Slurm's commands retry. The agent retries until it is back."""
@@ -352,9 +352,7 @@ def test_an_attempt_that_ends_while_the_controller_is_away_is_followed_by_anothe
     assert last is not None and last.outcome == "completed"
 
 
-def test_a_controller_that_forgets_that_it_has_requeued_a_job_is_told_again(
-    cluster: Cluster, start: Callable[..., Job]
-) -> None:
+def test_requeue_is_repeated_if_the_controller_lost_it(cluster: Cluster, start: Callable[..., Job]) -> None:
     """The controller dies before the requeue is on its disk, and comes back with a running job."""
     job = start(replicas=1, spares=0)
     job.wait_for("engine-r0-0", "router-0", "orchestrator", "trainer-rank-0")
@@ -374,7 +372,7 @@ def test_a_controller_that_forgets_that_it_has_requeued_a_job_is_told_again(
     assert last is not None and last.outcome == "completed"
 
 
-def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared(
+def test_job_avoids_only_as_many_nodes_as_can_be_spared(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All nodes of the partition have failed. A job that needs two nodes is kept away only from the two latest."""

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.cluster
         ({"prologue": ["source /nowhere/setup.sh"]}, "/nowhere/setup.sh: No such file or directory"),
     ],
 )
-def test_a_failing_set_up_ends_the_run(
+def test_failing_set_up_command_ends_the_run(
     cluster: Cluster, tmp_path: Path, lines: dict[str, list[str]], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("BASH_FUNC_module%%", raising=False)
@@ -44,7 +44,7 @@ def test_a_failing_set_up_ends_the_run(
     assert len(RunDirectory(tmp_path / "runs" / "setup").attempts()) == 1
 
 
-def test_names_that_resolve_on_no_node_end_the_run_and_blame_no_node(cluster: Cluster, tmp_path: Path) -> None:
+def test_unresolvable_names_end_the_run_without_blaming_nodes(cluster: Cluster, tmp_path: Path) -> None:
     site = yaml.safe_load((cluster.spec.directory / "site.yaml").read_text())
     site |= {"runs": str(tmp_path / "runs"), "network": {}}
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(site))

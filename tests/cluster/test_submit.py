@@ -28,7 +28,7 @@ def write(directory: Path, **changes: Any) -> None:
     (directory / "r.yaml").write_text(yaml.safe_dump(data))
 
 
-def test_a_dry_run_against_the_cluster_writes_nothing(place: Path) -> None:
+def test_dry_run_writes_nothing(place: Path) -> None:
     result = primeslurm("submit", "r.yaml", "--dry-run", cwd=place)
     assert result.code == 0, result.err
     assert "#SBATCH hetjob" in result.out
@@ -49,14 +49,14 @@ def test_a_dry_run_against_the_cluster_writes_nothing(place: Path) -> None:
         ),
     ],
 )
-def test_what_slurm_cannot_place_is_refused(place: Path, changes: dict[str, Any], message: str) -> None:
+def test_unplaceable_job_is_refused(place: Path, changes: dict[str, Any], message: str) -> None:
     write(place, **changes)
     result = primeslurm("submit", "r.yaml", cwd=place)
     assert (result.code, result.out, result.err) == (2, "", message)
     assert not (place / "runs").exists()
 
 
-def test_a_cluster_that_does_not_answer_is_exit_code_3(place: Path) -> None:
+def test_unreachable_cluster_exits_with_3(place: Path) -> None:
     site = yaml.safe_load((place / "site.yaml").read_text()) | {"slurm_conf": str(place / "none.conf")}
     (place / "site.yaml").write_text(yaml.safe_dump(site))
     result = primeslurm("submit", "r.yaml", cwd=place)

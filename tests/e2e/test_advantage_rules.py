@@ -23,7 +23,7 @@ REWARDS = ("hinted/reward", "duel/reward", "relay/proposer/reward", "relay/solve
 MEANS = ("memory/duel/short", "memory/duel/long")
 
 
-def test_a_hint_is_learned_and_running_means_outlive_a_killed_trainer_and_a_preemption(
+def test_hint_is_learned_and_running_means_survive_interruptions(
     demo: Demo, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The policy learns to do without its hint, and the running means of each agent survive both interruptions."""

@@ -52,7 +52,7 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     assert [attempt.number for attempt in run.attempts()] == [1]
 
 
-def test_prefill_and_decode_learn_asynchronously_though_cancelled_and_resumed(demo: Demo) -> None:
+def test_prefill_decode_run_learns_across_a_cancellation(demo: Demo) -> None:
     known = set(Path(tempfile.gettempdir()).iterdir())
     small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
     evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"

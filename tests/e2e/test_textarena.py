@@ -35,7 +35,7 @@ def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "orchestrator.max_off_policy_steps=0",
     )
     run = demo.submit("../examples/textarena.yaml", *(word for change in changes for word in ("--set", change)))
-    demo.finish(run, timeout_s=1200)
+    demo.finish(run)
     table = turns_on_policy(run, STEPS)
     # in some steps perhaps no game finds a letter and ends
     assert 0 < sum(row["reward/mean"] for row in table) < STEPS, "games are neither all lost nor all won"

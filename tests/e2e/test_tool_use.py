@@ -28,7 +28,7 @@ def test_a_policy_learns_to_use_its_tool(demo: Demo, tool_model: Path) -> None:
     """The run is on-policy and has router replay, so that each step compares engine and trainer."""
     changes = (f"model.path={tool_model}", f"max_steps={STEPS}", "orchestrator.max_off_policy_steps=0")
     run = demo.submit("tool_use_r3.yaml", *(word for change in changes for word in ("--set", change)))
-    demo.finish(run, timeout_s=1200)
+    demo.finish(run)
     table = turns_on_policy(run, STEPS)
     rewards, commands = ([row[name] for row in table] for name in ("reward/mean", "tool-use/commands"))
     # a batch has rollouts of only eight tasks, so average over several

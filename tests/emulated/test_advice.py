@@ -61,7 +61,7 @@ class Loop:
     ],
     ids=["prefill-bound", "decode-bound", "balanced"],
 )
-def test_engines_tell_what_binds_them(
+def test_metrics_show_what_limits_an_engine(
     blocks: int, prefill_tokens_per_s: float, rollouts: int, text: str | None, changes: dict[str, int]
 ) -> None:
     found = [advice for advice in Loop(blocks, prefill_tokens_per_s).advice(rollouts) if ":" in advice.text]

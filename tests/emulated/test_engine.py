@@ -85,7 +85,7 @@ def publish(run_dir: Path, version: int) -> PolicyVersion:
     return PolicyVersion(version, str(directory))
 
 
-async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Start, tmp_path: Path) -> None:
+async def test_emulated_engine_serves_only_a_confirmed_policy(start: Start, tmp_path: Path) -> None:
     server = start()
     assert server.status_code("/health") == 503
     with pytest.raises(httpx.HTTPStatusError):
@@ -102,7 +102,7 @@ async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Star
     await control.close()
 
 
-async def test_it_refuses_a_policy_that_is_not_there(start: Start, tmp_path: Path) -> None:
+async def test_missing_policy_is_refused(start: Start, tmp_path: Path) -> None:
     server = start()
     control = client(server)
     await control.apply(PolicyVersion(0, "/models/tiny"), 60)
@@ -112,7 +112,7 @@ async def test_it_refuses_a_policy_that_is_not_there(start: Start, tmp_path: Pat
     await control.close()
 
 
-async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path: Path) -> None:
+async def test_pending_requests_wait_for_an_update(start: Start, tmp_path: Path) -> None:
     server = start()
     control = client(server)
     await control.apply(PolicyVersion(0, "/models/tiny"), 60)
@@ -125,7 +125,7 @@ async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path:
     await control.close()
 
 
-async def test_it_answers_as_a_teacher(start: Start) -> None:
+async def test_emulated_engine_answers_as_a_teacher(start: Start) -> None:
     server = start()
     await client(server).apply(PolicyVersion(0, "/models/tiny"), 60)
     teacher = Teacher(lambda: [f"{server.url}/v1"], httpx.AsyncClient(headers=secret.header()))
@@ -139,7 +139,7 @@ async def test_it_answers_as_a_teacher(start: Start) -> None:
     await teacher.close()
 
 
-async def test_a_hanging_engine_counts_as_down_and_ends_on_a_signal(start: Start) -> None:
+async def test_hanging_engine_is_down_and_ends_on_a_signal(start: Start) -> None:
     server = start()
     await client(server).status()
     control = client(server, status_timeout_s=2.0)
@@ -152,7 +152,7 @@ async def test_a_hanging_engine_counts_as_down_and_ends_on_a_signal(start: Start
     await control.close()
 
 
-async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
+async def test_disconnect_aborts_the_request(start: Start) -> None:
     server = start()
     await client(server).apply(PolicyVersion(0, "/models/tiny"), 60)
     with pytest.raises(httpx.ReadTimeout):
@@ -164,7 +164,7 @@ async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(turns: int) -> None:
+async def test_disconnect_at_completion_is_harmless(turns: int) -> None:
     """A disconnect and a completion arrive in one turn of the event loop, in either order."""
     engine = EmulatedEngine("model", 64, tick_s=0.05)
     running = asyncio.create_task(engine.run())
@@ -188,7 +188,7 @@ async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(turns
     running.cancel()
 
 
-def test_it_is_light(start: Start) -> None:
+def test_emulated_engine_uses_little_memory(start: Start) -> None:
     """Hundreds of them must fit on one small machine."""
     server = start()
     report = Path(f"/proc/{server.pid}/smaps_rollup").read_text()

@@ -38,7 +38,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     found.down()
 
 
-def test_it_costs_its_rollouts_in_flight_and_nothing_else(deployment: Deployment) -> None:
+def test_lost_environment_node_costs_only_rollouts_in_flight(deployment: Deployment) -> None:
     run = deployment.submit(*(word for setting in SMALLER for word in ("--set", setting)))
     deployment.wait(lambda status: deployment.healthy(status) and deployment.snapshot().step >= 3)
     before = {process.name: process for process in deployment.status().processes}

@@ -45,7 +45,7 @@ def with_engines_that_fail(plan: Plan) -> Plan:
     return plan.model_copy(update={"nodes": tuple(nodes)})
 
 
-def test_the_run_ends_with_its_second_attempt_and_says_why(tmp_path: Path) -> None:
+def test_run_with_failing_engines_ends_after_two_attempts(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(
         recipe_data(
             model={"path": str(write_tokenizer(tmp_path / "model"))},

@@ -71,7 +71,7 @@ def finished(place: Path, environments: list[dict[str, Any]]) -> tuple[RunDirect
     return run, end
 
 
-def test_the_run_ends_within_seconds_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_with_a_failing_environment_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/support/environments")
     run, end = finished(tmp_path, [{"id": "reverse-text"}, {"id": "fails-first-rollout"}])
     why = "environment fails-first-rollout fails every time"

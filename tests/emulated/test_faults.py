@@ -12,8 +12,8 @@ import pytest
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire.transport import secret
 from tests.emulated.faults import FAULTS, Fault, suffer
-from tests.support.doors import FLOOD, MESSAGES, Answer, doors, half_open, role, said
 from tests.support.emulation import Deployment
+from tests.support.port_messages import FLOOD, MESSAGES, Response, half_open, ports_of, role, send_all
 from tests.support.strangers import attempted, needs_second_user, stranger
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
@@ -42,17 +42,17 @@ def lives(status: RunStatus) -> dict[str, tuple[int | None, int]]:
 
 
 @needs_second_user
-def test_a_stranger_at_every_port_of_a_run_is_told_nothing_and_stops_nothing(deployment: Deployment) -> None:
+def test_stranger_at_every_port_learns_and_stops_nothing(deployment: Deployment) -> None:
     run = deployment.running()
-    before, found = deployment.status(), doors(run)
-    assert {role(door.owner) for door in found} == LISTEN, found
-    assert {door.host for door in found}.isdisjoint({"0.0.0.0", "::"}), "each on its node's own address only"
-    asked = attempted(lambda: said(found))
+    before, found = deployment.status(), ports_of(run)
+    assert {role(port.owner) for port in found} == LISTEN, found
+    assert {port.host for port in found}.isdisjoint({"0.0.0.0", "::"}), "each on its node's own address only"
+    asked = attempted(lambda: send_all(found))
     assert asked.succeeded, asked.trace
-    answers = [Answer(*each) for each in asked.value]
+    answers = [Response(*each) for each in asked.value]
     assert len(answers) == len(found) * len(MESSAGES)
-    assert {each.words for each in answers} >= {"HTTP 400", "HTTP 401", "HTTP 404", "ZMTP PLAIN"}, "who answered?"
-    assert [each for each in answers if each.words not in REFUSALS and role(each.door) not in OPEN] == []
+    assert {each.description for each in answers} >= {"HTTP 400", "HTTP 401", "HTTP 404", "ZMTP PLAIN"}, "who answered?"
+    assert [each for each in answers if each.description not in REFUSALS and role(each.port) not in OPEN] == []
     shown = "".join(each.text for each in answers)
     assert secret.read(run.path) not in shown and str(run.path) not in shown
     with stranger(lambda: half_open(found)) as flood:

@@ -16,7 +16,8 @@ from primeslurm.base.durable import MIN_FREE_BYTES
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
-from tests.support.emulation import PATIENCE_S, Deployment
+from tests.support.emulation import Deployment
+from tests.support.waiting import STALL_S
 
 SILENT_S = 20
 """Time after which a node counts as lost; twice that for the head."""
@@ -65,7 +66,7 @@ def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
         time.sleep(0.5)
 
 
-def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: Callable[[int], Path]) -> None:
+def test_preflight_waits_for_disk_space(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     filler = fill(MIN_FREE_BYTES // 2)
     deployment.submit()
     deployment.wait(lambda status: "GiB free" in status.waits_for and status.phase == "starting")
@@ -76,7 +77,7 @@ def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: C
     assert blamed(deployment) == [] and deployment.status().attempt == 1
 
 
-def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
+def test_run_survives_a_full_disk_longer_than_the_head_timeout(
     deployment: Deployment, fill: Callable[[int], Path]
 ) -> None:
     deployment.running()
@@ -92,14 +93,14 @@ def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
     assert [event.what == "" for event in events(deployment.run) if isinstance(event, FileSystemFault)][-1]
 
 
-def test_an_attempt_that_begins_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
+def test_attempt_waits_for_space_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     """Slurm requeues the job until there is space for the attempt's directory, without anybody's help."""
     deployment.running()
     before, job = deployment.snapshot(), deployment.run.latest().job()
     assert job is not None
     stay_full(fill, 2.0)
     deployment.cluster.client.requeue(job.job_id)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + STALL_S
     while restarts(deployment) < before.attempt:
         assert time.monotonic() < deadline, deployment.status()
         stay_full(fill, 1.0)

@@ -37,7 +37,7 @@ def test_longer_prompts_and_answers_take_longer() -> None:
     assert alone(16, 200) > 1.5 * alone(16, 100)
 
 
-def test_a_full_batch_decodes_slower_and_the_rest_waits() -> None:
+def test_full_batch_decodes_slower_and_queues_the_rest() -> None:
     alone, crowded = Scheduler(1000, 4), Scheduler(1000, 4)
     request = Request(tokens(16), "", 50)
     alone.add(request)
@@ -67,7 +67,7 @@ def test_kv_is_never_overdrawn_and_preempted_requests_finish() -> None:
     assert scheduler.counts["generation_tokens"] == 240
 
 
-def test_a_known_prefix_of_the_same_salt_is_not_prefilled_again() -> None:
+def test_cached_prefix_is_not_prefilled_again() -> None:
     scheduler = Scheduler(1000, 8)
     first = Request(tokens(160), "run:1", 1)
     scheduler.add(first)
@@ -81,7 +81,7 @@ def test_a_known_prefix_of_the_same_salt_is_not_prefilled_again() -> None:
         assert scheduler.counts["prefix_hits"] - before == hits
 
 
-def test_the_oldest_prefix_is_forgotten_first() -> None:
+def test_least_recently_used_prefix_is_evicted_first() -> None:
     cache = PrefixCache(blocks=4)
     cache.hold("", tokens(32))
     cache.hold("", tokens(32, 500))
@@ -90,7 +90,7 @@ def test_the_oldest_prefix_is_forgotten_first() -> None:
     assert (cache.hit("", tokens(33)), cache.hit("", tokens(33, 500))) == (32, 0)
 
 
-def test_tokens_before_and_after_an_update_are_told_apart() -> None:
+def test_completion_reports_the_version_of_each_token() -> None:
     scheduler, request = Scheduler(1000, 8), Request(tokens(16), "", 40)
     scheduler.version = "3"
     scheduler.add(request)

@@ -69,7 +69,7 @@ def primeslurm(cluster: Cluster, *args: str | Path) -> subprocess.CompletedProce
         ("smollm2_arithmetic_one_gpu", 1, [0], [0]),
     ],
 )
-def test_a_one_node_recipe_trains_to_its_end_on_a_cluster_of_one_node(
+def test_one_node_recipe_completes_on_one_node(
     cluster: Cluster, recipe: str, gpus: int, trainers: list[int], engines: list[int]
 ) -> None:
     options = ["--emulate", "--site", cluster.spec.site_file, "--wait"]
@@ -96,7 +96,7 @@ def test_a_one_node_recipe_trains_to_its_end_on_a_cluster_of_one_node(
         assert started.index("trainer-rank-0") > started.index("engine-r0-0"), "the engine measures an empty GPU"
 
 
-def test_a_local_run_inside_an_allocation_uses_the_gpus_that_slurm_gave(cluster: Cluster) -> None:
+def test_local_run_in_an_allocation_uses_its_gpus(cluster: Cluster) -> None:
     """Another job has GPU 0, so that Slurm's GPU numbers differ from the plan's."""
     other = command(cluster, "sbatch", "--parsable", "--gres=gpu:1", "--wrap", "sleep 600", "--output=/dev/null")
     allocation = ("salloc", "--quiet", "--nodes=1", "--gres=gpu:2", "--cpus-per-task=4")

@@ -19,7 +19,7 @@ from tests.support.processes import start_process
 from tests.support.recipes import recipe_data, site
 
 
-def test_only_the_modules_of_stand_ins_differ() -> None:
+def test_emulated_plan_differs_only_in_modules() -> None:
     shape = {
         "deployment": {"inference": {"type": "disaggregated", "num_replicas": 2}},
         "inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**30}}},
@@ -45,7 +45,7 @@ def test_only_the_modules_of_stand_ins_differ() -> None:
     assert roles - STAND_INS.keys() == {"orchestrator", "router"}, "these run for real"
 
 
-def test_the_embedded_cluster_has_the_nodes_of_the_job_spares_included() -> None:
+def test_embedded_cluster_has_the_nodes_of_the_job_and_spares() -> None:
     loaded = load(Path(__file__).with_name("small.yaml"), emulate=True)
     plan, spec = loaded.plan(), loaded.cluster
     assert spec is not None and any(group.spares for group in plan.groups)
@@ -53,13 +53,13 @@ def test_the_embedded_cluster_has_the_nodes_of_the_job_spares_included() -> None
     assert (spec.control_nodes, spec.nodes) == (without, plan.allocated - without)
 
 
-def test_every_stand_in_exists_and_says_what_it_is() -> None:
+def test_every_emulated_module_exists() -> None:
     for module in STAND_INS.values():
         assert "emulated" in module and importlib.util.find_spec(module)
 
 
 @pytest.mark.parametrize("name", ["store-master", "store-1"])
-def test_a_stand_in_of_a_store_is_healthy_where_its_agent_looks(name: str) -> None:
+def test_emulated_store_is_healthy_at_the_probed_address(name: str) -> None:
     changes = {"inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**40}}}}
     plan = emulate(derive(Recipe.model_validate(recipe_data(**changes)), site(), Path("/shared/runs/x")))
     process = next(p for p in plan.processes() if p.role == "store" and (p.name == name) == (name == "store-master"))
@@ -75,7 +75,7 @@ def test_a_stand_in_of_a_store_is_healthy_where_its_agent_looks(name: str) -> No
         server.stop()
 
 
-def test_a_run_that_memory_does_not_hold_is_refused_with_what_would_fit() -> None:
+def test_run_that_exceeds_memory_is_refused_with_a_fitting_size() -> None:
     plan = load(Path(__file__).with_name("small.yaml"), emulate=True).plan()
     needed = memory_mib(plan)
     assert 300 < needed < 1500
@@ -85,7 +85,7 @@ def test_a_run_that_memory_does_not_hold_is_refused_with_what_would_fit() -> Non
     assert f"{plan.allocated} nodes, {len(plan.processes())} processes" in str(error.value)
 
 
-def test_512_nodes_can_be_asked_for() -> None:
+def test_spec_of_512_nodes_is_valid() -> None:
     changes = ["deployment.train.nodes=255", "deployment.inference.num_replicas=128", "deployment.spares.train=0"]
     loaded = load(
         Path(__file__).with_name("small.yaml"), emulate=True, overrides=[*changes, "orchestrator.batch_size=512"]

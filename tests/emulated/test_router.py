@@ -173,7 +173,7 @@ SHOWN = (None, "Bearer wrong", "Bearer", "Basic {secret}", "{secret}", "Bearer {
 
 
 @pytest.mark.parametrize("shape", ["alike", "apart"])
-def test_a_stranger_gets_nothing_from_a_router(shape: str, request: pytest.FixtureRequest) -> None:
+def test_router_refuses_strangers(shape: str, request: pytest.FixtureRequest) -> None:
     it: Routed = request.getfixturevalue(shape)
     words = {"secret": secret.own(), "generate": secret.generate_token(secret.own())}
     worker = it.engines[-1].url
@@ -190,7 +190,7 @@ def test_a_stranger_gets_nothing_from_a_router(shape: str, request: pytest.Fixtu
 
 
 @pytest.mark.parametrize("shape", ["alike", "apart"])
-def test_workers_that_a_router_lost_are_put_back(shape: str, request: pytest.FixtureRequest) -> None:
+def test_lost_workers_of_a_router_are_restored(shape: str, request: pytest.FixtureRequest) -> None:
     it: Routed = request.getfixturevalue(shape)
     told = len(it.events())
     for engine in it.engines[1:]:
@@ -206,7 +206,7 @@ def test_workers_that_a_router_lost_are_put_back(shape: str, request: pytest.Fix
     assert all(event.planned == len(it.engines) and event.process == "router-0" for event in lost)
 
 
-def test_a_worker_that_is_not_of_the_plan_is_taken_out(alike: Routed) -> None:
+def test_worker_outside_the_plan_is_removed(alike: Routed) -> None:
     told = len(alike.events())
     foreign = alike.engines[0].url.replace(HOST, "localhost")
     added = alike.ask("POST", f"/add_worker?url={foreign}", headers=secret.header())
@@ -215,7 +215,7 @@ def test_a_worker_that_is_not_of_the_plan_is_taken_out(alike: Routed) -> None:
     assert alike.events()[told].foreign == [foreign] and alike.workers == alike.all
 
 
-def test_the_agent_hears_of_what_is_missing_and_needs_no_secret(apart: Routed) -> None:
+def test_agent_sees_missing_workers_without_a_secret(apart: Routed) -> None:
     door = f"http://{HOST}:{apart.door}"
     assert httpx.get(f"{door}/liveness").status_code == httpx.get(f"{door}/health").status_code == 200
     assert httpx.get(f"{door}/list_workers").status_code == 404
@@ -227,7 +227,7 @@ def test_the_agent_hears_of_what_is_missing_and_needs_no_secret(apart: Routed) -
     eventually(lambda: apart.workers == apart.all)
 
 
-def test_the_secret_is_in_no_command_line_and_no_environment_of_a_router(apart: Routed) -> None:
+def test_router_process_does_not_expose_the_secret(apart: Routed) -> None:
     own = secret.own()
     tokens_ = {own, secret.generate_token(own)}
     child = apart.child()
@@ -236,7 +236,7 @@ def test_the_secret_is_in_no_command_line_and_no_environment_of_a_router(apart: 
     assert own not in apart.router.log.read_text()
 
 
-def test_a_router_ends_with_its_keeper_and_the_keeper_with_its_router(tmp_path: Path) -> None:
+def test_router_and_supervisor_end_together(tmp_path: Path) -> None:
     def start(name: str) -> tuple[Server, psutil.Process]:
         recipe = Recipe.model_validate(recipe_data())
         command = router_command(recipe, VllmRouter(), ReplicaEngines(["nobody"]), name)
@@ -258,7 +258,7 @@ def test_a_router_ends_with_its_keeper_and_the_keeper_with_its_router(tmp_path: 
 
 
 @pytest.mark.parametrize("path", ["/key", "/key/", "/key/wrong", "/liveness"])
-def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path: str) -> None:
+def test_invalid_tokens_at_the_endpoint_do_not_restart_the_router(alike: Routed, path: str) -> None:
     before = alike.child().pid
     status = 200 if path == "/liveness" else 404
     with httpx.Client(timeout=60) as client:
@@ -271,7 +271,7 @@ def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path
     assert alike.child().pid == before
 
 
-def test_a_router_that_was_shown_many_wrong_tokens_starts_anew(alike: Routed) -> None:
+def test_router_restarts_after_many_invalid_tokens(alike: Routed) -> None:
     """The router caches every token, and the supervisor counts them."""
     before, told = alike.child().pid, len(alike.restarts())
     with httpx.Client(timeout=60) as client:
@@ -284,4 +284,4 @@ def test_a_router_that_was_shown_many_wrong_tokens_starts_anew(alike: Routed) ->
     eventually(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
     eventually(lambda: alike.workers == alike.all)
     (event,) = alike.restarts()[told:]
-    assert event.process == "router-0" and "MiB of wrong tokens" in event.reason
+    assert event.process == "router-0" and "MiB of invalid tokens" in event.reason

@@ -21,9 +21,10 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
-from tests.support.attacks import Aims, worked
+from tests.support.attacks import Targets, successful_attacks
 from tests.support.strangers import watching_for
 from tests.support.unmeasured import unmeasured
+from tests.support.waiting import bytes_below, run_until_stalled
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.usefixtures("unmeasured")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def python(place: Path, *words: str | Path, path: Sequence[Path] = (ROOT,)) -> s
         pytest.skip("needs Slurm's daemons and root")
     env = unmeasured() | {"HOME": str(place), "PYTHONPATH": os.pathsep.join(map(str, path))}
     argv = [sys.executable, *map(str, words)]
-    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False)
+    return run_until_stalled(argv, place, env, lambda: bytes_below(place, "runs/*/attempts/*/events/*.jsonl"))
 
 
 class Neighbour(threading.Thread):
@@ -52,20 +53,20 @@ class Neighbour(threading.Thread):
     def __init__(self, run: RunDirectory) -> None:
         super().__init__(daemon=True)
         self._run, self.over = run, threading.Event()
-        self.aims: Aims | None = None
+        self.targets: Targets | None = None
         self.worked: dict[str, list[str]] = {"nothing was tried": []}
 
     def run(self) -> None:
         while not self.over.wait(0.1):
             with contextlib.suppress(RunError, ValueError):
                 wanted = len(self._run.attempt(1).plan().processes())
-                aims = Aims.of(self._run.path)
-                if len(aims.pids) > wanted and rows(self._run.path):
-                    self.aims, self.worked = aims, worked(aims)
+                targets = Targets.of(self._run.path)
+                if len(targets.pids) > wanted and rows(self._run.path):
+                    self.targets, self.worked = targets, successful_attacks(targets)
                     return
 
 
-def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(place: Path) -> None:
+def test_script_submits_and_waits_unaffected_by_another_user(place: Path) -> None:
     example, recipe = ROOT / "examples" / "submit_from_python.py", place / "small.yaml"
     small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()
     recipe.write_text(small.replace("orchestrator: {", "orchestrator: {rollout_transport: filesystem, ", 1))
@@ -78,7 +79,7 @@ def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(
     neighbour.over.set()
     neighbour.join()
     assert neighbour.worked == {}
-    assert neighbour.aims is not None and neighbour.aims.places and neighbour.aims.claims
+    assert neighbour.targets is not None and neighbour.targets.places and neighbour.targets.claims
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"submitted s to {run.path}\ns completed: step {STEPS} of {STEPS}\n"
     assert run.attempt(1).plan().emulated and checkpoints.newest(run.path) == STEPS

@@ -16,7 +16,9 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.collective import Sender
 from primeslurm.trainer.weights.export import Encoding
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.weight_transfer.collective import Channel, TransferError
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.engine.conftest import STATUS_S, tiny_recipe
@@ -99,7 +101,7 @@ async def test_engines_compute_with_what_the_trainer_sent(
         assert all(exact(server, target, f"sent:{version}") for server in servers)
 
 
-async def test_engines_recover_from_a_trainer_that_broke_off(
+async def test_engines_recover_from_an_aborted_transfer(
     servers: list[Server], exchange: Exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_model(tmp_path / "target", seed=30)
@@ -117,7 +119,7 @@ async def test_engines_recover_from_a_trainer_that_broke_off(
     assert all(exact(server, target, "after") for server in servers)
 
 
-async def test_engines_get_the_policy_without_one_that_died_before_it_came(
+async def test_update_succeeds_without_a_dead_engine(
     servers: list[Server], exchange: Exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer and all engines wait for it, until the orchestrator reports it as lost."""
@@ -135,7 +137,7 @@ async def test_engines_get_the_policy_without_one_that_died_before_it_came(
     assert all(exact(server, target, "without it") for server in servers)
 
 
-async def test_an_engine_without_its_trainer_is_refused_in_time(exchange: Exchange) -> None:
+async def test_update_without_a_trainer_times_out(exchange: Exchange) -> None:
     exchange.sessions.expect(4)
     results = await exchange.apply(4, timeout_s=1)
     assert all(isinstance(result, EngineUpdateError) for result in results)

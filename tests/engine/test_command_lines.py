@@ -32,7 +32,7 @@ def test_vllm_parses_the_options(model: Path, device: Device, role: EngineRole) 
     assert (args.kv_transfer_config is not None) == (role != "engine")
 
 
-def test_vllm_keeps_in_full_precision_what_the_trainer_does(model: Path) -> None:
+def test_vllm_keeps_the_trainers_full_precision_weights(model: Path) -> None:
     from vllm.config.quantization import resolve_quantization_config
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.model_executor.layers.linear import LinearBase
@@ -61,13 +61,13 @@ def test_vllm_keeps_in_full_precision_what_the_trainer_does(model: Path) -> None
         assert (found is not None) == quantised, name
 
 
-def test_vllm_computes_logits_of_prompts_in_pieces_as_large_as_the_estimate_assumes() -> None:
+def test_vllm_computes_prompt_logits_in_chunks_of_the_estimated_size() -> None:
     from vllm.v1.worker.gpu.sample import prompt_logprob
 
     assert prompt_logprob.CHUNK_SIZE == PROMPT_TOKENS
 
 
-def test_vllm_has_every_parser_that_we_name() -> None:
+def test_vllm_has_every_named_parser() -> None:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 

@@ -43,7 +43,7 @@ def test_registering_twice_changes_nothing() -> None:
     assert "primeslurm_filesystem" in WeightTransferEngineFactory._registry
 
 
-def test_an_engine_keeps_what_it_compiles_where_the_plan_says(tmp_path: Path) -> None:
+def test_engine_caches_compiled_code_in_the_planned_directory(tmp_path: Path) -> None:
     """vLLM loads these modules when it parses arguments, before it knows its cache directory."""
     code = "from vllm import envs, plugins; plugins.load_general_plugins(); print(envs.VLLM_CACHE_ROOT)"
     own = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
@@ -52,21 +52,21 @@ def test_an_engine_keeps_what_it_compiles_where_the_plan_says(tmp_path: Path) ->
     assert Path(found.split()[-1]).is_relative_to(tmp_path)
 
 
-def test_a_changed_vllm_is_refused() -> None:
+def test_patch_refuses_a_changed_vllm() -> None:
     class Changed:
         def renamed_arguments(self, other: int) -> None: ...
 
     with pytest.raises(RuntimeError, match=r"Changed\.gone is missing"):
         guards.expect(Changed, "gone", ())
-    with pytest.raises(RuntimeError, match="takes no layer"):
+    with pytest.raises(RuntimeError, match="no parameter layer"):
         guards.expect(Changed, "renamed_arguments", ("layer",))
 
 
-def test_a_vllm_that_has_the_collectives_itself_is_refused() -> None:
+def test_patch_refuses_a_vllm_with_its_own_collectives() -> None:
     from primeslurm.inference.plugin import register
 
     register()  # now CpuCommunicator has them, as if they were vLLM's own
-    with pytest.raises(RuntimeError, match="all_gatherv of its own"):
+    with pytest.raises(RuntimeError, match="now has all_gatherv"):
         patches._add_variable_collectives()
 
 
@@ -95,7 +95,7 @@ def test_an_idle_nixl_agent_sleeps() -> None:
 
 
 @pytest.mark.parametrize(("threads", "method"), [("1", "fork"), ("2", "spawn")])
-def test_a_fork_has_no_threads_of_openmp_to_lose(threads: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_engine_has_one_openmp_thread(threads: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     def stock(cls: type, vllm_config: object) -> None:

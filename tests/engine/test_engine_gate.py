@@ -31,7 +31,7 @@ from tests.support.recipes import recipe_data
 pytestmark = pytest.mark.engine
 
 
-async def test_serves_nothing_before_its_policy_is_confirmed(
+async def test_engine_serves_nothing_before_its_policy_is_confirmed(
     start_engine: StartEngine, client: ConnectEngine, model: Path
 ) -> None:
     engine = start_engine()
@@ -66,7 +66,7 @@ async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
     assert after.version is None and engine.status_code("/health") == 503
 
 
-async def test_policies_change_under_way(
+async def test_policy_changes_during_generation(
     start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     engine = start_engine()
@@ -77,9 +77,7 @@ async def test_policies_change_under_way(
     assert status.version == 1 and not status.paused and status.updates == 1
 
 
-async def test_a_stopped_core_is_noticed_behind_its_server(
-    start_engine: StartEngine, client: ConnectEngine, model: Path
-) -> None:
+async def test_stopped_core_is_detected(start_engine: StartEngine, client: ConnectEngine, model: Path) -> None:
     """vLLM's server still answers 200 on `/health` while its core is stopped or hangs in a collective."""
     engine = start_engine()
     control = client(engine)
@@ -94,7 +92,7 @@ async def test_a_stopped_core_is_noticed_behind_its_server(
         with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
             await control.status()
         refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
-        assert refused.status_code == 503 and refused.json()["error"].startswith("silent")
+        assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")
     finally:
         os.kill(cores[0], signal.SIGCONT)
     wait_for_status(engine, 200)
@@ -102,7 +100,7 @@ async def test_a_stopped_core_is_noticed_behind_its_server(
     assert spans(generate(engine.url, [2, 3, 4], 3)) == [(0, 0, 3)]
 
 
-def test_a_stopped_core_of_a_teacher_is_noticed_behind_its_server(zygote: Zygote, model: Path) -> None:
+def test_stopped_core_of_a_teacher_is_detected(zygote: Zygote, model: Path) -> None:
     """A teacher's command has the probe route, although its weights are never updated."""
     teacher = {"type": "engines", "path": str(model), "dtype": "float32", "kv_cache_bytes": 2**24}
     alone = served(Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=teacher)))
@@ -115,7 +113,7 @@ def test_a_stopped_core_of_a_teacher_is_noticed_behind_its_server(zygote: Zygote
         os.kill(cores[0], signal.SIGSTOP)
         wait_for_status(engine, 504, "/health")
         refused = httpx.post(f"{engine.url}/v1/completions", json={}, headers=secret.header())
-        assert refused.status_code == 503 and refused.json()["error"].startswith("silent")
+        assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")
         os.kill(cores[0], signal.SIGCONT)
         wait_for_status(engine, 200, "/health")
     finally:

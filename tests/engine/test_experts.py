@@ -129,7 +129,7 @@ def configured() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_stack_loads_as_its_experts_do(layout: dict[str, Any], kind: str) -> None:
+def test_stack_loads_like_single_experts(layout: dict[str, Any], kind: str) -> None:
     layer, alone = make_layer(kind, **layout), make_layer(kind, **layout)
     held = held_experts(layer, enable_eplb=False)
     assert held.order is not None and len(held.order) == EXPERTS // layout.get("ep", (0, 1))[1]
@@ -178,11 +178,11 @@ def update(engine: FilesystemTransferEngine, items: list[Named]) -> None:
     engine.finish_weight_update()
 
 
-def test_an_engine_takes_all_experts_or_refuses() -> None:
+def test_incomplete_experts_are_refused() -> None:
     engine = make_engine()
     gate, up, down = sent(fp8=False)
     for incomplete in ([gate, part(up, tuple(range(EXPERTS - 1))), down], [gate, down]):
-        with pytest.raises(PolicyError, match=rf"experts of 1 layers were not all given: {PREFIX}"):
+        with pytest.raises(PolicyError, match=rf"experts of 1 layers: {PREFIX}"):
             update(engine, incomplete)
     update(engine, [down, up, gate])
     experts = engine.model.experts
@@ -192,7 +192,7 @@ def test_an_engine_takes_all_experts_or_refuses() -> None:
     assert torch.equal(engine.model.expert_bias, torch.ones(EXPERTS))
 
 
-def test_what_cannot_be_loaded_whole_is_loaded_one_by_one() -> None:
+def test_unstackable_experts_are_loaded_one_by_one() -> None:
     beside = make_layer()
     beside.expert_map_manager.num_fused_shared_experts = 1
     assert held_experts(beside, enable_eplb=False).order is None

@@ -26,7 +26,7 @@ def test_a_complete_policy(policy: Path, model: Path) -> None:
     assert tensor_names(files) == tensor_names(sorted(model.glob("*.safetensors")))
 
 
-def test_a_policy_that_is_seen_a_moment_later_is_complete(policy: Path) -> None:
+def test_policy_that_becomes_visible_late_is_complete(policy: Path) -> None:
     storage, looks = FaultyStorage(policy.parent, hidden={"MANIFEST.json"}), []
 
     def rule(operation: str, path: str) -> None:
@@ -39,24 +39,24 @@ def test_a_policy_that_is_seen_a_moment_later_is_complete(policy: Path) -> None:
     assert len(looks) >= 5
 
 
-def test_a_model_directory_is_no_policy(model: Path) -> None:
+def test_model_directory_is_not_a_policy(model: Path) -> None:
     with pytest.raises(PolicyError, match="no readable MANIFEST"):
         policy_files(model, 0)
 
 
 def test_another_version_is_refused(policy: Path) -> None:
-    with pytest.raises(PolicyError, match="holds version 3, asked for 4"):
+    with pytest.raises(PolicyError, match="has version 3, expected 4"):
         policy_files(policy, 4)
 
 
-def test_a_file_that_is_missing_or_cut_short_is_refused(policy: Path) -> None:
+def test_missing_or_truncated_file_is_refused(policy: Path) -> None:
     file = next(policy.glob("*.safetensors"))
     with file.open("r+b") as handle:
         handle.truncate(100)
-    with pytest.raises(PolicyError, match="found 100"):
+    with pytest.raises(PolicyError, match="has 100 bytes"):
         policy_files(policy, 3)
     file.unlink()
-    with pytest.raises(PolicyError, match="found None"):
+    with pytest.raises(PolicyError, match="has None bytes"):
         policy_files(policy, 3)
 
 

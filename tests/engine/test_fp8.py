@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["weights first", "scales first"])
-def test_weights_find_their_scales_in_any_order(order: int) -> None:
+def test_fp8_weights_and_scales_may_arrive_in_any_order(order: int) -> None:
     torch.manual_seed(0)
     encoding = Encoding(torch.bfloat16, fp8=True)
     sent = {f"layers.{i}.up_proj.weight": torch.randn(200, 130).bfloat16() for i in range(3)} | {"norm": torch.ones(4)}
@@ -30,7 +30,7 @@ def test_weights_find_their_scales_in_any_order(order: int) -> None:
         )
 
 
-def test_a_stack_is_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stack_equals_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layerwise, "_ELEMENTS_AT_ONCE", 2 * 200 * 130)  # two matrices, and the last one alone
     quantised = quantize(torch.randn(3, 200, 130), BLOCKS)
     stack = {"up_proj.weight": quantised.data, "up_proj.weight_scale_inv": quantised.scales}

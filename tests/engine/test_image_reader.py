@@ -12,7 +12,7 @@ from PIL import Image
 from vllm.multimodal.media.image import ImageMediaIO
 
 from primeslurm.trainer.data.image_reader import ImageReader
-from primeslurm.wire.batches.rollouts import ImageSpan
+from primeslurm.wire.batches.inline_images import ImageSpan
 from tests.support.vision_models import image_token, make_vision_model
 
 pytestmark = pytest.mark.engine

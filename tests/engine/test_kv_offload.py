@@ -49,7 +49,7 @@ async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
 
 
 @pytest.mark.parametrize("disk", [False, True])
-async def test_native_tiers_give_back_what_the_cache_had_to_drop(
+async def test_offload_tiers_restore_evicted_blocks(
     disk: bool, zygote: Zygote, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
@@ -112,7 +112,7 @@ def store(model: Path, tmp_path: Path) -> Iterator[Store]:
         server.stop()
 
 
-async def test_engines_share_a_store_and_outlive_its_master(
+async def test_engines_share_a_store_and_survive_its_master(
     store: Store, zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path
 ) -> None:
     def start(role: EngineRole) -> Server:

@@ -139,7 +139,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", sorted(model_types().keys() - NOT_COMPARED))
-def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
+def test_update_equals_a_fresh_start_for_every_family(family: str, tmp_path: Path) -> None:
     if family in NEED_TORCHVISION:
         pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
     first = checkpoint(family, tmp_path)
@@ -157,7 +157,7 @@ def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "minimax_m2"])
-def test_scales_of_attention_need_not_be_given(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_may_lack_attention_scales(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model built from an FP8 checkpoint has these scales. Here only its attention is FP8, as CPUs support."""
     make = attention._init_kv_cache_quant
     monkeypatch.setattr(attention, "_init_kv_cache_quant", lambda layer, _, prefix: make(layer, Fp8Config(), prefix))
@@ -171,7 +171,7 @@ def test_scales_of_attention_need_not_be_given(family: str, tmp_path: Path, monk
     assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
 
 
-def test_laguna_begins_with_its_selection_bias(tmp_path: Path) -> None:
+def test_laguna_loads_its_selection_bias(tmp_path: Path) -> None:
     first = checkpoint("laguna", tmp_path)
     (bias,) = (tensor for name, tensor in first.items() if name.endswith("e_score_correction_bias"))
     engine = make_engine(tmp_path)
@@ -186,7 +186,7 @@ def test_gpt_oss_refuses_a_policy_with_gaps_and_takes_the_next(tmp_path: Path) -
     begun_with = weights(engine.model)
     for part in ("1.mlp.experts.down_proj", "0.mlp.experts.gate_up_proj_bias", "1.self_attn.sinks"):
         absent = f"model.layers.{part}"
-        with pytest.raises(PolicyError, match="not given"):
+        with pytest.raises(PolicyError, match="the policy lacks"):
             update(engine, {name: tensor + 0.5 for name, tensor in first.items() if name != absent}, in_stacks=True)
     update(engine, first, in_stacks=True)
     third = weights(engine.model)

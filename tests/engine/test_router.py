@@ -42,7 +42,7 @@ def retrying(url: str, session: str, seconds: float = 600) -> dict:
             time.sleep(0.2)
 
 
-async def test_a_killed_engine_returns_only_with_the_current_policy(
+async def test_restarted_engine_serves_only_the_current_policy(
     start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:
     engines = [start_engine(), start_engine()]

@@ -31,7 +31,7 @@ def replies(turn: int, message: Message) -> list[Message]:
     return [{"role": "tool", "tool_call_id": call["id"], "content": f"found {turn}"} for call in calls]
 
 
-async def test_what_is_trained_follows_on_what_the_engine_saw(
+async def test_trained_tokens_continue_the_engines_prompt(
     start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tmp_path / "model"

@@ -53,7 +53,7 @@ def policy(policies: dict[int, Path]) -> PolicyOf:
     return lambda version: PolicyVersion(version, str(filesystem.version_dir(policies[-1], version)))
 
 
-async def test_requests_in_flight_go_on_with_the_new_policy(
+async def test_pending_requests_continue_with_the_new_policy(
     engine: Server, client: ConnectEngine, policy: PolicyOf
 ) -> None:
     control = client(engine)
@@ -84,9 +84,7 @@ async def test_logprobs_after_updates_are_those_of_the_new_weights(
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-async def test_a_version_that_is_there_is_not_applied_again(
-    engine: Server, client: ConnectEngine, policy: PolicyOf
-) -> None:
+async def test_current_version_is_not_applied_again(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
     control = client(engine)
     await control.apply(policy(4), timeout_s=600)
     before = await control.status()
@@ -124,7 +122,7 @@ def _with_a_wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("damage", [_without_an_expert, _with_a_wrong_shape])
-async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
+async def test_unfitting_policy_is_refused_without_effect(
     engine: Server,
     client: ConnectEngine,
     policy: PolicyOf,
@@ -151,7 +149,7 @@ async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-async def test_a_directory_of_another_version_is_refused(
+async def test_policy_of_another_version_is_refused(
     engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
 ) -> None:
     control = client(engine)
@@ -162,7 +160,7 @@ async def test_a_directory_of_another_version_is_refused(
     assert engine.status_code("/health") == 200
 
 
-async def test_a_new_salt_reuses_no_cache(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
+async def test_new_cache_salt_reuses_no_cache(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
     await client(engine).apply(policy(3), timeout_s=600)
     prompt = [3 + i % 40 for i in range(400)]
 
@@ -176,9 +174,7 @@ async def test_a_new_salt_reuses_no_cache(engine: Server, client: ConnectEngine,
     assert hits("run.0:2") == 0  # an engine refuses salts of newer versions than its own
 
 
-async def test_an_update_that_nobody_resumed_is_resumed(
-    engine: Server, client: ConnectEngine, policy: PolicyOf
-) -> None:
+async def test_unfinished_update_is_resumed(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
     control = client(engine)
     await control.apply(policy(3), timeout_s=600)
     httpx.post(f"{engine.url}/pause?mode=keep&clear_cache=false", headers=secret.header())

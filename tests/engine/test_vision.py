@@ -26,7 +26,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.engine.conftest import STATUS_S, ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking
@@ -97,7 +97,7 @@ def assert_sampled_by(rollout: Rollout, model: Path, tokenizer: Path) -> None:
     np.testing.assert_allclose(rollout.logprobs[rollout.mask], np.array(seen)[rollout.mask], atol=1e-4)
 
 
-async def test_an_image_that_was_seen_before_an_update_is_encoded_anew_if_the_encoder_is_trained(
+async def test_trained_encoder_encodes_images_again_after_an_update(
     zygote: Zygote, open_router: StartRouter, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
@@ -117,7 +117,7 @@ async def test_an_image_that_was_seen_before_an_update_is_encoded_anew_if_the_en
         server.stop()
 
 
-async def test_prefill_engines_see_images_and_decode_engines_go_on_from_what_they_saw(
+async def test_prefill_engine_encodes_images_for_decode_engine(
     zygote: Zygote, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:
     model = make_vision_model(tmp_path / "model", 0)
@@ -136,7 +136,7 @@ async def test_prefill_engines_see_images_and_decode_engines_go_on_from_what_the
             server.stop()
 
 
-async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
+async def test_updated_engine_agrees_with_the_trainer_on_text_and_images(
     zygote: Zygote, client: ConnectEngine, open_router: StartRouter, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]

@@ -49,7 +49,7 @@ def port(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-async def test_engines_are_brought_and_kept_at_the_wanted_policy(
+async def test_engines_reach_and_keep_the_wanted_policy(
     start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     servers = {"a": start_engine(), "b": start_engine()}
@@ -90,7 +90,7 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(
     assert events.count('"engine_updated"') == 6  # two at 0, two at 1, a at 2, b at 2
 
 
-async def test_an_engine_that_cannot_take_a_policy_is_ended(
+async def test_engine_that_cannot_load_a_policy_is_ended(
     start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     server = start_engine()
@@ -107,7 +107,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(
         assert loop.current_version == 0
 
 
-async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(
+async def test_update_of_a_hanging_engine_times_out(
     start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     server = start_engine()

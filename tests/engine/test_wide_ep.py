@@ -15,11 +15,11 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import EngineRole
 from primeslurm.plan.commands.engine import DataParallel
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
-from tests.support.doors import MESSAGES, Answer, Door, said
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.kept_kv import kv_given_up, update_while_kv_is_kept
 from tests.support.models import make_model, publish, reference_logprobs
+from tests.support.port_messages import MESSAGES, Port, Response, send_all
 from tests.support.processes import HOST, Server, Zygote
 from tests.support.strangers import attempted, needs_second_user
 
@@ -60,7 +60,7 @@ def exact(server: Server, weights: Path, salt: str) -> bool:
     return logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-async def test_every_rank_serves_and_takes_policies_in_flight(
+async def test_every_rank_serves_during_policy_updates(
     ranks: list[Server], client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     controls = [client(rank) for rank in ranks]
@@ -85,12 +85,14 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
 
 
 @needs_second_user
-async def test_no_stranger_meets_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
+async def test_stranger_cannot_join_the_ranks(ranks: list[Server], client: ConnectEngine, tmp_path: Path) -> None:
     """torch's stores serve every client, at all addresses, and know who the ranks are."""
-    found = [door for number, server in enumerate(ranks) for door in doors_of(server, f"engine-{number}")]
-    assert {door.host for door in found} == {HOST}
-    answers = [Answer(*each) for each in attempted(lambda: said(found)).value]
-    stores = [answer.door for answer in answers if answer.message == "a store's client" and answer.words == "8 bytes"]
+    found = [port for number, server in enumerate(ranks) for port in ports_of(server, f"engine-{number}")]
+    assert {port.host for port in found} == {HOST}
+    answers = [Response(*each) for each in attempted(lambda: send_all(found)).value]
+    stores = [
+        answer.port for answer in answers if answer.message == "a store's client" and answer.description == "8 bytes"
+    ]
     assert len(answers) == len(found) * len(MESSAGES) and stores == []
     target = make_model(tmp_path / "target", seed=10)
     policy = PolicyVersion(2, str(publish(target, tmp_path, 2)))
@@ -98,7 +100,7 @@ async def test_no_stranger_meets_the_ranks(ranks: list[Server], client: ConnectE
     assert all(exact(rank, target, "v2") for rank in ranks)
 
 
-def doors_of(server: Server, name: str) -> list[Door]:
+def ports_of(server: Server, name: str) -> list[Port]:
     """Return the ports on which a server and its child processes listen."""
     leader = psutil.Process(server.pid)
     listening = [
@@ -107,10 +109,10 @@ def doors_of(server: Server, name: str) -> list[Door]:
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
-    return [Door(name, at.ip, at.port) for at in listening]
+    return [Port(name, at.ip, at.port) for at in listening]
 
 
-async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
+async def test_prefill_ranks_transfer_kv_to_any_decode_rank(
     zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")

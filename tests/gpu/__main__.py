@@ -1,10 +1,10 @@
-"""All tests of this directory, beside one another on the GPUs of this machine.
+"""Runs all tests of this directory in parallel on this machine's GPUs.
 
     timeout 600 python -m tests.gpu OUT --limit-s 570
     timeout 600 python -m tests.gpu OUT --limit-s 570 --again
 
-Most of their time is the compilers', on a core each. OUT gets a log of each lane and `lanes.json`; with `--again`,
-those that have passed according to it are left out. Exit code 0: all lanes have passed.
+Most of their time is compilation, on one core each. OUT gets a log of each lane and `lanes.json`. With `--again`, lanes
+that have passed according to it are skipped. The exit code is 0 if all lanes have passed.
 """
 
 from __future__ import annotations
@@ -29,40 +29,39 @@ from tests.gpu.lanes import Lane, Pool, lanes_of
 HERE = Path(__file__).parent
 OUTCOMES = "lanes.json"
 STARTS_BEFORE_END_S = 90
-"""What begins later cannot end in time."""
+"""Lanes that begin later cannot finish in time."""
 ENDING_S = 20
-"""For a lane that is cut off to end its engines."""
+"""Time for a lane to end its engines when it is cut off [s]."""
 HEADROOM_GB = 3
-"""Of each GPU: contexts of CUDA that lanes do not count."""
+"""Memory of each GPU for CUDA contexts, which lanes do not count."""
 
 
 class Outcome(msgspec.Struct):
-    """How a lane ended."""
+    """Result of a lane."""
 
     passed: bool
     seconds: int
     said: str
-    """Its last line."""
+    """Its last line of output."""
 
 
 class Collector:
-    """A plugin of pytest that keeps what was collected."""
+    """A pytest plugin that keeps the collected tests."""
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Keep it."""
         self.items = session.items
 
 
 def collected() -> list[pytest.Item]:
-    """Collect the tests of this directory, without running any."""
+    """Collect the tests of this directory without running any."""
     collector = Collector()
     pytest.main([str(HERE), "--collect-only", "-qq"], plugins=[collector])
-    faulthandler.cancel_dump_traceback_later()  # conftest's: of a process that is to end when pytest has
+    faulthandler.cancel_dump_traceback_later()  # set by conftest for a process that should end with pytest
     return collector.items
 
 
 def visible() -> dict[str, float]:
-    """Ask for the GPUs that this process may use: GB of each, by what CUDA_VISIBLE_DEVICES calls it."""
+    """Return the memory [GB] of each usable GPU, by its name in CUDA_VISIBLE_DEVICES."""
     argv = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     if mine := os.environ.get("CUDA_VISIBLE_DEVICES"):
         argv.append(f"--id={mine}")
@@ -71,14 +70,12 @@ def visible() -> dict[str, float]:
 
 
 class Runner:
-    """Runs lanes until a time is over.
+    """Runs lanes within a time limit.
 
     Args:
-        out: directory for logs and outcomes.
-        names: of the GPUs, as CUDA_VISIBLE_DEVICES has them.
-        pool: the GPUs, by their place among these.
-        limit_s: for all lanes together.
-        outcomes: of lanes by name; those that end are added, and kept in the directory at once.
+        pool: the GPUs, by index in `names`.
+        limit_s: time limit of all lanes together [s].
+        outcomes: results by lane name, written to the directory after each lane.
     """
 
     def __init__(self, out: Path, names: list[str], pool: Pool, limit_s: float, outcomes: dict[str, Outcome]) -> None:
@@ -88,11 +85,11 @@ class Runner:
 
     @property
     def left_s(self) -> float:
-        """How much time is left."""
+        """Return the remaining time [s]."""
         return self._limit_s - (time.monotonic() - self._began)
 
     async def run(self, lanes: list[Lane]) -> None:
-        """Run as many lanes as there is room and time for."""
+        """Run the lanes for which there are GPUs and time."""
         waiting, running = list(lanes), set[asyncio.Task[None]]()
         while waiting or running:
             if self.left_s < STARTS_BEFORE_END_S:
@@ -128,9 +125,9 @@ class Runner:
 
 
 async def end(process: asyncio.subprocess.Process) -> int:
-    """End a lane as by hand, so that fixtures end their servers; and then what is left of its session and its servers.
+    """End a lane with SIGINT, so that fixtures end their servers, then kill the rest of its session and its servers.
 
-    Engines have sessions of their own, and would keep their GPUs' memory from what runs afterwards.
+    Engines have their own sessions, and would keep their GPUs' memory.
     """
     started = _started_by(process.pid)
     with contextlib.suppress(ProcessLookupError):
@@ -139,7 +136,7 @@ async def end(process: asyncio.subprocess.Process) -> int:
         await asyncio.wait_for(process.wait(), ENDING_S / 2)
     for each in started + _started_by(process.pid):
         with contextlib.suppress(psutil.Error):
-            each.kill()  # if it is the same process still
+            each.kill()  # if it is still the same process
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await process.wait()
@@ -153,7 +150,7 @@ def _started_by(pid: int) -> list[psutil.Process]:
 
 
 def main() -> int:
-    """Run the lanes. The exit code: 0 if all have passed, 1 if not."""
+    """Run the lanes. Return 0 if all have passed, and 1 if not."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit-s", type=float, default=1800, help="what has not ended by then is cut off")

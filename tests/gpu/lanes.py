@@ -1,4 +1,4 @@
-"""What runs beside what on a machine's GPUs: lanes of tests, each in a process of its own with GPUs for it."""
+"""Assigns GPU tests to lanes, which run in parallel in separate processes, each with its own GPUs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Literal
 import pytest
 
 ALONE = 0
-"""As a number of GPUs: all that there are, and nothing beside."""
+"""Number of GPUs of a lane that needs all of them, with no other lane beside it."""
 Share = Literal["module", "function", "parameters"]
 
 
 @dataclass
 class Lane:
-    """Tests that run in one process, one after the other.
+    """Tests that run in one process, one after another.
 
     Attributes:
-        name: which is also that of its log.
-        gpus: how many it needs, or ALONE.
-        memory_gb: that it needs of each.
-        minutes: that it takes beside others, about.
-        tests: their ids.
+        name: name of the lane and its log.
+        gpus: number of GPUs, or ALONE.
+        memory_gb: memory on each GPU.
+        minutes: approximate duration beside other lanes.
+        tests: test ids.
     """
 
     name: str
@@ -33,9 +33,9 @@ class Lane:
 
 
 def lanes_of(items: Iterable[pytest.Item]) -> list[Lane]:
-    """Put tests into lanes, as their mark `gpus` says, the longest first; those that run alone come last.
+    """Put tests into lanes according to their `gpus` marker, the longest first, and those that run alone last.
 
-    A test without that mark needs one GPU and little of it, and shares its lane with its module.
+    A test without the marker needs one GPU with little memory, and shares a lane with its module.
     """
     found: dict[str, Lane] = {}
     for item in items:
@@ -53,14 +53,14 @@ def _lane(nodeid: str, count: int = 1, memory_gb: float = 3, lane: Share = "modu
 
 
 class Pool:
-    """GPUs of one machine, and how much of their memory is not given away."""
+    """The GPUs of a machine, and their free memory."""
 
     def __init__(self, memory_gb: Sequence[float]) -> None:
         self._free = list(memory_gb)
         self._whole = tuple(memory_gb)
 
     def take(self, lane: Lane) -> tuple[int, ...] | None:
-        """Take the GPUs with most memory left. None: there is no room now."""
+        """Take the GPUs with most free memory; None if there is too little at present."""
         if lane.gpus == ALONE:
             chosen = tuple(range(len(self._free))) if self._free == list(self._whole) else None
         else:
@@ -72,7 +72,7 @@ class Pool:
         return chosen
 
     def give_back(self, lane: Lane, gpus: Iterable[int]) -> None:
-        """Take a lane's share back."""
+        """Return a lane's memory."""
         for gpu in gpus:
             self._free[gpu] += self._share(lane, gpu)
 
@@ -80,5 +80,5 @@ class Pool:
         return self._whole[gpu] if lane.gpus == ALONE else lane.memory_gb
 
     def could_ever(self, lane: Lane) -> bool:
-        """Whether there would be room for a lane if it had the machine for itself."""
+        """Return whether the lane fits if it has the machine to itself."""
         return lane.gpus <= len(self._whole) and lane.memory_gb <= min(self._whole, default=0)

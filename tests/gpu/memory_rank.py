@@ -1,4 +1,4 @@
-"""Train a few steps on one GPU and print peak memory and seconds a step as JSON. Argument: a recipe."""
+"""Trains a few steps on one GPU, and prints peak memory and seconds per step as JSON. The argument is a recipe."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.trainer.conftest import make_batch, make_timer
 
 
 def main() -> None:
-    """Three steps; the first, which warms up, is not timed."""
+    """Run three steps. The first one warms up and is not timed."""
     import torch
 
     path = Path(sys.argv[1])

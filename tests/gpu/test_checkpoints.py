@@ -1,4 +1,4 @@
-"""On a GPU: a run whose states are offloaded and whose checkpoints are written beside training resumes as it was."""
+"""A GPU run with offloaded states and asynchronous checkpoints resumes unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 
 def train(directory: Path, max_steps: int, asynchronous: bool, offload: bool) -> list[float]:
-    """SFT on one GPU up to `max_steps`, from where `directory` stands. Returns the losses of all steps."""
+    """Train SFT on one GPU up to `max_steps`, resuming from `directory`. Return the losses of all steps."""
     data, model = directory.parent / "data.jsonl", directory.parent / "model"
     recipe = make_recipe(
         model,

@@ -1,4 +1,4 @@
-"""Families with the attention kernels of a GPU: variable-length in bfloat16, flex in float32, windows in both."""
+"""Model families with a GPU's attention kernels: variable-length in bfloat16, flex in float32, windows in both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEQ_LEN, FIRST = 256, 100
 
 
 def _wide(case: Case) -> Case:
-    """Heads as wide as the kernels are made for."""
+    """Widen the heads to the size that the kernels support."""
 
     def config() -> object:
         made = case.config()
@@ -47,7 +47,7 @@ def test_logits_and_gradients(case: Case, dtype: str, world: World, tmp_path: Pa
     packed = policy.logits(tokens, positions)[0]
     packed.float().square().mean().backward()
     error = (packed - alone).abs()
-    # In bfloat16 a token near the border between two experts may take the other one.
+    # In bfloat16 a token near the border between two experts may choose the other one.
     assert error.max() < 1e-3 if dtype == "float32" else error.median() < 0.05 * alone.abs().max()
     assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in policy.model.parameters())
     assert any(parameter.grad is not None for parameter in policy.model.parameters())

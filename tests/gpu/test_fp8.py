@@ -1,7 +1,7 @@
-"""DeepGEMM's products against float64 of the same quantised operands, and a layer's gradients on a GPU.
+"""DeepGEMM's products compared with float64 products of the same quantised operands, and a layer's gradients on a GPU.
 
 Accumulation is in float32, so results differ from float64 by the rounding of bfloat16 results (2^-9) or, for weight
-gradients, of float32 sums whose tensor-core part has fewer bits: 1e-3 of the whole is allowed for each.
+gradients, of float32 sums whose tensor-core part has fewer bits. Each may differ by 1e-3 of the whole.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 1e-3}
 
 
 def assert_alike(there: Quantized, here: Quantized) -> None:
-    """A last bit of a scale may tip a value over to its neighbour."""
+    """The last bit of a scale may move a value to its neighbour."""
     torch.testing.assert_close(there.scales.cpu(), here.scales, rtol=1e-6, atol=0)
     found, expected = there.data.cpu().float(), here.data.float()
     torch.testing.assert_close(found, expected, rtol=2.0**-3, atol=2.0**-9)
@@ -56,7 +56,7 @@ def assert_equal(found: tuple[Quantized, Quantized], expected: tuple[Quantized, 
 
 @pytest.mark.parametrize("block", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.parametrize("shape", [(256, 384), (130, 256), (256, 130), (3, 200, 130), (3, 256, 128)])
-def test_the_quantiser_is_that_of_the_cpu(shape: tuple[int, ...], block: tuple[int, int]) -> None:
+def test_gpu_quantiser_equals_the_cpus(shape: tuple[int, ...], block: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[..., :128, :128] = 0
     assert_alike(quantize(values.cuda(), block), quantize(values, block))
@@ -76,7 +76,7 @@ def test_groups_are_quantised_as_on_the_cpu(width: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (130, 256), (3, 128)])
-def test_a_matrix_is_quantised_both_ways_as_each_way(shape: tuple[int, int]) -> None:
+def test_quantising_both_ways_equals_quantising_each_way(shape: tuple[int, int]) -> None:
     for values in (matrix(*shape, device="cuda"), matrix(*shape[::-1], device="cuda").mT):
         assert_equal(quantize_both_ways(values), (quantize(values, ROWS), quantize_transposed(values)))
 
@@ -124,7 +124,7 @@ def test_layers_on_the_gpu_equal_their_emulation(n: int, k: int) -> None:
         assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]
 
 
-def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
+def test_products_share_a_quantised_input() -> None:
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     results = []
     for device in ("cuda", "cpu"):
@@ -132,7 +132,7 @@ def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
         dense = [matrix(128, 256, device=device, seed=i).requires_grad_() for i in (1, 2)]
         experts = [matrix(5, 128, 256, device=device, seed=i).requires_grad_() for i in (3, 4)]
         ends = offsets.to(device)
-        for factor in (2, 1):  # the last round must not use what the first one quantised
+        for factor in (2, 1):  # the last round must not reuse the first one's quantised tensors
             rows = x * factor
             parts = [fp8.linear_product(rows, w) for w in dense] + [fp8.grouped_product(rows, e, ends) for e in experts]
             gradient = matrix(4, OFFSETS[-1], 128, device=device, seed=5)
@@ -143,8 +143,8 @@ def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (3, 256, 128)])
-def test_parts_of_a_weight_are_quantised_by_known_scales_as_the_whole_is(shape: tuple[int, ...]) -> None:
-    """As ranks do that hold a part of it each; also in float32, as masters are."""
+def test_shards_quantised_with_known_scales_equal_the_whole(shape: tuple[int, ...]) -> None:
+    """As ranks do that have a shard each; also in float32, like master weights."""
     values = matrix(*shape).float()
     values[..., :128, :128] = 0
     there, whole = values.cuda(), quantize(values.cuda().bfloat16(), BLOCKS)

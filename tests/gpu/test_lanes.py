@@ -1,4 +1,4 @@
-"""Tests of GPUs run beside one another, each with room of its own; some need a machine for themselves."""
+"""GPU tests run in parallel, each with its own memory. Some need a whole machine."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ finally:
 
 
 class FakeItem:
-    """A collected test, of which its id and its marks are known."""
+    """A collected test with an id and markers."""
 
     def __init__(self, nodeid: str, *marks: pytest.MarkDecorator) -> None:
         self.nodeid, self._marks = nodeid, marks
 
     def get_closest_marker(self, name: str) -> pytest.Mark | None:
-        """The first mark is the closest."""
+        """Return the first marker, which is the closest."""
         return next((mark.mark for mark in self._marks if mark.name == name), None)
 
 
@@ -40,7 +40,7 @@ def lanes(*items: FakeItem) -> list[Lane]:
     return lanes_of(items)  # type: ignore[arg-type]
 
 
-def test_what_shares_a_process() -> None:
+def test_tests_of_a_module_share_a_lane() -> None:
     gpus, at = pytest.mark.gpus, "tests/gpu/test_a.py::test_"
     found = lanes(
         *(FakeItem(f"{at}{name}") for name in ("x[1]", "x[2]", "y")),
@@ -56,7 +56,7 @@ def test_what_shares_a_process() -> None:
     ]
 
 
-def test_there_is_room_for_all_that_runs() -> None:
+def test_running_lanes_fit_into_memory() -> None:
     pool = Pool([10.0, 10.0])
     one, two, alone = Lane("one", 1, 6, 1), Lane("two", 2, 4, 1), Lane("alone", ALONE, 4, 1)
     first = pool.take(one)
@@ -72,8 +72,8 @@ def test_there_is_room_for_all_that_runs() -> None:
     assert not pool.could_ever(Lane("", 1, 11, 1))
 
 
-def test_all_lanes_of_this_directory_end_on_four_gpus(request: pytest.FixtureRequest) -> None:
-    """Beside one another, if each takes as long as it says: in what two calls of ten minutes allow."""
+def test_all_lanes_fit_into_two_calls_on_four_gpus(request: pytest.FixtureRequest) -> None:
+    """In parallel, if each takes as long as declared, within two calls of ten minutes."""
     waiting = lanes_of(item for item in request.session.items if Path(item.fspath).parent == HERE)
     tests = [test for lane in waiting for test in lane.tests]
     assert len(tests) == len(set(tests))
@@ -91,7 +91,7 @@ def test_all_lanes_of_this_directory_end_on_four_gpus(request: pytest.FixtureReq
     assert now <= 20
 
 
-def test_a_lane_that_is_cut_off_leaves_no_server() -> None:
+def test_interrupted_lane_leaves_no_server() -> None:
     async def cut_off() -> tuple[int, bytes, list[psutil.Process]]:
         argv = [sys.executable, "-c", LANE_WITH_A_SERVER]
         lane = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE, start_new_session=True)

@@ -1,4 +1,4 @@
-"""Each switch that saves memory does, on a GPU, and leaves the loss alone."""
+"""Each memory-saving switch saves memory on a GPU, and leaves the loss unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
 
 
 def measure(model: Path, directory: Path, **trainer: Any) -> dict[str, Any]:
-    """Peak memory, seconds a step and losses of one process."""
+    """Return peak memory, seconds per step and losses of one process."""
     directory.mkdir()
     config = {"path": str(model), "dtype": "bfloat16"}
     recipe = make_recipe(model, model=config, seq_len=SEQ_LEN, trainer={"optimizer": {"lr": 1e-6}, **trainer})
@@ -51,7 +51,7 @@ def measure(model: Path, directory: Path, **trainer: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
-    """What each switch gives, by name, measured once; "none" is without any."""
+    """Return the measurements of each switch, by name; "none" is without any."""
     root = tmp_path_factory.mktemp("memory")
     torch.manual_seed(0)
     config = Qwen3Config(

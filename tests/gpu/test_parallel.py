@@ -1,4 +1,4 @@
-"""Layouts of two GPUs against one, and attention kernels against dense attention, in bfloat16."""
+"""Layouts of two GPUs compared with one, and attention kernels with dense attention, in bfloat16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [
 ]
 
 TOLERANCE = {"qwen3": 0.03, "qwen3_moe": 0.15, "gpt_oss": 0.15, "qwen3_5_text": 0.15, "nemotron_h": 0.15}
-"""Of the norm of a gradient's difference to the norm of the gradient: bfloat16 has 8 bits, and changes some routes."""
+"""Allowed norm of a gradient's difference, relative to the gradient: bfloat16 has 8 bits, and changes some routes."""
 TWO_GPUS = [
     Layout(case, parallelism, "varlen", "bfloat16")
     for case, parallelism in (
@@ -64,7 +64,7 @@ each_case = pytest.mark.parametrize("case", TOLERANCE, scope="module")
 
 @pytest.fixture(scope="module")
 def models(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a case's model, and its gradients on one GPU with varlen attention."""
+    """Return a function that returns a case's model, and its gradients on one GPU with varlen attention."""
     directory = tmp_path_factory.mktemp("gradients")
     write(next(known for known in CASES if known.name == case), directory / case)
     compare(1, [Layout(case, attention="varlen", dtype="bfloat16")], directory, "--write")
@@ -72,13 +72,13 @@ def models(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gpus_for(ranks: int) -> bool:
-    """Whether each rank can have a GPU, which others may share."""
+    """Return whether each rank can have a GPU, possibly a shared one."""
     gpus = torch.cuda.device_count()
     return gpus >= ranks or (gpus > 0 and nccl_version() >= (2, 30))
 
 
 def check(size: int, layouts: list[Layout], case: str, models: Path) -> None:
-    """Fail with all layouts of a case that are too far from one GPU."""
+    """Fail with all layouts of a case that differ too much from one GPU."""
     mine = [layout for layout in layouts if layout.case == case]
     found = list(zip(mine, compare(size, mine, models), strict=True))
     print("\n".join(f"{difference:.4f} {layout}" for layout, difference in found))
@@ -102,7 +102,7 @@ def test_two_gpus_equal_one(case: str, models: Path) -> None:
 @pytest.mark.gpus(4, 3, lane="parameters", minutes=7)
 @pytest.mark.skipif(not gpus_for(4), reason="needs four GPUs, or NCCL 2.30, which takes a GPU twice")
 def test_four_ranks_equal_one(case: str, models: Path) -> None:
-    """On four GPUs, or on fewer that they share."""
+    """On four GPUs, or on fewer shared ones."""
     check(4, FOUR_RANKS, case, models)
 
 
@@ -115,7 +115,7 @@ def test_two_gpus_with_flex_equal_one(case: str, models: Path) -> None:
 
 @pytest.fixture
 def newest() -> None:
-    """The attention kernels that a model of this GPU is built with."""
+    """Return the attention kernels that models use on this GPU."""
     wanted = compat.titan_utils.get_cuda_flash_attention_impl()
     if wanted is not None and current_flash_attention_impl() != wanted:
         activate_flash_attention_impl(wanted)

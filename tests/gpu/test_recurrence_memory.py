@@ -1,4 +1,4 @@
-"""Recurrent layers take as much of a GPU as `primeslurm plan` says."""
+"""Recurrent layers need as much GPU memory as `primeslurm plan` predicts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ ESTIMATED: dict[str, Mixer] = {
 
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "plain"])
 @pytest.mark.parametrize("kind", ESTIMATED)
-def test_a_layer_that_is_computed_anew_takes_what_is_estimated(
-    kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_layer_needs_the_estimated_memory(kind: str, kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.recurrence_memory import LAYERS, built
     from primeslurm.nn.kernels import linear_attention
 
@@ -40,7 +38,7 @@ def test_a_layer_that_is_computed_anew_takes_what_is_estimated(
     row = torch.randn(1, LENGTH, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     positions = torch.arange(LENGTH, device="cuda")[None]
     with torch.no_grad():
-        layer(row, positions)  # cuBLAS takes its workspace
+        layer(row, positions)  # allocates cuBLAS's workspace
     before = torch.cuda.memory_allocated()
     out = layer(row, positions)
     kept = torch.cuda.memory_allocated() - before

@@ -1,4 +1,4 @@
-"""Models with attention sinks, Mamba-2 and gated delta nets on a GPU against the same on the CPU."""
+"""Models with attention sinks, Mamba-2 and gated delta nets on a GPU compared with the CPU."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_scans(scan: Callable[..., torch.Tensor], shapes: list[tuple[int, ...]])
 
 
 def _scan_inputs(kind: str, rows: list[list[int]]) -> tuple[scan.HeadScan, list[torch.Tensor], list[torch.Tensor]]:
-    """A layer's inside at full width (Qwen3.5-35B-A3B, Nemotron-3-Nano), and what it takes by token and by head."""
+    """Return a recurrent layer's core at full width (Qwen3.5-35B-A3B, Nemotron-3-Nano), and its inputs by token and by
+    head.
+    """
     generator = torch.Generator("cuda").manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -88,7 +90,7 @@ def _scan_inputs(kind: str, rows: list[list[int]]) -> tuple[scan.HeadScan, list[
 
 
 def _scanned(made: scan.HeadScan, inputs: list[torch.Tensor], tokens: int, at: torch.Tensor) -> list[torch.Tensor]:
-    """Outputs, and gradients of all inputs: first those that come by token, then by head."""
+    """Return outputs, and gradients of all inputs: first those by token, then by head."""
     leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = made(leaves[:tokens], leaves[tokens:], at)
     seed = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(9), device="cuda")
@@ -108,7 +110,7 @@ def _scanned(made: scan.HeadScan, inputs: list[torch.Tensor], tokens: int, at: t
 def test_kernels_against_the_plain_recurrence(
     kind: str, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of 2,048 tokens, so that states pass on; both differ from float32 as bfloat16 does, or less."""
+    """In chunks of 2,048 tokens, so that states are passed on. Both may differ as much as bfloat16 does."""
     pytest.importorskip("fla")
     made, by_token, by_head = _scan_inputs(kind, rows)
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).cuda()
@@ -132,7 +134,7 @@ def test_kernels_against_the_plain_recurrence(
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_kernels_keep_documents_apart(kind: str) -> None:
-    """Other queries, keys and values before a document change none of its bits; other decays may, by rounding."""
+    """Other queries, keys and values before a document change none of its bits. Other decays may, by rounding."""
     pytest.importorskip("fla")
     made, by_token, by_head = _scan_inputs(kind, [[700, 324]])
     positions = torch.cat([torch.arange(700), torch.arange(324)])[None].cuda()
@@ -162,7 +164,7 @@ def _seconds(function: Callable[[], object], count: int = 5) -> float:
 
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
-def test_kernels_are_printed_beside_the_plain_recurrence(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_errors_are_printed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fla")
     made, by_token, by_head = _scan_inputs(kind, [[16384]])
     inputs = [tensor.bfloat16() for tensor in (*by_token, *by_head)]
@@ -183,7 +185,7 @@ def test_kernels_are_printed_beside_the_plain_recurrence(kind: str, monkeypatch:
 
 
 def _wide(case: Case) -> Case:
-    """Heads as wide as attention kernels are made for."""
+    """Widen the heads to the size that attention kernels support."""
 
     def config() -> object:
         made = case.config()
@@ -195,7 +197,7 @@ def _wide(case: Case) -> Case:
 
 @pytest.fixture
 def plain_references(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recurrences of transformers in PyTorch: where fla is installed it takes fla's kernels, which round to TF32."""
+    """Use transformers' recurrences in PyTorch, because fla's kernels, if installed, round to TF32."""
     for module in (modeling_qwen3_5, modeling_qwen3_5_moe):
         plain = inspect.unwrap(module.torch_chunk_gated_delta_rule)
         monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", plain)
@@ -216,7 +218,7 @@ def test_logits_and_gradients(case: Case, dtype: str, world: World, tmp_path: Pa
         logits.float().log_softmax(-1).gather(-1, tokens.roll(-1, 1)[..., None]).mean().backward()
 
     error = (packed - alone).abs()
-    # In bfloat16 a token near the border between two experts may take the other one.
+    # In bfloat16 a token near the border between two experts may choose the other one.
     assert error.max() < 1e-3 if dtype == "float32" else error.median() < 0.05 * alone.abs().max()
     got = policy.adapter.to_hf({name: p.grad.full_tensor() for name, p in policy.model.named_parameters()})
     name = "model.embed_tokens.weight"

@@ -1,4 +1,4 @@
-"""Router replay on a GPU: the choices that are given are followed, forwards and backwards."""
+"""Router replay on a GPU follows the given experts, forward and backward."""
 
 from __future__ import annotations
 

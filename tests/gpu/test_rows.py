@@ -1,4 +1,4 @@
-"""Rows that are spread and gathered on a GPU, against the CPU: each kernel, dtypes, sizes that are no powers of two."""
+"""Scattered and gathered rows on a GPU equal the CPU's: each kernel, dtype, and sizes that are not powers of two."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_gpu_and_cpu_agree(dtype: torch.dtype, count: int, slots: int, dim: int)
         assert (mine.float() - reference.float()).norm() <= limit * reference.float().norm()
 
 
-def test_there_may_be_no_rows() -> None:
+def test_empty_input_is_accepted() -> None:
     where, owner = torch.full((4, 2), -1, device="cuda"), torch.empty(0, dtype=torch.int64, device="cuda")
     weights = torch.ones(4, 2, device="cuda", requires_grad=True)
     empty = torch.empty(0, 16, device="cuda", requires_grad=True)

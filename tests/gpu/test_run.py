@@ -1,4 +1,4 @@
-"""The demo's run on real GPUs (local executor): the same checks as on an emulated cluster."""
+"""The demo's run on real GPUs (local executor), with the same checks as on an embedded cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latent attention on a GPU in bfloat16, dense and sparse, against the CPU in float32."""
+"""Latent attention on a GPU in bfloat16, dense and sparse, compared with the CPU in float32."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_forward_and_backward_equal_float32(heads: int, buffer_bytes: int, monke
         assert error < 0.02, f"{float(error):.4f}"
 
 
-def test_keys_are_selected_as_in_float32_from_what_engines_round() -> None:
+def test_selected_keys_equal_those_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     length, heads, width, top_k = 1024, 32, 128, 64
     query = torch.randn(1, length, heads, width, generator=generator).bfloat16()
@@ -73,7 +73,7 @@ def test_keys_are_selected_as_in_float32_from_what_engines_round() -> None:
     assert min(same) > 0.9 and sum(same) / length > 0.999  # products are exact, the order of sums is not
 
 
-def test_deep_gemm_scores_as_the_triton_kernel() -> None:
+def test_deep_gemm_scores_equal_the_triton_kernels() -> None:
     from primeslurm.nn.kernels.index_kernel import index_scores, triton_scores
 
     generator = torch.Generator().manual_seed(0)
@@ -88,12 +88,12 @@ def test_deep_gemm_scores_as_the_triton_kernel() -> None:
     expected = triton_scores(rounded(query), rounded(keys), weight, first, last)
     assert torch.equal(found.isinf(), expected.isinf())
     error, size = ((tensor.nan_to_num(neginf=0)).norm() for tensor in (found - expected, expected))
-    assert error / size < 5e-4, float(error / size)  # FP8 products add up with fewer bits on Hopper
+    assert error / size < 5e-4, float(error / size)  # FP8 products accumulate with fewer bits on Hopper
 
 
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """This process as the only rank of a trainer."""
+    """Return this process as the only rank of a trainer."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in rank_environment(0, 1, free_port()).items():
             patch.setenv(name, value)
@@ -105,7 +105,7 @@ def world() -> Iterator[World]:
 @pytest.mark.parametrize(
     ("case", "tolerance"),
     [
-        # Without experts: which of a tiny model's are chosen changes with the rounding, and so do all later layers.
+        # without experts, because rounding changes a tiny model's routes and so all later layers
         (Case("deepseek_v3", lambda: DeepseekV3Config(**MLA | DENSE, **GROUPS, rope_parameters=MLA_YARN)), 0.03),
         (Case("all keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=64)), 0.03),
         # The same happens to keys.

@@ -1,4 +1,4 @@
-"""Ranks on two GPUs, of which one stands still while the other waits in NCCL's collectives: the head names it."""
+"""Of ranks on two GPUs one hangs while the other waits in NCCL's collectives, and the head names the first one."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("phase", ["forward_backward", "optimizer", "publish", "checkpoint"])
-def test_a_rank_that_stands_still_is_named(ranks: Ranks, phase: str, victim: int) -> None:
+def test_hanging_rank_is_named(ranks: Ranks, phase: str, victim: int) -> None:
     is_named_when_stopped_in(phase, ranks, victim)

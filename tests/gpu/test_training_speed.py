@@ -1,4 +1,4 @@
-"""The benchmark of training steps on a GPU: it runs there, in bfloat16 with torchtitan beside it, and in FP8."""
+"""The benchmark of training steps on a GPU, in bfloat16 compared with torchtitan, and in FP8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight updates: an engine computes with what a trainer rank published, or sent over NCCL from another GPU."""
+"""Weight updates: an engine computes with the weights that a trainer rank published or sent over NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from benchmarks.support.shared_gpu import nccl_version
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionState
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
@@ -40,7 +42,7 @@ PROMPT = [(7 * i) % 1000 + 3 for i in range(64)]
 
 
 def make_model(directory: Path, seed: int) -> Path:
-    """About 0.6 billion parameters, most of them in experts; every size is a multiple of an FP8 block."""
+    """Write a model with about 0.6 billion parameters, mostly in experts. Every size is a multiple of an FP8 block."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=4096,
@@ -62,7 +64,7 @@ def make_model(directory: Path, seed: int) -> Path:
         bos_token_id=2,
     )
     model = Qwen3MoeForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():  # well separated scores: rounding then does not change which experts are chosen
+    with torch.no_grad():  # well separated scores, so that rounding does not change the routes
         for name, parameter in model.named_parameters():
             if name.endswith("mlp.gate.weight"):
                 parameter.normal_(std=0.5)
@@ -71,7 +73,7 @@ def make_model(directory: Path, seed: int) -> Path:
 
 
 def recipe(model: Path, transport: str, fp8: bool = False, **inference: Any) -> Recipe:
-    """A recipe whose engines get their policies in a way, and compute in FP8 if the trainer does."""
+    """Return a recipe with this transport, whose engines use FP8 if the trainer does."""
     return Recipe.model_validate(
         {
             "name": "gpu-weights",
@@ -93,7 +95,7 @@ def recipe(model: Path, transport: str, fp8: bool = False, **inference: Any) -> 
 
 
 def start_engine(asked: Recipe, log: Path) -> Server:
-    """An engine on the last of the GPUs, without the tokenizer that a random model has not."""
+    """Start an engine on the last GPU, without a tokenizer."""
     command = engine_command(asked, "cuda", "engine", sys.executable)
     argv = (*command.argv, "--skip-tokenizer-init")
     env = {
@@ -107,9 +109,9 @@ def start_engine(asked: Recipe, log: Path) -> Server:
 
 
 def expected(policy: PolicyModel, model: Path, sampled: list[int], fp8: bool) -> list[float]:
-    """What transformers gives the sampled tokens, in float32 on the trainer's GPU; in FP8, what the trainer gives them.
+    """Return expected log-probabilities: transformers' in float32 on the trainer's GPU, or with FP8 the trainer's.
 
-    In FP8 a random model's log-probabilities are 0.9 from those in float32, in the mean.
+    In FP8 a random model's log-probabilities differ from those in float32 by 0.9 on average.
     """
     ids = torch.tensor([PROMPT + sampled], device="cuda:0")
     with torch.no_grad():
@@ -132,7 +134,7 @@ of_each_form = pytest.mark.parametrize("form", ["bf16", "fp8", "from fp8"])
 
 @contextmanager
 def engine(form: str, transport: str, model: Path, directory: Path) -> Iterator[tuple[Server, Recipe]]:
-    """An engine that computes in bfloat16 or FP8, or was started from a checkpoint in FP8; and its recipe."""
+    """Yield an engine in bfloat16 or FP8, or one started from an FP8 checkpoint, and its recipe."""
     if form == "from fp8":
         model = shutil.copytree(model, directory / "released")
         to_fp8(model)
@@ -149,19 +151,19 @@ def engine(form: str, transport: str, model: Path, directory: Path) -> Iterator[
 
 
 def with_weights_of(asked: Recipe, model: Path) -> Recipe:
-    """The recipe of a trainer that has made these weights of the model that engines began with."""
+    """Return the recipe of a trainer with these weights of the engines' model."""
     return asked.model_copy(update={"model": asked.model.model_copy(update={"path": str(model)})})
 
 
 def difference(found: dict[str, Any], policy: PolicyModel, model: Path, fp8: bool) -> float:
-    """How far an engine's log-probabilities are from those of a policy, in the mean."""
+    """Return the mean difference between an engine's and a policy's log-probabilities."""
     off = torch.tensor(logprobs(found)) - torch.tensor(expected(policy, model, tokens(found), fp8))
     return round(float(off.abs().mean()), 4)
 
 
 def judge(pairs: list[tuple[float, float]], fp8: bool) -> None:
-    """Differences from a policy before and after an engine has got it."""
-    # Rounding changes which experts a random model chooses: 0.15 in bfloat16 on an H200, 0.75 in FP8, and 4.5 with old
+    """Check the differences before and after an engine's update."""
+    # Rounding changes a random model's routes: 0.15 in bfloat16 on an H200, 0.75 in FP8, and 4.5 with old
     # weights in both.
     most, share = (1.0, 4) if fp8 else (0.3, 10)
     for wrong, right in pairs:
@@ -171,15 +173,13 @@ def judge(pairs: list[tuple[float, float]], fp8: bool) -> None:
 @of_each_form
 @pytest.mark.gpus(1, MEMORY_GB, lane="parameters", minutes=8)
 @pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-async def test_an_engine_computes_with_what_was_published(
-    form: str, models: list[Path], world: World, tmp_path: Path
-) -> None:
+async def test_engine_uses_published_weights(form: str, models: list[Path], world: World, tmp_path: Path) -> None:
     with engine(form, "filesystem", models[0], tmp_path) as (server, asked):
         await publish_and_compare(server, asked, models, world, tmp_path / "run")
 
 
 async def publish_and_compare(server: Server, asked: Recipe, models: list[Path], world: World, run_dir: Path) -> None:
-    """Have an engine take two policies, and compare what it makes of them."""
+    """Update an engine with two policies by files, and compare its log-probabilities."""
     from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.weight_transfer.filesystem import Publisher
     from primeslurm.trainer.weights.export import published
@@ -207,7 +207,7 @@ async def publish_and_compare(server: Server, asked: Recipe, models: list[Path],
 @pytest.mark.skipif(
     GPUS < 2 and (GPUS < 1 or nccl_version() < (2, 30)), reason="needs two GPUs, or NCCL 2.30, which takes a GPU twice"
 )
-async def test_an_engine_computes_with_what_another_gpu_sent(
+async def test_engine_uses_weights_sent_over_nccl(
     form: str, models: list[Path], world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", str(int(GPUS < 2)))
@@ -216,7 +216,7 @@ async def test_an_engine_computes_with_what_another_gpu_sent(
 
 
 async def send_and_compare(server: Server, asked: Recipe, models: list[Path], world: World) -> None:
-    """Send an engine two policies, and compare what it makes of them."""
+    """Update an engine with two policies over NCCL, and compare its log-probabilities."""
     from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.weight_transfer.collective import Sender
     from primeslurm.trainer.weights.export import published

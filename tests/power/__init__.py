@@ -1,1 +1,1 @@
-"""A run whose power is cut: on a file system of its own, which forgets what was not flushed."""
+"""Power cuts of a run, on a separate file system that loses unflushed data."""

@@ -1,7 +1,7 @@
-"""The parts of a run that write, as they are: submission, an attempt (trainer and orchestrator), a requeue.
+"""The parts of a run that write: submission, an attempt (trainer and orchestrator), a requeue.
 
-Only what has no disk is left out: engines and environment workers, whose rollouts are made up here, and Slurm, of
-which `sbatch` just takes the job. What was acknowledged is noted elsewhere, on a disk that keeps its power.
+They are real. Engines and environment workers, which have no disk, are replaced by invented rollouts, and Slurm by an
+`sbatch` that accepts every job. Acknowledged writes are noted on another disk, which keeps its power.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from scripts.models import tiny_model
@@ -64,41 +64,40 @@ echo Submitted batch job 7
 
 @dataclass(frozen=True)
 class Place:
-    """Where things are: the run on the disk that loses its power, everything else beside it."""
+    """Paths: the run on the disk whose power is cut, everything else beside it."""
 
     beside: Path
     runs: Path
 
     @property
     def run(self) -> RunDirectory:
-        """The run."""
         return RunDirectory(self.runs / "power")
 
     @property
     def pickle(self) -> Path:
-        """What submitit starts the job from: before its first start, the pickle of the submission."""
+        """The pickle from which submitit starts the job; before its first start, the pickle of the submission."""
         named = self.run.path / "submitit" / f"{JOB}_submitted.pkl"
         job = self.run.latest().job()
         return named if named.exists() or job is None else pickled_agent(named.parent, job.submission)
 
     @property
     def acknowledged(self) -> list[dict[str, Any]]:
-        """What somebody was told of, oldest first."""
+        """Acknowledged writes, oldest first."""
         path = self.beside / "acknowledged.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def tell(self, kind: str, **more: Any) -> None:
-        """Note that something was acknowledged."""
+        """Note that a write was acknowledged."""
         with (self.beside / "acknowledged.jsonl").open("a") as file:
             file.write(json.dumps({"kind": kind, **more}) + "\n")
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Start over."""
         (self.beside / "acknowledged.jsonl").unlink(missing_ok=True)
 
 
 def prepare(place: Place) -> None:
-    """Write what a user has: a model, a recipe, a site; and an `sbatch` that takes every job."""
+    """Write a user's files (a model, a recipe, a site), and an `sbatch` that accepts every job."""
     tiny_model.write_model(place.beside / "model", "qwen3_moe", hidden=32)
     recipe = {
         "schema": 1,
@@ -133,7 +132,7 @@ def prepare(place: Place) -> None:
 
 
 def submit(place: Place) -> None:
-    """What `primeslurm submit` writes. Which nodes there are is not asked: there is no Slurm."""
+    """Submit as `primeslurm submit` does, without asking Slurm for its nodes."""
     loaded = loading.load(place.beside / "recipe.yaml", site=place.beside / "site.yaml")
     plan = loaded.plan()
     attempt = create(loaded.recipe, plan, place.beside / "recipe.yaml", submission._intent(plan, None))
@@ -142,13 +141,11 @@ def submit(place: Place) -> None:
 
 
 def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -> int:
-    """One attempt: the trainer in this thread, the orchestrator in another. Returns the trainer's exit code.
+    """Run one attempt, with the trainer in this thread and the orchestrator in another. Return the trainer's exit code.
 
     Args:
-        place: of the run.
-        start: word of the start of the job.
         preempt: warn the trainer after PREEMPTED_AFTER steps.
-        doing: is entered while a policy is published, and while a checkpoint is written and committed.
+        doing: context that is entered while a policy is published, and while a checkpoint is written and committed.
     """
     interrupt = Interrupt()  # before there is any thread
     os.environ |= {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": JOB}
@@ -173,7 +170,7 @@ def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -
     def orchestrate() -> None:
         try:
             asyncio.run(_orchestrate(arguments, preempt))
-        except BaseException as error:  # a thread's error is nobody's else
+        except BaseException as error:  # an error of a thread ends only that thread
             failed.append(error)
             os.kill(os.getpid(), signal.SIGKILL if not isinstance(error, OSError) else SIGNAL)
 
@@ -186,7 +183,7 @@ def train(place: Place, start: str, preempt: bool, doing: Doing = nullcontext) -
 
 
 def requeue(place: Place) -> None:
-    """What the head's agent writes when its job is preempted, until it asks Slurm to queue it again."""
+    """Write what the head's agent writes when its job is preempted, before it asks Slurm to requeue the job."""
     os.environ |= {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": JOB}
     delayed: Any = DelayedSubmission.load(place.pickle)
     attempt = place.run.latest()
@@ -234,7 +231,7 @@ def _rollout(job: Job, version: int) -> Rollout:
 
 
 def _observe(place: Place, number: int) -> None:
-    """Note what the parts of an attempt have told others, at the moment when they do."""
+    """Note what the parts of an attempt tell others, at that moment."""
 
     def put(spool: Spool, group: RolloutGroup, original: Any = Spool.put) -> bool:
         done = bool(original(spool, group))
@@ -264,7 +261,7 @@ def _observe(place: Place, number: int) -> None:
 
 
 def _divide(doing: Doing) -> None:
-    """Tell what the trainer is doing, and when it has done it."""
+    """Report what the trainer is doing."""
 
     def within(owner: type, name: str, part: str) -> None:
         original = getattr(owner, name)
@@ -286,7 +283,7 @@ def _digest(data: bytes) -> str:
 
 
 def succeeded(code: int) -> bool:
-    """Whether an attempt ended as it should."""
+    """Return whether an attempt ended as it should."""
     if code not in (0, exit_codes.CHECKPOINTED):
         print(f"the trainer ended with {code}", file=sys.stderr)
     return code in (0, exit_codes.CHECKPOINTED)

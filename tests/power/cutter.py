@@ -1,4 +1,4 @@
-"""When the power is cut: at a moment of a part of a run, so that each part is hit equally often."""
+"""Cuts the power at a moment of a part of a run, so that each part is hit equally often."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from typing import Any
 from tests.power.disk import Disk
 
 PARTS = ("submit", "publish", "commit", "requeue", "rest")
-"""What a run is doing when it writes; the rest are rollouts, batches, progress and records between these."""
+"""Activities of a run that write. `rest` are rollouts, batches, progress and records between the others."""
 CUT = 99
 """Exit code of the process that cut the power."""
 _WRITES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.truncate"}
 
 
 class Cutter:
-    """Counts what this process, and those forked from it, do to a disk, and cuts the power at one of these moments.
+    """Counts the operations of this process and its forked children on a disk, and cuts the power at one of them.
 
     Args:
-        disk: whose power it is.
-        part: which of PARTS, and
-        at: at which of its moments; None: never.
+        at: the operation of that part at which to cut; None for never.
     """
 
     def __init__(self, disk: Disk, part: str = "", at: int | None = None) -> None:
@@ -38,17 +36,17 @@ class Cutter:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How much was done so far, by part."""
+        """Number of operations so far, by part."""
         return dict(zip(PARTS, struct.unpack_from(f"<{len(PARTS)}Q", self._counts), strict=True))
 
     @property
     def fired(self) -> bool:
-        """Whether the power was cut; another thread may have ended the process for an error that followed."""
+        """Whether the power was cut. Another thread may have ended the process because of an error that followed."""
         return bool(self._counts[-1])
 
     @contextlib.contextmanager
     def doing(self, part: str) -> Iterator[None]:
-        """Count what is done within the block, by any thread, to this part."""
+        """Count the operations of all threads within the block for this part."""
         self._doing.append(part)
         try:
             yield
@@ -56,7 +54,7 @@ class Cutter:
             self._doing.remove(part)
 
     def watch(self) -> None:
-        """Begin, for the rest of this process's life."""
+        """Start to count, until the process ends."""
         flush = os.fsync
 
         def fsync(handle: Any) -> None:
@@ -89,12 +87,11 @@ class Cutter:
 
 
 def points(count: int, moments: dict[str, int], rng: random.Random) -> list[tuple[str, int]]:
-    """Draw which moment of which part is hit: parts in turn, and of each one moment of each of its equal stretches.
+    """Draw the moments to hit: parts in turn, and of each part one moment from each of its equal intervals.
 
     Args:
-        count: how many.
-        moments: of each part.
-        rng: draws; each part's own order is random, for whoever stops before the end.
+        moments: number of moments of each part.
+        rng: random generator. The order within a part is random, so that a prefix is a fair sample.
     """
     drawn = {}
     for number, part in enumerate(PARTS):

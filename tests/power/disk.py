@@ -1,4 +1,4 @@
-"""An ext4 file system in a file, which is stopped as a power cut stops a disk: what was not flushed is gone."""
+"""An ext4 file system in a file, which is stopped as by a power cut: unflushed data is lost."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import subprocess
 from pathlib import Path
 
 SHUTDOWN = 0x8004587D
-"""EXT4_IOC_SHUTDOWN of the kernel's fs/ext4/ext4.h."""
+"""EXT4_IOC_SHUTDOWN in the kernel's fs/ext4/ext4.h."""
 NO_LOG_FLUSH = struct.pack("I", 2)
-"""Nothing more is written, the journal neither: EXT4_GOING_FLAGS_NOLOGFLUSH."""
+"""EXT4_GOING_FLAGS_NOLOGFLUSH: nothing more is written, not even the journal."""
 BYTES = 256 << 20
 OPTIONS = (
-    "data=writeback,noauto_da_alloc,commit=300",  # nothing is written that nobody flushes
-    "data=writeback,noauto_da_alloc,commit=1",  # names are on disk before what they name
+    "data=writeback,noauto_da_alloc,commit=300",  # nothing is written unless it is flushed
+    "data=writeback,noauto_da_alloc,commit=1",  # names are on disk before their content
     "data=ordered,commit=1",
 )
 
 
 def unavailable() -> str:
-    """Why this machine cannot do it; empty if it can."""
+    """Return why this machine does not support it; empty if it does."""
     if os.geteuid():
         return "only root can mount a file system"
     if missing := [name for name in ("mkfs.ext4", "mount", "umount") if shutil.which(name) is None]:
@@ -33,18 +33,13 @@ def unavailable() -> str:
 
 
 class Disk:
-    """One file system below a directory.
-
-    Args:
-        place: directory for its file and its mount point.
-        options: of mount.
-    """
+    """A file system below a directory. `options` are mount options."""
 
     def __init__(self, place: Path, options: str) -> None:
         self._file, self.path, self._options = place / "disk.img", place / "disk", options
 
     def make(self) -> None:
-        """Make it anew, empty, and mount it. Raises CalledProcessError."""
+        """Create it, empty, and mount it. Raise CalledProcessError."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._file.unlink(missing_ok=True)
         with self._file.open("wb") as file:
@@ -53,17 +48,17 @@ class Disk:
         self._mount()
 
     def flush(self) -> None:
-        """Have on disk what was written so far."""
+        """Flush all writes so far."""
         _run("sync", "-f", str(self.path))
 
     def cut(self) -> None:
-        """Cut the power: from now on nothing is written, and every call fails."""
+        """Cut the power: nothing is written any longer, and every call fails."""
         handle = os.open(self.path, os.O_RDONLY)
         fcntl.ioctl(handle, SHUTDOWN, NO_LOG_FLUSH)
         os.close(handle)
 
     def restart(self) -> None:
-        """Mount a copy of what a power cut has left: sandboxes that began meanwhile may have the old mount for long."""
+        """Mount a copy of the data that survived, because sandboxes may keep the old mount."""
         _run("umount", str(self.path))
         left = self._file.with_suffix(".left")
         _run("cp", "--sparse=always", str(self._file), str(left))

@@ -1,7 +1,7 @@
-"""Cut the power of a run at random moments, and resume it: `python -m tests.power.rounds --points 50 --seed 3`.
+"""Cuts the power of a run at random moments, and resumes it: `python -m tests.power.rounds --points 50 --seed 3`.
 
-Each part of a run is hit equally often, however little it writes. Everything is imported once; every round is forked
-from there. A first run without a cut says how many moments each part has.
+Each part of a run is hit equally often, however little it writes. Every round is forked from a process with all
+imports. A first run without a cut counts the moments of each part.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from tests.support import temporary
 
 @dataclass(frozen=True)
 class Round:
-    """One power cut, and what came of it."""
+    """Result of a power cut."""
 
     part: str
-    """Of the run: which was hit, or was to be."""
+    """Part of the run that was, or should have been, hit."""
     at: int
-    """Which of its moments."""
+    """Moment within the part."""
     options: str
     during: str
-    """What the run was doing; empty if it had ended before."""
+    """Activity at the cut; empty if the run had ended before."""
     committed: int
-    """The newest step on disk afterwards."""
+    """Newest step on disk afterwards."""
     groups: int
-    """Rollout groups that had been acknowledged."""
+    """Number of acknowledged rollout groups."""
     lost: list[str]
     error: str
-    """Of the resume; empty if it worked."""
+    """Error of the resume; empty if it succeeded."""
     seconds: float
 
 
 def main() -> int:
-    """Print a line of JSON for each round. Exit code 1 if anything was lost, or could not be resumed."""
+    """Print a line of JSON per round. Exit with 1 if data was lost or a resume failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--points", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
@@ -58,7 +58,7 @@ def main() -> int:
     )
     parser.add_argument("--out", type=Path, help="write the rounds there, too")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the disk is unmounted then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # also unmounts the disk
     held = temporary.use_own()  # noqa: F841 - what killed processes leave goes with it
     beside = Path(tempfile.mkdtemp(prefix="power-"))
     disk = Disk(beside, OPTIONS[0])
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 def _moments(place: Place, disk: Disk) -> dict[str, int]:
-    """How often each part of an undisturbed run writes."""
+    """Return how often each part of an undisturbed run writes."""
     disk.make()
     cutter = Cutter(disk)
     during, code = _live(place, cutter)
@@ -105,7 +105,7 @@ def _round(place: Place, part: str, at: int, options: str) -> Round:
             log = (place.beside / "log").read_text()[-4000:]
             raise SystemExit(f"failed during {during} before the power was cut: {code}\n{log}")
         if not during:
-            disk.cut()  # the run was shorter this time: it has ended, and that must stay
+            disk.cut()  # this run was shorter, and its end must survive
         disk.restart()
         told = place.acknowledged
         lost = _report(place, lambda: json.dumps(verdict.losses(place)))
@@ -120,7 +120,7 @@ def _round(place: Place, part: str, at: int, options: str) -> Round:
 
 
 def _live(place: Place, cutter: Cutter) -> tuple[str, int]:
-    """Live through a run until it ends or the power is cut. Returns what it was doing then, and its exit code."""
+    """Run until the end or the power cut. Return the activity at that time, and the exit code."""
     phases: dict[str, tuple[str, Callable[[], object]]] = {
         "submit": ("submit", lambda: attempt.submit(place)),
         "attempt 1": ("rest", lambda: _train(place, "first", True, cutter.doing)),
@@ -141,7 +141,7 @@ def _train(place: Place, start: str, preempt: bool, doing: attempt.Doing) -> Non
 
 
 def _report(place: Place, action: Callable[[], str]) -> str:
-    """What an action says, in a process of its own; its error if it has one."""
+    """Return the result of an action in a separate process, or its error."""
     path = place.beside / "report"
 
     def write() -> None:
@@ -158,7 +158,7 @@ def _report(place: Place, action: Callable[[], str]) -> str:
 
 
 def _forked(place: Place, action: Callable[[], object], cutter: Cutter | None, part: str = "rest") -> int:
-    """Do something in a process of its own, whose output is in `log`. Returns its exit code."""
+    """Run an action in a separate process, with its output in `log`, and return the exit code."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

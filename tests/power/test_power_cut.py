@@ -1,4 +1,4 @@
-"""After a power cut everything is there that was acknowledged, and the run goes on."""
+"""After a power cut all acknowledged data exists, and the run resumes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from primeslurm.records.fleet import Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from tests.power.cutter import PARTS, points
 from tests.power.disk import OPTIONS, Disk, unavailable
 
 MOMENTS = {"submit": 75, "publish": 100, "commit": 180, "requeue": 18}
-"""At which a run writes at least, by part."""
+"""Lower bounds of the number of writes in each part of a run."""
 pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-"),
     pytest.mark.usefixtures("unmeasured"),
@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(params=OPTIONS)
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
-    """A disk whose power can be cut."""
+    """Yield a disk whose power can be cut."""
     made = Disk(tmp_path, request.param)
     try:
         made.make()
@@ -100,12 +100,12 @@ MAKES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
 
 
 @pytest.mark.parametrize("what", MAKES)
-def test_what_was_written_is_there_after_a_power_cut(disk: Disk, what: str) -> None:
+def test_acknowledged_writes_survive_a_power_cut(disk: Disk, what: str) -> None:
     make, is_there = MAKES[what]
     run_dir = disk.path / "runs" / "r"
     run_dir.parent.mkdir()
     if what in ("the secret", "metrics", "events"):
-        run_dir.mkdir()  # of the submission
+        run_dir.mkdir()  # made by the submission
     disk.flush()
     make(run_dir)
     disk.cut()
@@ -113,8 +113,8 @@ def test_what_was_written_is_there_after_a_power_cut(disk: Disk, what: str) -> N
     assert is_there(run_dir)
 
 
-def test_the_disk_forgets_what_nobody_flushed(disk: Disk) -> None:
-    """Without which the tests here would say nothing."""
+def test_disk_loses_unflushed_data(disk: Disk) -> None:
+    """Otherwise the tests here would prove nothing."""
     kept, lost = disk.path / "kept", disk.path / "lost"
     kept.write_text("kept")
     disk.flush()
@@ -127,7 +127,7 @@ def test_the_disk_forgets_what_nobody_flushed(disk: Disk) -> None:
     assert not lost.exists() or lost.read_text() != "lost"
 
 
-def test_a_disk_is_mounted_anew_though_a_sandbox_has_the_old_mount(disk: Disk) -> None:
+def test_disk_is_remounted_while_a_sandbox_has_the_old_mount(disk: Disk) -> None:
     written = disk.path / "written"
     written.write_text("flushed")
     disk.flush()
@@ -158,7 +158,7 @@ def test_run_resumes_after_a_power_cut(tmp_path: Path) -> None:
     assert all(each["during"] for each in rounds), "a run had ended before its power was cut"
 
 
-def test_each_part_is_hit_equally_often_over_its_whole_length() -> None:
+def test_moments_cover_each_part_evenly() -> None:
     moments = {"submit": 40, "publish": 7, "commit": 200, "requeue": 3, "rest": 1000}
     drawn = points(23, moments, random.Random(1))
     assert [part for part, _ in drawn] == [*PARTS * 4, *PARTS[:3]]

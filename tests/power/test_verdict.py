@@ -1,4 +1,4 @@
-"""What is called lost after a power cut, and what is not."""
+"""What counts as lost after a power cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLD = [{"kind": "progress", "attempt": 1, "next_step": 6, "done_step": 3}, {"ki
         pytest.param(RunProgress(2, 5, 4), False, id="another attempt's, which begins at what is committed"),
     ],
 )
-def test_progress_that_was_told_in_an_attempt_is_there(on_disk: RunProgress | None, lost: bool, tmp_path: Path) -> None:
+def test_acknowledged_progress_survives(on_disk: RunProgress | None, lost: bool, tmp_path: Path) -> None:
     place = Place(tmp_path / "beside", tmp_path / "runs")
     if on_disk is not None:
         on_disk.save(place.run.path / PROGRESS)

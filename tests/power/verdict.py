@@ -1,4 +1,4 @@
-"""What must be there after a power cut, and the resume that must work."""
+"""Checks after a power cut: acknowledged data exists, and the resume succeeds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import rows
 from primeslurm.records.reading import whole_lines
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport import secret
 from primeslurm.wire.weight_transfer import filesystem
@@ -22,7 +22,7 @@ from tests.power.attempt import STEPS, Place, _digest, train
 
 
 def losses(place: Place) -> list[str]:
-    """Say what is lost of what was acknowledged; empty if nothing is."""
+    """Return which acknowledged data is lost."""
     told = place.acknowledged
     kinds = {each["kind"] for each in told}
     if not place.run.exists():
@@ -41,7 +41,7 @@ def losses(place: Place) -> list[str]:
 
 
 def resume(place: Place) -> str:
-    """Resume the run, and train it to its end. Returns what went wrong, if anything did."""
+    """Resume the run and train it to its end. Return the error, if any."""
     if not place.run.exists():
         return ""
     before = checkpoints.newest(place.run.path) or 0
@@ -67,7 +67,7 @@ def _of_submission(place: Place, kinds: set[str]) -> list[str]:
         pickles = list((place.run.path / "submitit").glob("*.pkl*"))
         try:
             agents: list[Any] = [DelayedSubmission.load(path).function for path in pickles]
-        except Exception as error:  # whatever an empty pickle raises
+        except Exception as error:  # unpickling an empty file may raise anything
             return [*found, f"a pickle cannot be read: {error!r}"]
         if "submitted" in kinds and not place.pickle.exists() and "recovering" not in kinds:
             found.append("the job's pickle is gone")
@@ -94,7 +94,7 @@ def _of_weights(place: Place, told: list[dict[str, Any]], newest: int) -> list[s
 
 
 def _of_groups(place: Place, told: list[dict[str, Any]], newest: int) -> list[str]:
-    """Groups that were acknowledged are there, unless a committed step trained them, or a resume undid them."""
+    """Check that acknowledged groups exist, unless a committed step trained them or a resume undid them."""
     groups: dict[str, dict[str, Any]] = {}
     batches: dict[int, list[str]] = {}
     for each in told:
@@ -117,14 +117,14 @@ def _of_groups(place: Place, told: list[dict[str, Any]], newest: int) -> list[st
 
 
 def of_progress(place: Place, told: list[dict[str, Any]]) -> list[str]:
-    """An orchestrator that starts again in the same attempt goes on with what it has told the trainer."""
+    """Check that an orchestrator that restarts in the same attempt continues with what it has told the trainer."""
     recorded = [each for each in told if each["kind"] == "progress"]
     if not recorded:
         return []
     last = recorded[-1]
     with contextlib.suppress(OSError, DamagedError):
-        if value((place.run.path / PROGRESS).read_bytes(), RunProgress).attempt > last["attempt"]:
-            return []  # a new attempt goes on with what is committed; it was about to say that it does
+        if decode_msgpack((place.run.path / PROGRESS).read_bytes(), RunProgress).attempt > last["attempt"]:
+            return []  # a new attempt resumes from the committed step, and was about to report it
     now = restore(place.run.path, last["attempt"])
     if now.next_step < last["next_step"]:
         return [f"progress was {last}, and is {now}"]

@@ -25,7 +25,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
-class Aims:
+class Targets:
     """Targets of attacks: the parts of a running run on this machine."""
 
     run: Path
@@ -38,7 +38,7 @@ class Aims:
     """Abstract socket names that reserve the run's ports."""
 
     @classmethod
-    def of(cls, run: Path) -> Aims:
+    def of(cls, run: Path) -> Targets:
         directory = RunDirectory(run)
         reports = directory.attempt(1).heartbeats()
         pids = [report.agent_pid for report in reports if report.agent_pid]
@@ -62,30 +62,30 @@ class Trial:
     """
 
     name: str
-    aims: Callable[[Aims], Iterable[object]]
+    targets: Callable[[Targets], Iterable[object]]
     act: Callable[[object], object]
     harmless: bool = False
 
-    def hits(self, aims: Aims) -> list[str]:
+    def try_all(self, targets: Targets) -> list[str]:
         """Try the attack on all targets, and return those on which it worked."""
         found = []
-        for aim in self.aims(aims):
+        for target in self.targets(targets):
             with contextlib.suppress(OSError):
-                self.act(aim)
-                found.append(str(aim))
+                self.act(target)
+                found.append(str(target))
         return found
 
 
-def worked(aims: Aims) -> dict[str, list[str]]:
+def successful_attacks(targets: Targets) -> dict[str, list[str]]:
     """Try all attacks as a stranger, and return the targets of each attack that worked.
 
     An entry `as owner: NAME` is an attack that did not even work for the owner, so that it proves nothing.
     """
     found = {}
     for trial in TRIALS:
-        if trial.harmless and not trial.hits(aims):
+        if trial.harmless and not trial.try_all(targets):
             found[f"as owner: {trial.name}"] = ["nowhere"]
-        attack = attempted(lambda: trial.hits(aims))  # noqa: B023
+        attack = attempted(lambda: trial.try_all(targets))  # noqa: B023
         assert attack.succeeded, attack.trace
         if attack.value:
             found[trial.name] = attack.value
@@ -103,18 +103,26 @@ def _read(path: object) -> bytes:
         return file.read(1)
 
 
-def _in_proc(name: str) -> Callable[[Aims], Iterable[object]]:
-    return lambda aims: [f"/proc/{pid}/{name}" for pid in aims.pids]
+def _in_proc(name: str) -> Callable[[Targets], Iterable[object]]:
+    return lambda targets: [f"/proc/{pid}/{name}" for pid in targets.pids]
 
 
-def _files(aims: Aims) -> Iterable[object]:
+def _files(targets: Targets) -> Iterable[object]:
     known = ("secret", "lock.json", "recipe.yaml", "attempts/1/plan.json", "attempts/1/addresses.json", "metrics.jsonl")
-    return [aims.run / name for name in known] + list(aims.run.glob("submitit/*")) + list(aims.run.glob("slurm-*.out"))
+    return (
+        [targets.run / name for name in known]
+        + list(targets.run.glob("submitit/*"))
+        + list(targets.run.glob("slurm-*.out"))
+    )
 
 
-def _new(aims: Aims) -> Iterable[object]:
+def _new(targets: Targets) -> Iterable[object]:
     planted = ("attempts/1/cancel", "attempts/1/fleet.json", "submitit/1_submitted.pkl", "secret", "checkpoints/x")
-    return [*(aims.run / name for name in planted), aims.run.parent / "x", aims.run.parent / ".bad-nodes" / "n.json"]
+    return [
+        *(targets.run / name for name in planted),
+        targets.run.parent / "x",
+        targets.run.parent / ".bad-nodes" / "n.json",
+    ]
 
 
 def _link(path: object) -> None:
@@ -145,19 +153,19 @@ def _connect(name: object) -> None:
         client.connect(str(name).replace("@", "\0", 1))
 
 
-def _pids(aims: Aims) -> Iterable[object]:
-    return aims.pids
+def _pids(targets: Targets) -> Iterable[object]:
+    return targets.pids
 
 
 TRIALS = (
-    Trial("list the run directory", lambda aims: [aims.run], lambda path: os.listdir(str(path)), True),  # noqa: PTH208
+    Trial("list the run directory", lambda targets: [targets.run], lambda path: os.listdir(str(path)), True),  # noqa: PTH208
     Trial("read what is in it", _files, _read, True),
     Trial("write or plant files in it", _new, lambda path: Path(str(path)).open("ab").close()),
-    Trial("put another in its place", lambda aims: [aims.run], _rename),
-    Trial("open it", lambda aims: [aims.run], lambda path: Path(str(path)).chmod(0o777)),
-    Trial("list directories on the disk", lambda aims: aims.places, lambda path: os.listdir(str(path)), True),  # noqa: PTH208
-    Trial("plant links there", lambda aims: aims.places, _link),
-    Trial("put others in their place", lambda aims: aims.places, _rename),
+    Trial("put another in its place", lambda targets: [targets.run], _rename),
+    Trial("open it", lambda targets: [targets.run], lambda path: Path(str(path)).chmod(0o777)),
+    Trial("list directories on the disk", lambda targets: targets.places, lambda path: os.listdir(str(path)), True),  # noqa: PTH208
+    Trial("plant links there", lambda targets: targets.places, _link),
+    Trial("put others in their place", lambda targets: targets.places, _rename),
     Trial("read environments", _in_proc("environ"), _read, True),
     Trial("read maps", _in_proc("maps"), _read, True),
     Trial("open memory", _in_proc("mem"), lambda path: Path(str(path)).open("rb").close(), True),
@@ -170,7 +178,7 @@ TRIALS = (
     Trial("move them to one core", _pids, lambda pid: os.sched_setaffinity(int(str(pid)), {0})),
     Trial("trace processes", _pids, _trace),
     Trial("take descriptors", _pids, _take_descriptors),
-    Trial("open shared memory", lambda aims: aims.memory, lambda path: Path(str(path)).open("r+b").close()),
-    Trial("unlink shared memory", lambda aims: aims.memory, lambda path: Path(str(path)).unlink()),
-    Trial("connect to claims of ports", lambda aims: aims.claims, _connect),
+    Trial("open shared memory", lambda targets: targets.memory, lambda path: Path(str(path)).open("r+b").close()),
+    Trial("unlink shared memory", lambda targets: targets.memory, lambda path: Path(str(path)).unlink()),
+    Trial("connect to claims of ports", lambda targets: targets.claims, _connect),
 )

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.batching.packing import Common, Document, encode
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Frame, RankShard, Row, assembled
+from primeslurm.wire.batches.batch import Batch, BatchInfo, RankShard, Row
+from primeslurm.wire.batches.frames import Frame, assembled
 
 
 def received(frames: Sequence[Frame]) -> Batch:

@@ -26,11 +26,11 @@ from primeslurm.testbed.embedded_slurm.cluster import Cluster, up
 from primeslurm.testbed.embedded_slurm.config import ClusterSpec
 from primeslurm.wire.stored import checkpoints
 from tests.support.unmeasured import unmeasured
+from tests.support.waiting import STALL_S, StallTimer
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
 SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
-PATIENCE_S = 900.0
 NODE_SILENT_S = 20
 """Longer than the disk of this deployment is full, and shorter than the 30 s of other embedded clusters."""
 MAX_OFF_POLICY_STEPS = 8
@@ -146,14 +146,14 @@ class Deployment:
         """Return whether all processes are healthy."""
         return status.phase == "running" and all(process.state == "HEALTHY" for process in status.processes)
 
-    def wait(self, condition: Callable[[RunStatus], bool], timeout_s: float = PATIENCE_S) -> RunStatus:
-        """Poll until the condition holds. Fail if the run ends or nothing changes for `timeout_s`."""
-        deadline = time.monotonic() + timeout_s
+    def wait(self, condition: Callable[[RunStatus], bool], stall_s: float = STALL_S) -> RunStatus:
+        """Poll until the condition holds. Fail if the run ends, or makes no progress for `stall_s`."""
+        timer = StallTimer(stall_s)
         while not condition(status := self.status()):
-            if status.phase in OVER or time.monotonic() > deadline:
-                states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
+            states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
+            if status.phase in OVER or timer.stalled((status.attempt, status.step, states)):
                 raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
-            time.sleep(0.3)
+            time.sleep(0.5)
         return status
 
     def snapshot(self) -> Snapshot:

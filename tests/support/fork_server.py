@@ -14,7 +14,7 @@ import signal
 import socket
 from typing import Any
 
-from primeslurm.node.agent.fork_server import become, imported, reap
+from primeslurm.node.agent.fork_server import become, import_modules, reap
 
 LONGEST = 1 << 20
 """Longest request [bytes]."""
@@ -58,5 +58,5 @@ def serve(connection: socket.socket) -> dict[str, Any] | None:
             return request
 
 
-if __name__ == "__main__" and (asked := serve(imported())) is not None:
+if __name__ == "__main__" and (asked := serve(import_modules())) is not None:
     become(asked)

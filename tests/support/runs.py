@@ -22,6 +22,7 @@ from primeslurm.run.directory import RunDirectory, create
 from primeslurm.run.records import attempt_events, events, rows
 from primeslurm.slurm.held_signals import signals_held
 from tests.support.unmeasured import unmeasured
+from tests.support.waiting import StallTimer, bytes_below
 
 Status = dict[str, Any]
 E = TypeVar("E", bound=Event)
@@ -63,24 +64,23 @@ class Demo:
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
-    def wait(self, run: RunDirectory, condition: Callable[[Status], object], timeout_s: float = 1200) -> Status:
-        """Poll until the condition holds. Fail with the ends of the logs if the run ends or makes no progress for
-        `timeout_s`.
-        """
-        deadline = time.monotonic() + timeout_s
+    def wait(self, run: RunDirectory, condition: Callable[[Status], object]) -> Status:
+        """Poll until the condition holds. Fail with the ends of the logs if the run ends or makes no progress."""
+        timer = StallTimer()
         while not condition(status := self._seen(run)):
-            if status["phase"] in ("completed", "failed", "cancelled", "lost") or time.monotonic() > deadline:
+            progress = bytes_below(run.path, "attempts/*/events/*.jsonl") + bytes_below(run.path, "metrics.jsonl")
+            if status["phase"] in ("completed", "failed", "cancelled", "lost") or timer.stalled(progress):
                 raise AssertionError(f"{status['phase']}: {status['reason']}\n{tails(run)}")
-            time.sleep(1)
+            time.sleep(2)
         return status
 
     def _seen(self, run: RunDirectory) -> Status:
         """Read the status in this process: a new Python per poll would take CPU time from the run."""
         return dict(msgspec.to_builtins(Run(run.path).status(processes=True, if_silent=lambda _: None)))
 
-    def finish(self, run: RunDirectory, timeout_s: float = 1200) -> Status:
+    def finish(self, run: RunDirectory) -> Status:
         """Wait until the run has completed."""
-        return self.wait(run, lambda status: status["phase"] == "completed", timeout_s)
+        return self.wait(run, lambda status: status["phase"] == "completed")
 
 
 def process(status: Status, name: str) -> dict[str, Any]:

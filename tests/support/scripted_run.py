@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.support.ports import free_port
 from primeslurm.base.files import write_json
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import TrainerLink
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import FILE

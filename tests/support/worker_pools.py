@@ -14,7 +14,7 @@ from primeslurm.orchestrator.rollouts.worker_events import (
     WorkerUnusable,
 )
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
-from primeslurm.wire.batches.rollouts import Frame
+from primeslurm.wire.batches.frames import Frame
 
 
 class CallbackPool(WorkerPool):

@@ -22,7 +22,7 @@ from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.base.phase_timer import PhaseTimer
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Row
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from scripts.models import tiny_model
 from tests.support.faulty_storage import storage_time  # noqa: F401 - for all tests

@@ -21,7 +21,7 @@ from primeslurm.trainer.data.image_positions import Images, vision_input
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import reduce_after
-from primeslurm.wire.batches.rollouts import Row
+from primeslurm.wire.batches.batch import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.image_rows import DOCUMENTS, packed
 

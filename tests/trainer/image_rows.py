@@ -9,7 +9,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from primeslurm.trainer.data.image_positions import Images
-from primeslurm.wire.batches.rollouts import Row
+from primeslurm.wire.batches.batch import Row
 from scripts.models.tiny_model import tokenizer
 from tests.trainer.conftest import SEQ_LEN
 from tests.trainer.families import CASES, IMAGES, VISION_CASES, Case, write

@@ -18,7 +18,9 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.optimizers import host_states
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Float32, ImageSpan, Int32
+from primeslurm.wire.batches.batch import Batch, BatchInfo
+from primeslurm.wire.batches.frames import Float32, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 from tests.trainer.image_rows import DOCUMENTS, MERGE, packed
 

@@ -1,4 +1,4 @@
-"""What unit tests share."""
+"""Settings of unit tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from hypothesis import settings
 
 from tests.support.faulty_storage import storage_time  # noqa: F401 - for all tests
 
-# How long an example takes says more about what else the machine does than about the code.
+# The duration of an example depends mostly on the load of the machine.
 settings.register_profile("primeslurm", deadline=None)
 settings.load_profile("primeslurm")

@@ -14,20 +14,18 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable
 
+# Longest request head. The router accepts less (about 400 KiB), so every token that it asks about is counted.
 MAX_HEAD_BYTES = 2**19
-"""Longest request head. The router accepts less (about 400 KiB), so every token that it asks about is counted."""
+# Time in which a client must send its request [s].
 HEAD_S = 5.0
-"""Time in which a client must send its request [s]."""
 _log = logging.getLogger(__name__)
 
 
 class RouterHealthEndpoint:
     """Answers health requests of the node agent and token checks of the router.
 
-    Args:
-        secret: the run's secret.
-        request: requests a path from the router, and returns the HTTP status; None if the router does not answer.
-        complete: returns whether the router has all its workers.
+    `request` requests a path from the router and returns the HTTP status (None: no answer). `complete` returns whether
+    the router has all its workers.
     """
 
     def __init__(

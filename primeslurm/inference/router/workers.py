@@ -10,8 +10,8 @@ import msgspec
 
 from primeslurm.wire.decoding import DamagedError, decode_json
 
+# Longest response to /list_workers that is read [bytes]. A thousand workers need a hundredth of it.
 LARGEST_LIST = 16 << 20
-"""Longest response to /list_workers that is read [bytes]. A thousand workers need a hundredth of it."""
 
 
 class _Listed(msgspec.Struct):

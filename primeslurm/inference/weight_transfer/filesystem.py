@@ -17,8 +17,8 @@ from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 from primeslurm.wire.weight_transfer.messages import PolicyDirectory
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
 
+# Longest wait until this node sees a policy that the trainer's node has written [s].
 SEEN_S = 20.0
-"""Longest wait until this node sees a policy that the trainer's node has written [s]."""
 
 
 class UnseenError(PolicyError):

@@ -3,11 +3,6 @@
 While generation is paused, vLLM calls `start_weight_update`, `update_weights` (once or more) and
 `finish_weight_update`. With every transport, tensors have Hugging Face names and go through the model's own
 `load_weights`, inside vLLM's layerwise reload. So one policy fits any device and any tensor- or expert-parallel layout.
-
-vLLM's reload puts the parameters on the meta device, and replays the calls of their loaders later. It needs a named
-loader per parameter, and it loses what a model's `load_weights` copies without a loader. `_begin_reload` and the
-functions below it work around this for some model families. Review them whenever the pinned vLLM version changes:
-`tests/engine/test_reloads.py` updates a model of each family.
 """
 
 from __future__ import annotations
@@ -33,8 +28,8 @@ from primeslurm.inference.weight_transfer.experts import incomplete_experts
 from primeslurm.nn.block_sizes import FP8_BLOCK
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
+# Elements of FP8 weights that are converted to float32 at a time, to save memory.
 _ELEMENTS_AT_ONCE = 2**25
-"""Elements of FP8 weights that are converted to float32 at a time, to save memory."""
 
 
 class PolicyError(RuntimeError):
@@ -174,6 +169,9 @@ def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 SELECTION_BIAS = "e_score_correction_bias"
 
 
+# vLLM's reload puts the parameters on the meta device, and replays the calls of their loaders later. It needs a named
+# loader per parameter, and loses what a model's `load_weights` copies without a loader. The functions below work around
+# this for some families. Review them whenever the pinned vLLM version changes (tests/engine/test_reloads.py).
 def _begin_reload(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         _name_loader(parameter)
@@ -181,11 +179,11 @@ def _begin_reload(model: torch.nn.Module) -> None:
     experts = [layer for each in gpt_oss for layer in each.modules() if isinstance(layer, RoutedExperts)]
     for layer in experts:
         _copy_whole(layer)
-    kept = [(layer, layer.sinks) for each in gpt_oss for layer in each.modules() if isinstance(layer, OAIAttention)]
+    sinks_of = [(layer, layer.sinks) for each in gpt_oss for layer in each.modules() if isinstance(layer, OAIAttention)]
     initialize_layerwise_reload(model)
     for layer in experts:
         _load_copies(layer)
-    for layer, sinks in kept:
+    for layer, sinks in sinks_of:
         # `load_weights` copies into the sinks directly, and vLLM derives nothing from them, so load them in place.
         layer.register_parameter("sinks", sinks)
         get_layerwise_info(layer).reset()

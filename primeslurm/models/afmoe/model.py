@@ -70,7 +70,7 @@ def _layer(hf: Any, index: int, attention: str) -> gqa.GqaBlock.Config:
             window=hf.sliding_window if local else None,
             bias=hf.attention_bias,
             output_bias=hf.attention_bias,
-            rope=rotary(hf) if local else None,
+            rope=rotary(hf) if local else None,  # global layers have no positions
             q_norm=norm(hf, hf.head_dim),
             k_norm=norm(hf, hf.head_dim),
             gate=linear(hf.hidden_size, hf.num_attention_heads * hf.head_dim),

@@ -57,6 +57,7 @@ class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):
     config_class: ClassVar[type[BaseRendererConfig]] = DeepSeekV31Config
 
     def __init__(self, tokenizer: Any, config: DeepSeekV31Config) -> None:
+        # Without thinking, no answer has thoughts that could be dropped.
         self._implied_thinking_retention = "template" if config.thinking else "all"
         super().__init__(tokenizer, config)
         self._think, self._think_end = (self._one_token(mark) for mark in ("<think>", "</think>"))
@@ -102,6 +103,7 @@ class DeepSeekV31Renderer(ExtendingMixin, DeepSeekV3Renderer):
         emit_text: Callable[..., None],
         **_: Any,
     ) -> None:
+        # After a tool's result, the template writes no header.
         if index == 0 or messages[index - 1]["role"] != "tool":
             emit_special(self._assistant_token, index, is_sampled=False, is_content=False)
             emit_special(self._think_end, index, is_sampled=False, is_content=False)

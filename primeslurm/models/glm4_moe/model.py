@@ -20,6 +20,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
 
 
 def _layer(hf: Any, index: int, attention: str) -> gqa.GqaBlock.Config:
+    # GLM-4.5-Air has no query and key norms.
     qk_norm = {name: norm(hf, hf.head_dim) for name in ("q_norm", "k_norm") if hf.use_qk_norm}
     return gqa.block(
         hf,

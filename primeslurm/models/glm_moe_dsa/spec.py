@@ -10,5 +10,6 @@ FAMILY = Family(
     parsers={r"glm-?5": Parsers("glm47", "glm45")},
     renderer="glm-5.1",
     renderers={r"glm-?5": "glm-5", r"glm-?5\.1": "glm-5.1", r"glm-?5\.3": "glm-5.3"},
+    # Sparse attention reads the weight of kv_b_proj without calling it, so an adapter would have no effect.
     lora_targets=LATENT - {"kv_b_proj"} | SWIGLU | EXPERTS,
 )

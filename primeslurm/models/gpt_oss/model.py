@@ -51,6 +51,7 @@ class GptOssExperts(GroupedExperts):
             return torch.repeat_interleave(bias, num_tokens_per_expert_E.long(), dim=0, output_size=x_RD.shape[0])
 
         hidden = self._grouped_mm(A=x_RD, B_t=gate_up, offs=offsets) + by_row(gate_up_bias)
+        # Checkpoints interleave gate and up.
         gate = hidden[..., ::2].clamp(max=self.limit)
         up = hidden[..., 1::2].clamp(min=-self.limit, max=self.limit)
         hidden = gate * torch.sigmoid(gate * self.alpha) * (up + 1)

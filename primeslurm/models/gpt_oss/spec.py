@@ -15,5 +15,6 @@ FAMILY = Family(
     parsers={r"gpt-?oss": Parsers("openai", "openai_gptoss")},
     renderer="gpt-oss",
     renderer_traits={"gpt-oss": HARMONY},
+    # Experts have biases, so they have no adapters.
     lora_targets=ATTENTION,
 )

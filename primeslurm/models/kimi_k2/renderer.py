@@ -39,6 +39,7 @@ class KimiK2ThinkingRenderer(ExtendingMixin, KimiK25Renderer):
 
     config_class: ClassVar[type[BaseRendererConfig]] = KimiK2ThinkingConfig
 
+    # KimiK25Renderer looks up the tokens around images when it is created.
     def _token_id(self, token: str) -> int:
         return NO_TOKEN if token.startswith("<|media_") else int(super()._token_id(token))
 

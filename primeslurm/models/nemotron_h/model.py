@@ -156,6 +156,7 @@ def _feed_forward(hf: Any, width: int) -> relu2.Relu2FeedForward.Config:
 
 
 def _moe(hf: Any) -> MoE.Config:
+    # Latent experts compute in a narrower hidden size, between two projections.
     latent = hf.moe_latent_size
     experts = relu2.Relu2Experts.Config(
         dim=latent or hf.hidden_size,
@@ -168,6 +169,7 @@ def _moe(hf: Any) -> MoE.Config:
         routed_experts = routed(experts, hf.num_experts_per_tok, relu2.LatentExperts, **through)
     else:
         routed_experts = routed(experts, hf.num_experts_per_tok)
+    # One group means no limit on groups, which torchtitan expresses as None.
     grouped = hf.n_group > 1
     return make_moe_config(
         num_experts=hf.n_routed_experts,

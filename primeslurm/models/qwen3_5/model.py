@@ -46,6 +46,7 @@ class OffsetNorm(Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
+        # float32 throughout, as in transformers.
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * (1 + self.weight.float())).to(x.dtype)
 
@@ -124,6 +125,7 @@ class Qwen35Decoder(vision.Decoder):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    # Text-only models have no enclosing config.
     whole, hf = hf, hf.get_text_config()
     refuse(hf, attention_bias=hf.attention_bias)
     refuse_other_activations(hf)

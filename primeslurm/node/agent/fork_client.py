@@ -15,10 +15,9 @@ import msgspec
 
 from primeslurm.node.agent.child_process import Child, ProcessGroup, open_log
 
+# Timeout for a server's imports, even from a slow file system. Afterwards processes import by themselves.
 IMPORT_S = 120.0
-"""Timeout for a server's imports, even from a slow file system. Afterwards processes import by themselves."""
-ANSWER_S = 10.0
-"""Timeout for a fork."""
+ANSWER_S = 10.0  # timeout for a fork
 _MAX_ANSWER = 64
 
 
@@ -85,13 +84,10 @@ class ForkServer:
             except OSError:
                 self._connection.close()
                 raise
+        self.pid = self._process.pid
         self._connection.setblocking(False)
         self._began = time.monotonic()
         self._imported = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     @property
     def imported(self) -> bool:
@@ -111,7 +107,7 @@ class ForkServer:
     ) -> ForkedChild:
         """Start a process with a command line of the form `PYTHON -m MODULE ARG ...`.
 
-        It inherits the descriptors in `passed`. The values of these variables in `env` begin with them.
+        It inherits the descriptors in `passed`. Their variables in `env` begin with the numbers.
 
         Raises:
             OSError: the server does not answer, or the log file cannot be opened.

@@ -15,12 +15,11 @@ from primeslurm.plan.model import Process
 from primeslurm.records.fleet import HeartbeatReport
 from primeslurm.records.heartbeats import Heartbeat, HeartbeatPage
 
+# A process that a signal has stopped is continued after this long. People stop processes with a debugger instead.
 STOPPED_S = 10.0
-"""A process that a signal has stopped is continued after this long. People stop processes with a debugger instead."""
-QUIET_S = 2.0
-"""With a younger heartbeat, the condition of a process is not looked up in /proc."""
+QUIET_S = 2.0  # with a younger heartbeat, the condition of a process is not looked up in /proc
+# Period of look-ups of a process without heartbeats: a rank that waits for rollouts sends none for minutes.
 LOOKUP_PERIOD_S = 1.0
-"""Period of look-ups of a process without heartbeats: a rank that waits for rollouts sends none for minutes."""
 
 _NONE = Heartbeat()
 

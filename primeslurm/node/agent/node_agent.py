@@ -2,7 +2,7 @@
 
 The agent outlives its processes. Agents and head communicate through small files in the attempt directory. An agent
 writes its heartbeat `agents/<rank>.json`. The head writes `roster.json` (the node assignment), `addresses.json` (hosts
-and ports of all processes) and `fleet.json` (what is ready, and the end).
+and ports of all processes) and `fleet.json` (ready processes, and the end).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.launch_failures import START, JobOutput, kills, node_names
 from primeslurm.wire.transport.addresses import Addresses
 
+# How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway.
 TICK_RETRY_S = 0.5
-"""How long one tick of an agent or the head retries an operation on a file. The next tick tries again anyway."""
+# Age of the head's last heartbeat, in heartbeat periods, from which on the job's output is searched for its death.
 HEARTBEATS_BEFORE_LOOK = 3.0
-"""Age of the head's last heartbeat, in heartbeat periods, from which on the job's output is searched for its death."""
 LOOK_PERIOD_S = 1.0
 
 
@@ -205,7 +205,7 @@ class NodeAgent:
             self.end(Ending(Outcome.CANCELLED, BY_SIGTERM))
         if self.ending is not None:
             self._wind_down(now, self.ending)
-        elif not self._terminated:  # after SIGTERM nothing is started any more
+        elif not self._terminated:  # after SIGTERM no process is started
             self._tick_processes(now)
         if self._news() != self._reported or now - self._last_heartbeat >= self.plan.heartbeat_s:
             self._heartbeat(now, ended=False)

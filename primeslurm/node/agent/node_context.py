@@ -1,4 +1,4 @@
-"""What processes need from their node: values of the Plan's placeholders, files, and directories on the local disk."""
+"""Node-specific inputs of processes: values of the Plan's placeholders, files, and directories on the local disk."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from primeslurm.node.host.private_directory import LONGEST_FOR_SOCKETS, WORD, Pr
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.transport.addresses import Addresses
 
-RUN_ID_END = 9
-"""The last letters of a run's id, which no other run has. Directory names contain at least these."""
-LONGEST_RUN_ID = 38
-"""Longest part of a run's id in a directory name."""
+RUN_ID_END = 9  # the last letters of a run's id, which no other run has. Directory names contain at least these.
+LONGEST_RUN_ID = 38  # longest part of a run's id in a directory name
 _OF_ATTEMPT = re.compile(rf"\.?(primeslurm-.+)-(\d+)-a(\d+)(?:-[a-z2-7]{{{WORD}}})?")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 

@@ -28,7 +28,7 @@ from primeslurm.records.events.processes import (
     ProcessStartFailed,
     ProcessUnresponsive,
 )
-from primeslurm.records.fleet import FleetView, HeartbeatReport, ProcessReport
+from primeslurm.records.fleet import FleetView, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.diagnosis.logs import last_words
 from primeslurm.run.directory import Attempt
@@ -36,18 +36,15 @@ from primeslurm.wire import exit_codes
 from primeslurm.wire.transport.addresses import Addresses
 from primeslurm.wire.transport.secret import HANDED_OVER, VARIABLE, generate_token, handing_over, read
 
-MEMORY_SCAN_S = 30.0
-"""Time between two scans of the shared memory of running processes."""
-DUMP_S = 2.0
-"""Time for an unresponsive process to write its stacks before it is killed."""
-UNLINK_S = 5.0
-"""Longest wait at the end for killed processes to release their memory. GPU drivers take a while."""
+MEMORY_SCAN_S = 30.0  # time between two scans of the shared memory of running processes
+DUMP_S = 2.0  # time for an unresponsive process to write its stacks before it is killed
+UNLINK_S = 5.0  # longest wait at the end for killed processes to release their memory. GPU drivers take a while.
 
 # These roles write the last checkpoint, and install no SIGTERM handler: SIGUSR1 asks the trainer for the checkpoint.
 _CHECKPOINT_ROLES = ("trainer", "orchestrator")
 
+# Start parameters of a process: argv, environment, files, and which of its prerequisites were given up.
 Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
-"""What a process is started with: argv, environment, files, and which of its prerequisites were given up."""
 
 
 class ProcessManager:
@@ -246,7 +243,7 @@ class ProcessManager:
 
     def _report(self, supervision: Supervision) -> ProcessReport:
         name = supervision.process.name
-        child = self.children.get(name)
+        child, liveness = self.children.get(name), self.liveness_monitor.of(name)
         return ProcessReport(
             state=supervision.state,
             pid=child.pid if child else None,
@@ -258,12 +255,8 @@ class ProcessManager:
             generation=supervision.generation,
             failed_starts=supervision.failed_starts,
             start_error=supervision.start_error,
-            heartbeat=self._heartbeat_report(name),
+            heartbeat=liveness.report() if child and liveness != Liveness() else None,
         )
-
-    def _heartbeat_report(self, name: str) -> HeartbeatReport | None:
-        liveness = self.liveness_monitor.of(name)
-        return liveness.report() if name in self.children and liveness != Liveness() else None
 
     def _kill(self, name: str) -> None:
         if child := self.children.get(name):
@@ -277,7 +270,7 @@ class ProcessManager:
             self._shared_memory.ended(self.children[name].pid)
 
     def _scan_memory(self, names: Collection[str]) -> None:
-        # Before every kill: a dead process has no memory maps, so its shared memory could not be found any more.
+        # Before every kill: a dead process has no memory maps, so its shared memory could not be found afterwards.
         self._shared_memory.scan([self.children[name].pid for name in names])
 
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:

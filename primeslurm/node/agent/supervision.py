@@ -12,12 +12,10 @@ from primeslurm.plan.model import Process
 from primeslurm.records.fleet import RestartOrder
 from primeslurm.wire import exit_codes
 
-BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits before the first, second, ... restart. The last one repeats."""
-STABLE_S = 300.0
-"""A process that ran and responded for this long gets a new restart budget."""
+BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)  # waits before the first, second, ... restart. The last one repeats.
+STABLE_S = 300.0  # a process that ran and responded for this long gets a new restart budget
+# Role of processes that a task may kill. The orchestrator finds out which task does it, and skips the task.
 TASK_ROLE = "environment"
-"""Role of processes that a task may kill. The orchestrator finds out which task does it, and skips the task."""
 
 
 class ProcessState(StrEnum):
@@ -29,14 +27,14 @@ class ProcessState(StrEnum):
     BACKOFF = "backoff"  # died; waits for its restart
     FALLEN = "fallen"  # died; waits for the next generation of its restart group
     DONE = "done"  # exited with code 0
-    FAILED = "failed"  # ended, and is not restarted any more
+    FAILED = "failed"  # ended, and is not restarted
     STOPPED = "stopped"  # ended because the attempt ends
 
 
 # Only a new generation of the restart group starts such a process again.
 _OVER = (ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
+# `dump_and_kill`: the process writes the stacks of its threads to its log before it is killed.
 Decision = Literal["start", "kill", "dump_and_kill", "nothing"]
-"""`dump_and_kill`: the process writes the stacks of its threads to its log before it is killed."""
 
 
 @dataclass
@@ -54,7 +52,7 @@ class Supervision:
     renewing: bool = False  # it is being ended only to start again, without blame
     unresponsive: bool = False  # it is being ended because it is unresponsive
     idle_deaths: int = 0  # consecutive deaths before any work
-    failed_starts: int = 0  # consecutive starts that ended with `start_error` before it was ready
+    failed_starts: int = 0  # consecutive starts that failed with `start_error`
     start_error: str = ""
 
     @property
@@ -122,6 +120,7 @@ class Supervision:
         self.exit_code = code
         if self.state is ProcessState.LOADING and not ending and not self.renewing:
             self._count_failed_start(self.reason if code > 0 else "")
+        restartable = self.process.restart == "in_place" and self._charged_restarts < self.process.max_restarts
         if ending:
             self._become(ProcessState.STOPPED, now)
         elif self.renewing:
@@ -131,7 +130,7 @@ class Supervision:
         elif self.process.restart == "unit":
             self.restarts += 1
             self._become(ProcessState.FALLEN, now)
-        elif self._restartable and (self._runs_tasks or code not in (exit_codes.STALLED, exit_codes.UNRECOVERABLE)):
+        elif restartable and (self._runs_tasks or code not in (exit_codes.STALLED, exit_codes.UNRECOVERABLE)):
             self.restarts += 1
             self.idle_deaths += not served
             self._become(ProcessState.BACKOFF, now)
@@ -164,10 +163,6 @@ class Supervision:
         alike = bool(error) and signature(error) == signature(self.start_error)
         self.failed_starts = self.failed_starts + 1 if alike else int(bool(error))
         self.start_error = error
-
-    @property
-    def _restartable(self) -> bool:
-        return self.process.restart == "in_place" and self._charged_restarts < self.process.max_restarts
 
     @property
     def _runs_tasks(self) -> bool:

@@ -30,10 +30,8 @@ from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.retry import retry_in_thread
 
 EXCLUDE_S = 5.0
-REQUEUE_S = 5.0
-"""Timeout for Slurm's answer. Slurm kills all processes of an ended job step within half a minute."""
-FRUITLESS_ATTEMPTS = 3
-"""A run ends after this many failed attempts without a new committed step."""
+REQUEUE_S = 5.0  # timeout for Slurm's answer. Slurm kills all processes of an ended job step within half a minute.
+FRUITLESS_ATTEMPTS = 3  # a run ends after this many failed attempts without a new committed step
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
@@ -117,9 +115,7 @@ def should_requeue(
     """Decide whether the job resumes as a new attempt. If it failed and does not resume, also return why. Pure.
 
     Args:
-        ending: how the attempt ended.
-        attempt: its number.
-        plan: its Plan.
+        ending: how the attempt with number `attempt` ended.
         fruitless: failed attempts without a new committed step, this one included.
         again: the failed attempt before had the same error, and neither made progress.
         free: attempts that do not count, because Slurm ended them after they had committed a step.
@@ -208,7 +204,7 @@ def is_requeued(job_id: str, restarts: int) -> bool:
 
 
 def cancel_requeued(job_id: str) -> None:
-    """Cancel a job that Slurm has requeued although its run is over."""
+    """Cancel a job that Slurm has requeued although its run has ended."""
     try:
         SlurmClient().cancel(job_id)
     except ClusterError as error:

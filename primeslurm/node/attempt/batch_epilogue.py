@@ -39,8 +39,8 @@ from primeslurm.slurm.launch_failures import (
     step_without,
 )
 
+# Number of the task that has written a line of the output (`srun --label`).
 _LABEL = re.compile(r"^\d+: ")
-"""Number of the task that has written a line of the output (`srun --label`)."""
 
 
 def ending_of_step(

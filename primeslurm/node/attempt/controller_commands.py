@@ -14,13 +14,10 @@ from primeslurm.base.errors import ClusterError
 from primeslurm.slurm.client import SlurmClient
 
 T = TypeVar("T")
-DOWN_S = 3600.0
-"""Longest wait for a controller that does not answer."""
-MAX_REFUSALS = 5
-"""A controller that has just started may refuse a command that it accepts a moment later."""
+DOWN_S = 3600.0  # longest wait for a controller that does not answer
+MAX_REFUSALS = 5  # a controller that has just started may refuse a command that it accepts a moment later
 POLL_S = 2.0
-SAVED_S = 7.0
-"""After this long a change is on the controller's disk, because it saves changes within five seconds."""
+SAVED_S = 7.0  # after this long a change is on the controller's disk, because it saves changes within five seconds
 
 
 def insist(client: SlurmClient, command: Callable[[], T]) -> T:
@@ -47,7 +44,7 @@ def insist(client: SlurmClient, command: Callable[[], T]) -> T:
 
 
 def requeue(client: SlurmClient, job_id: str, restarts: int) -> None:
-    """Requeue a job unless it was already requeued or ended, and return once the controller has saved that.
+    """Requeue a job that is still running, and return once the controller has saved that.
 
     A controller that is killed earlier restarts with a job in state RUNNING whose processes have all ended, and notices
     only minutes later. This wait costs nothing: the job cannot start before the credentials of its last start have

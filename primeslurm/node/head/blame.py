@@ -7,10 +7,10 @@ from enum import StrEnum
 
 from primeslurm.records.fleet import AgentReport, PreflightState
 
+# Checks of things that all nodes share: files, packages and the site file.
 COMMON = frozenset({"address", "model", "shared file system", "temporary directory", "versions"})
-"""Checks of what all nodes share whatever runs on them: files, packages and the site file."""
+# Checks that fail again in the next attempt if they failed on all nodes of this one.
 LASTING = frozenset({"address", "hca", "locked memory", "model", "temporary directory", "versions"})
-"""Checks that fail again in the next attempt if they failed on all nodes of this one."""
 
 
 class Fault(StrEnum):
@@ -38,7 +38,8 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
         failed, kind = failed & COMMON, used
     others = [agents.get(other) for other in kind if other != rank]
     decided = [other for other in others if other is not None and other.fitness is not PreflightState.CHECKING]
-    if not failed or any(not _fails_alike(other, failed) for other in decided):
+    alike = [other.fitness is PreflightState.UNFIT and not failed.isdisjoint(other.failed) for other in decided]
+    if not failed or not all(alike):
         return Fault.NODE
     return Fault.ALIKE if len(decided) == len(others) else Fault.OPEN
 
@@ -46,7 +47,3 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
 def fails_again(report: AgentReport) -> bool:
     """Return whether the next attempt would fail in the same way, if all nodes failed alike in this one."""
     return not LASTING.isdisjoint(report.failed)
-
-
-def _fails_alike(other: AgentReport, failed: set[str]) -> bool:
-    return other.fitness is PreflightState.UNFIT and not failed.isdisjoint(other.failed)

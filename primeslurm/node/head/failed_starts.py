@@ -16,8 +16,8 @@ from primeslurm.plan.model import VLLM_ROLES, Process
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.diagnosis.failure_signatures import is_transient
 
+# Failed starts of one engine that are enough, if every other engine of the role has failed in the same way once.
 ENOUGH_STARTS = 2
-"""Failed starts of one engine that are enough, if every other engine of the role has failed in the same way once."""
 
 
 @dataclass(frozen=True)

@@ -45,15 +45,13 @@ from primeslurm.run.diagnosis.failure_signatures import is_transient
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exit_codes
 
-AGENT_ENDED = "its agent ended"
-"""Reason for the loss of a node whose agent has ended without an error."""
-SPARE_WAIT_S = 30.0
-"""Longest wait for spares once every node of the Plan can be assigned."""
+AGENT_ENDED = "its agent ended"  # reason for the loss of a node whose agent has ended without an error
+SPARE_WAIT_S = 30.0  # longest wait for spares once every node of the Plan can be assigned
+# Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
+# trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then.
 VERDICT_S = 5.0
-"""Delay before the death of a trainer rank ends the attempt, if a spare is available: after this long, all nodes of the
-trainer must have sent a heartbeat. A failed GPU or node, which the spare would replace, may be noticed only then."""
+# Lost nodes that the reason of an ending names.
 _NAMED_LOSSES = 4
-"""Lost nodes that the reason of an ending names."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 
@@ -76,7 +74,7 @@ class Fleet:
     hosts: Sequence[str] = ()  # node names by rank; empty if they are only known from reports
     agents: dict[int, AgentReport] = field(default_factory=dict)  # newest report by rank
     seen_at: dict[int, float] = field(default_factory=dict)  # arrival of the newest report by rank
-    gone: dict[int, str] = field(default_factory=dict)  # ranks that are not used any more in this attempt, and why
+    gone: dict[int, str] = field(default_factory=dict)  # ranks that this attempt has stopped using, and why
     lost: set[str] = field(default_factory=set)  # processes that were given up
     news: list[News] = field(default_factory=list)
     progress: Any = None
@@ -180,7 +178,7 @@ class Fleet:
         return next((text for rank in sorted(checking) if (text := self.agents[rank].file_system)), "")
 
     def decide(self, now: float) -> Ending | None:
-        """Replace, restart and give up what is necessary. Return why the attempt ends now, or None."""
+        """Handle losses and deaths since the last call. Return why the attempt ends now, or None."""
         if self.waits_for:
             self._file_system_fault_at = now
         self._give_up_late_agents(now)

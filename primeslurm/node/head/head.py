@@ -54,10 +54,9 @@ from primeslurm.slurm.launch_failures import START, JobOutput, early_exits, kill
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.transport.addresses import Addresses
 
+# A process is suspect if its agent has missed this many heartbeats, or been silent for a third of `node_silent_s`.
 SUSPECT_HEARTBEATS = 10.0
-"""A process is suspect if its agent has missed this many heartbeats, or been silent for a third of `node_silent_s`."""
-RECORD_S = 3.0
-"""The head stops waiting for other nodes this long before Slurm kills it, and records the end. [s]"""
+RECORD_S = 3.0  # the head stops waiting for other nodes this long before Slurm kills it, and records the end. [s]
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Head(threading.Thread):
         self._requested: Ending | None = None
         self._warned = self._terminated = 0  # signals received so far: USR2 and SIGTERM
         self._explained = (0, 0)  # the same, when their reason was last looked up
-        self._requeued_by_slurm = False
+        self.requeued_by_slurm = False  # Slurm starts the job again without a request
         self._killed_at = math.inf  # when Slurm kills what still runs
         self._ending_at = 0.0
         self._ticked_at = now
@@ -120,10 +119,6 @@ class Head(threading.Thread):
         """Note a USR2, from any thread or signal handler: the time limit is near, or Slurm preempts the job."""
         self.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
         self._warned += 1
-
-    @property
-    def requeued_by_slurm(self) -> bool:
-        return self._requeued_by_slurm
 
     def run(self) -> None:
         """Tick until the attempt has ended everywhere. An error of the head itself ends the attempt."""
@@ -171,7 +166,7 @@ class Head(threading.Thread):
     def conclude(self) -> bool:
         """Record how the attempt ended. Return whether the job must be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
-        # If all agents of a job are told to end, another agent may hear of it before the head does.
+        # When a whole job is cancelled, another agent may hear of it before the head does.
         if self._requested is not None and ending.reason.endswith(AGENT_ENDED):
             ending = self._requested
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
@@ -186,7 +181,7 @@ class Head(threading.Thread):
         if cause is None:
             return
         self._killed_at = now + cause.left_s
-        self._requeued_by_slurm = cause.requeued_by_slurm
+        self.requeued_by_slurm = cause.requeued_by_slurm
         self._grace_s = min(cause.checkpoint_s, self._timings.checkpoint_grace_s)
         if self.ending is None:
             self._requested = cause.ending

@@ -20,15 +20,11 @@ from primeslurm.run.directory import BY_SIGTERM
 from primeslurm.slurm.client import KILL_WAIT_S, JobState, SlurmClient
 from primeslurm.wire.transport.retry import retry_in_thread
 
-SLURM_ANSWER_S = 5.0
-"""Longest wait for Slurm to say why it ends the job. The last checkpoint loses this time. [s]"""
-WIND_DOWN_S = 10.0
-"""Time before the kill for processes and agents to end, and for the head to record the end. [s]"""
-MARGIN_S = 30.0
-"""Time for signals, the orchestrator's part of the checkpoint, and Slurm itself. [s]"""
-CAUTION = 1.5
-"""The next checkpoint may take this much longer than the last one."""
-# What a trainer still does after it is asked to stop: the current step, and a checkpoint.
+SLURM_ANSWER_S = 5.0  # longest wait for Slurm to say why it ends the job. The last checkpoint loses this time. [s]
+WIND_DOWN_S = 10.0  # time before the kill for processes and agents to end, and for the head to record the end. [s]
+MARGIN_S = 30.0  # time for signals, the orchestrator's part of the checkpoint, and Slurm itself. [s]
+CAUTION = 1.5  # the next checkpoint may take this much longer than the last one
+# Work of a trainer after the request to stop: the current step, and a checkpoint.
 _PHASES_TO_STOP = ("forward_backward", "optimizer", "publish", "checkpoint")
 
 
@@ -52,7 +48,7 @@ def termination(job: JobState | None, restarts: int, kill_wait_s: float, wall_ti
     Args:
         job: state of the job after the signal; None if Slurm does not answer.
         restarts: number of requeues at the start of the attempt.
-        kill_wait_s: Slurm's KillWait [s].
+        kill_wait_s: Slurm's KillWait, the time between SIGTERM and SIGKILL [s].
         wall_time: the current time in Unix seconds.
     """
     cancelled = Termination(Ending(Outcome.CANCELLED, BY_SIGTERM), kill_wait_s, known=job is not None)

@@ -21,7 +21,7 @@ class NodeAssignment:
     plan: Plan
     generation: int = 0  # rises with every change; 0 before the first assignment
     rank_of: dict[int, int] = field(default_factory=dict)  # Plan node to agent rank
-    moved: dict[str, int] = field(default_factory=dict)  # process to its new Plan node, if it was moved
+    moved: dict[str, int] = field(default_factory=dict)  # process to its new Plan node, for moved processes
 
     def home(self, process: Process) -> int:
         """Return the Plan node that runs a process."""
@@ -77,7 +77,7 @@ class NodeAssignment:
         return sorted(receivers)
 
     def short(self, unfit: Iterable[int]) -> bool:
-        """Return whether so many agents are unfit that a group cannot be filled any more."""
+        """Return whether a group has too few agents that are not unfit."""
         excluded = set(unfit)
         return 0 in excluded or any(
             sum(node.group == group.index for node in self.plan.nodes)

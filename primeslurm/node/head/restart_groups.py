@@ -1,8 +1,8 @@
 """Restart groups: processes on one or several nodes that only work together, and so restart together. Pure.
 
 When a member dies, the head raises the generation of its group. Agents end the members of the older generation. Once
-all have ended and the back-off is over, agents start the new generation. A group of engines restarts after any death.
-The group of trainer ranks restarts only if a spare replaces one of its nodes; any other death of a rank ends the
+all have ended and the back-off has passed, agents start the new generation. A group of engines restarts after any
+death. The group of trainer ranks restarts only if a spare replaces one of its nodes; any other death of a rank ends the
 attempt.
 
 The Plan calls a restart group `unit`.
@@ -56,12 +56,10 @@ class RestartGroup:
         self.restarted_at, self.hold = now, True
 
     def tick(self, now: float, reports: Mapping[str, ProcessReport | None]) -> None:
-        """Let the new generation start if the old one has ended and the back-off is over."""
+        """Let the new generation start if the old one has ended and the back-off has passed."""
         if self.hold and now - self.restarted_at >= BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]:
-            self.hold = not all(self._has_ended(reports[process.name]) for process in self.members)
-
-    def _has_ended(self, report: ProcessReport | None) -> bool:
-        return report is None or report.generation >= self.generation or report.state in _ENDED
+            members = [report for process in self.members if (report := reports[process.name])]
+            self.hold = any(each.generation < self.generation and each.state not in _ENDED for each in members)
 
 
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:

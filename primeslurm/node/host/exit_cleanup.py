@@ -15,8 +15,8 @@ while IFS= read -r path; do set -- "$@" "$path"; done
 for path; do [ ! -e "$path" ] || left=1; done
 [ -z "$left" ] || { rm -rf -- "$@"; sleep 1; rm -rf -- "$@"; }
 """
+# Longest wait for the shell to end. It finishes by itself afterwards.
 _CLOSE_S = 5.0
-"""Longest wait for the shell to end. It finishes by itself afterwards."""
 
 
 class ExitCleanup:
@@ -32,10 +32,7 @@ class ExitCleanup:
             env={"PATH": "/usr/bin:/bin"},
             start_new_session=True,
         )
-
-    @property
-    def pid(self) -> int:
-        return self._shell.pid
+        self.pid = self._shell.pid
 
     def add(self, directory: Path) -> None:
         """Add a directory that belongs to this process alone."""
@@ -45,7 +42,7 @@ class ExitCleanup:
             self._shell.stdin.flush()
 
     def close(self) -> None:
-        """Let the shell remove what is left, and end."""
+        """Let the shell remove the remaining directories, and end."""
         assert self._shell.stdin is not None
         with contextlib.suppress(OSError):
             self._shell.stdin.close()

@@ -38,7 +38,7 @@ def own_address(name: str, interface: str | None, addresses: Mapping[str, str], 
     If the job has no other node (`alone`), a loopback address will do.
 
     Raises:
-        NetworkError: other nodes cannot reach any of these addresses.
+        NetworkError: no such address can be reached by other nodes.
     """
     if name in addresses:
         return addresses[name]

@@ -16,10 +16,9 @@ from pathlib import Path
 
 from primeslurm.base.files import LONGEST_SOCKET
 
-WORD = 6
-"""Letters of the random word. Paths of sockets must be short."""
+WORD = 6  # letters of the random word. Paths of sockets must be short.
+# Longest path of a directory for vLLM's sockets, whose names are UUIDs. [bytes]
 LONGEST_FOR_SOCKETS = LONGEST_SOCKET - len("/01234567-89ab-cdef-0123-456789abcdef")
-"""Longest path of a directory for vLLM's sockets, whose names are UUIDs. [bytes]"""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz234567"
 
 

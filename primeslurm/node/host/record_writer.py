@@ -14,10 +14,8 @@ from typing import TypeVar
 from primeslurm.base.durable import RESERVE_RELEASED, fill_reserve, free_bytes, may_recover, reserve_released
 from primeslurm.base.files import is_transient
 
-FILL_S = 5.0
-"""Period of trying to fill the reserve again."""
-NO_SPACE = 2**20
-"""With less space than this, some records can be written and others cannot. [bytes]"""
+FILL_S = 5.0  # period of trying to fill the reserve again
+NO_SPACE = 2**20  # with less space than this, some records can be written and others cannot. [bytes]
 T = TypeVar("T")
 
 

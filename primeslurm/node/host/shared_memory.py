@@ -1,7 +1,7 @@
 """Removes shared memory of killed processes: files in /dev/shm use the node's memory until somebody unlinks them.
 
 A killed engine leaves its KV cache there (hundreds of GB with offload), workers leave queues, and Python leaves
-semaphores. A file is removed if a process of a killed group was seen to map it, and no process maps it any more.
+semaphores. A file is removed if a process of a killed group was seen to map it, and no process maps it now.
 """
 
 from __future__ import annotations

@@ -22,17 +22,14 @@ from primeslurm.plan.memory.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 
 COMMAND_TIMEOUT_S = 20.0
-USED_MIB = 2048
-"""GPU memory that may be in use before the run starts: the driver uses less than this."""
+USED_MIB = 2048  # GPU memory that may be in use before the run starts: the driver uses less than this
 ENOUGH_FREE = 10 * GIB
 ENOUGH_SHM = 2 * GIB
 SKEW_S = 5.0
-CACHED_S = 60.0
-"""How out of date a network file system may show a file."""
+CACHED_S = 60.0  # how out of date a network file system may show a file
 # Errors of a path that somebody must correct. Other errors come from a file system that may recover.
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
-SLOW_S = 5.0
-"""A file system that takes longer than this for a small file is slow."""
+SLOW_S = 5.0  # a file system that takes longer than this for a small file is slow
 
 
 # GPUs

@@ -24,6 +24,7 @@ from primeslurm.node.host.network import node_name
 from primeslurm.run.versions import version
 from primeslurm.wire.installed_parts import InstalledParts
 
+# Distributions that provide each part. The first installed one counts.
 PACKAGES = {
     "primeslurm": ("primeslurm",),
     "torch": ("torch",),
@@ -37,7 +38,6 @@ PACKAGES = {
     "deep_gemm": ("deep_gemm", "deep-gemm"),
     "ai-dynamo": ("ai-dynamo",),
 }
-"""Distributions that provide each part. The first installed one counts."""
 _TIMEOUT_S = 20
 
 

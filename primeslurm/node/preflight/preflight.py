@@ -111,12 +111,6 @@ class Preflight:
     def _gpus(self) -> int:
         return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._candidates), default=0)
 
-    @property
-    def _shares_gpus(self) -> bool:
-        """True if two processes of a candidate node use the same GPU."""
-        used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._candidates]
-        return any(len(gpus) > len(set(gpus)) for gpus in used)
-
     def _run(self) -> None:
         steps = {
             "what the others need": self._publish_reference,
@@ -160,7 +154,8 @@ class Preflight:
             return [PreflightCheck("gpus", "ok", "skipped: no process of this node uses one")]
         hcas = list(dict.fromkeys([*self._plan.hcas, *checks.hca_names({**self._plan.env, **os.environ})]))
         hcas = hcas or [hca.name for hca in find_hcas()]
-        shared = checks.shared_gpu_checks() if self._shares_gpus else []
+        used = [[gpu for process in node.processes for gpu in process.gpus] for node in self._candidates]
+        shared = checks.shared_gpu_checks() if any(len(gpus) > len(set(gpus)) for gpus in used) else []
         return self._free_gpus() + shared + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
 
     def _free_gpus(self) -> list[PreflightCheck]:

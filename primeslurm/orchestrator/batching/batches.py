@@ -25,10 +25,10 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire.batches.file_ranges import Part, StoredArray
-from primeslurm.wire.batches.rollouts import BatchInfo, RankShard
+from primeslurm.wire.batches.batch import BatchInfo, RankShard
+from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link.trainer_link import Answer
+from primeslurm.wire.link.messages import Answer
 
 log = logging.getLogger(__name__)
 # Number of batches in memory: usually the step being trained, and the one before or after it
@@ -78,8 +78,8 @@ class Batches:
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], _Packed] = {}
-        self._encoded: dict[StepShard, list[Part]] = {}
-        self._encoding: dict[StepShard, asyncio.Task[list[Part] | None]] = {}
+        self._encoded: dict[StepShard, list[FrameSource]] = {}
+        self._encoding: dict[StepShard, asyncio.Task[list[FrameSource] | None]] = {}
         # One thread: the other ranks' requests wait for the packing of their batch, and nothing else does.
         self._thread = ThreadPoolExecutor(1, "packing")
 
@@ -96,7 +96,7 @@ class Batches:
         """Drop an encoded shard that was written to a file."""
         self._encoded.pop(shard, None)
 
-    async def answer(self, shard: StepShard, within_s: float) -> list[Part] | Answer | None:
+    async def answer(self, shard: StepShard, within_s: float) -> list[FrameSource] | Answer | None:
         """Return an encoded shard, "wait" after `within_s` (a batch on disk may take minutes), or None as in `get`."""
         if (encoded := self.encoded(shard)) is not None:  # a repeat, or the next chunk
             return encoded
@@ -107,7 +107,7 @@ class Batches:
         done, _ = await asyncio.wait([encoding], timeout=within_s)
         return encoding.result() if done else Answer("wait")
 
-    async def serve(self, shard: StepShard) -> list[Part] | None:
+    async def serve(self, shard: StepShard) -> list[FrameSource] | None:
         """Call `get` in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, shard)
 
@@ -123,10 +123,10 @@ class Batches:
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def encoded(self, shard: StepShard) -> list[Part] | None:
+    def encoded(self, shard: StepShard) -> list[FrameSource] | None:
         return self._encoded.get(shard)
 
-    def get(self, shard: StepShard) -> list[Part] | None:
+    def get(self, shard: StepShard) -> list[FrameSource] | None:
         """Pack and encode a shard, or return None if there is no such batch. Takes seconds; runs in one thread."""
         if (encoded := self._encoded.get(shard)) is not None:
             return encoded

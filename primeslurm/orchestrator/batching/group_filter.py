@@ -23,7 +23,8 @@ from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.training import NothingKept
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
-from primeslurm.wire.batches.rollouts import Bool, Rollout
+from primeslurm.wire.batches.frames import Bool
+from primeslurm.wire.batches.rollout import Rollout
 
 log = logging.getLogger(__name__)
 

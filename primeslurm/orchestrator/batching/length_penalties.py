@@ -12,7 +12,7 @@ import numpy as np
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.recipe.sections.length_penalties import Cost, LengthPenalty, Overlong, Relative
 from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 Trace = Sequence[Rollout]
 

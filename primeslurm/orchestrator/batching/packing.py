@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.array_checks import ArraySpec
-from primeslurm.wire.batches.file_ranges import Part, StoredArray
-from primeslurm.wire.batches.rollouts import BatchInfo, Bool, Float32, ImageSpan, Int32, batch_header, piece
+from primeslurm.wire.batches.batch import BatchInfo, batch_header, cp_range
+from primeslurm.wire.batches.file_ranges import FrameSource, StoredArray
+from primeslurm.wire.batches.frames import ArraySpec, Bool, Float32, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 from primeslurm.wire.decoding import DamagedError
 
@@ -174,7 +175,7 @@ class Common:
         )
 
 
-def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[Part]:
+def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[FrameSource]:
     """Encode the shard of the context-parallel rank in `info`: a header, and the bytes of the arrays.
 
     Raises:
@@ -186,7 +187,7 @@ def encode(rows: Sequence[PackedRow], info: BatchInfo, common: Common) -> list[P
     segments = [segment for row in rows for segment in _segments(row, info)]
     arrays = _arrays(segments, common)
     specs = [ArraySpec(name, array.dtype.str, array.shape) for name, array in arrays.items()]
-    frames: list[Part] = [array.view(np.uint8).data for array in arrays.values()]
+    frames: list[FrameSource] = [array.view(np.uint8).data for array in arrays.values()]
     if (like := common.routed) is not None:
         specs.append(ArraySpec("routed_experts", like.dtype.str, (sum(map(len, segments)), *like.shape[1:])))
         frames += [frame for segment in segments for frame in _routed(segment, like)]
@@ -212,7 +213,7 @@ class _Segment:
 
 def _segments(row: PackedRow, info: BatchInfo) -> Iterator[_Segment]:
     """Cut out the piece of a row that a context-parallel rank gets."""
-    start, end = piece(row.length, info.cp_rank, info.cp_world)
+    start, end = cp_range(row.length, info.cp_rank, info.cp_world)
     first = 0
     for document, length in zip([*row.documents, None], [*map(len, row.documents), row.length], strict=True):
         a, b = max(start - first, 0), min(end - first, length)
@@ -255,7 +256,7 @@ def _arrays(segments: Sequence[_Segment], common: Common) -> dict[str, NDArray[A
     return arrays
 
 
-def _routed(segment: _Segment, like: RoutedExperts | StoredArray) -> Iterator[Part]:
+def _routed(segment: _Segment, like: RoutedExperts | StoredArray) -> Iterator[FrameSource]:
     array = None if segment.document is None else segment.document.routed_experts
     if array is None:
         missing = len(segment) * math.prod(like.shape[1:]) * like.dtype.itemsize

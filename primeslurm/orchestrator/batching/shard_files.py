@@ -16,8 +16,8 @@ from typing import TypeVar
 from primeslurm.base import durable, files
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.file_ranges import Part
-from primeslurm.wire.link.trainer_link import Answer
+from primeslurm.wire.batches.file_ranges import FrameSource
+from primeslurm.wire.link.messages import Answer
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -108,6 +108,6 @@ class ShardFiles:
         return asyncio.get_running_loop().run_in_executor(self._writers, function)
 
 
-def _put(path: Path, parts: Sequence[Part]) -> None:
+def _put(path: Path, parts: Sequence[FrameSource]) -> None:
     durable.make_directory(path.parent)
     batch_files.write(path, parts)

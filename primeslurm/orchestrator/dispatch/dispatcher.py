@@ -25,7 +25,7 @@ from primeslurm.orchestrator.dispatch.limits import DispatchLimits, choose
 from primeslurm.orchestrator.dispatch.replica_slots import ReplicaSlots
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cause, Job
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 # Failures of one rollout, by cause, after which its group is given up. An unreachable engine is rarely the rollout's
 # fault, and a prompt that is too long fails every time. Jobs that are lost with their worker do not count.
@@ -459,7 +459,8 @@ class Dispatcher:
 
     # groups
 
-    def _open_next(self, available: Collection[str]) -> OpenGroup | None:
+    def _may_open(self, available: Collection[str]) -> list[str]:
+        """Return the labels of the environments of which a group may open now."""
         waiting = sum(group.size for group in self.unscored.values()) + _done(self.unsaved.values())
         ready = self.ready.rollouts + waiting
         # Groups that are too old already do not compete for a batch: they are taken whenever they complete.
@@ -468,8 +469,10 @@ class Dispatcher:
         if self._forecast.early_batches:  # it also waits for the trainer
             landing += self.limits.batch_size * self.limits.oversampling
         state = (self.step, self.version, ready, pending, landing)
-        labels = [name for name in self._examples.cursors if name in available and self.limits.may_open(name, *state)]
-        position = self._examples.take_next(labels)
+        return [name for name in self._examples.cursors if name in available and self.limits.may_open(name, *state)]
+
+    def _open_next(self, available: Collection[str]) -> OpenGroup | None:
+        position = self._examples.take_next(self._may_open(available))
         if position is None:
             return None
         running = (group.task for group in self._unfinished_groups() if group.environment == position[0])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, V
 from dataclasses import dataclass, field
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 
 @dataclass

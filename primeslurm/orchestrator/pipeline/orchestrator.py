@@ -55,7 +55,7 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.link.trainer_link import OrchestratorLink
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 
 # Seconds between two checks of workers, stalls and the state file
 TICK_S = 0.2

@@ -18,7 +18,7 @@ from primeslurm.base import durable, files
 from primeslurm.base.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -67,7 +67,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         RunError: The checkpoint has no readable orchestrator part, or this node does not see it.
     """
     try:
-        progress = value(files.read_bytes(run_dir / PROGRESS), RunProgress)
+        progress = decode_msgpack(files.read_bytes(run_dir / PROGRESS), RunProgress)
         if progress.attempt == attempt:
             return progress
     except (FileNotFoundError, DamagedError):
@@ -81,7 +81,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
     try:
-        saved = value(files.read_bytes(path), RunProgress)
+        saved = decode_msgpack(files.read_bytes(path), RunProgress)
     except (OSError, DamagedError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return msgspec.structs.replace(

@@ -21,8 +21,8 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.records.attempt import require_newest
 from primeslurm.records.metrics import MetricsLog, Row
-from primeslurm.wire.batches.file_ranges import Part
-from primeslurm.wire.link.trainer_link import Answer, Committed, GetBatch, Request, Save, StepDone
+from primeslurm.wire.batches.file_ranges import FrameSource
+from primeslurm.wire.link.messages import Answer, Committed, GetBatch, Request, Save, StepDone
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, SessionState
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class TrainerService:
         # A report counts once: a repeat waits until the first one is on disk.
         self._reporting = asyncio.Lock()
 
-    async def handle(self, request: Request) -> Sequence[Part] | Answer:
+    async def handle(self, request: Request) -> Sequence[FrameSource] | Answer:
         """Answer one request of a rank."""
         match request:
             case GetBatch():
@@ -82,7 +82,7 @@ class TrainerService:
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
-    async def _get_batch(self, request: GetBatch) -> Sequence[Part] | Answer:
+    async def _get_batch(self, request: GetBatch) -> Sequence[FrameSource] | Answer:
         shard = StepShard(request.step, request.shard)
         if (encoded := self._batches.encoded(shard)) is not None:  # a repeat, or the next chunk
             return encoded
@@ -96,7 +96,7 @@ class TrainerService:
         if (interrupted := await self._wait_for_batch(request, deadline)) is not None:
             return interrupted
         within_s = max(0.0, deadline - time.monotonic())
-        answer: Sequence[Part] | Answer | None
+        answer: Sequence[FrameSource] | Answer | None
         if self._files is None:
             answer = await self._batches.answer(shard, within_s)
         else:

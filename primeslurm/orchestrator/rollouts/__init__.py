@@ -1,1 +1,1 @@
-"""From a task to token sequences: workers, the token client, groups, the spool."""
+"""Rollout groups and their files, and the jobs by which environment workers make rollouts."""

@@ -1,11 +1,11 @@
-"""A finished rollout group: all rollouts of one prompt, scored against one another."""
+"""A finished rollout group: all rollouts of one prompt, whose rewards are compared; and the format of its file."""
 
 from __future__ import annotations
 
 import struct
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
@@ -14,8 +14,10 @@ import msgspec
 import numpy as np
 
 from primeslurm.wire.batches.file_ranges import StoredArray
-from primeslurm.wire.batches.rollouts import Frame, Rollout, whole
-from primeslurm.wire.decoding import Count, DamagedError, value
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.batches.inline_images import whole
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.decoding import Count, DamagedError, decode_msgpack
 from primeslurm.wire.stored.digests import XXH3, hasher
 
 
@@ -30,11 +32,11 @@ class GroupInfo(msgspec.Struct, frozen=True):
     branches: list[Count]
     """Number of token sequences of each rollout, in the order of the sequences."""
     task: Count | None = None
-    """Index in the taskset, where a curriculum has drawn it."""
+    """Index in the taskset, if a curriculum chose the task."""
 
 
 class GroupHead(msgspec.Struct, frozen=True):
-    """What a spool file begins with: all that is decided by before the group is trained."""
+    """The head of a group's file: everything that decisions need before the group is trained."""
 
     info: GroupInfo
     newest_version: Count
@@ -43,15 +45,15 @@ class GroupHead(msgspec.Struct, frozen=True):
     size: Count
     """Bytes of the file after the head."""
     digest: str
-    """Of these bytes."""
+    """Digest of these bytes."""
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """`rollouts[i]` holds the token sequences of rollout i: one, or several where its conversation branched.
+    """`rollouts[i]` holds the token sequences of rollout i: one, or several if its conversation branched.
 
-    Where several agents are trained, a rollout has several traces, each with a reward of its own. Every sequence of a
-    trace carries its reward.
+    If several agents are trained, a rollout has several traces, each with its own reward. Every sequence of a trace
+    carries the trace's reward.
     """
 
     id: str
@@ -60,36 +62,36 @@ class RolloutGroup:
     opened_version: int
     rollouts: tuple[tuple[Rollout, ...], ...]
     task: int | None = None
-    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
+    """Index in the taskset, if a curriculum chose the task; None: the task at `example` of the stream."""
 
     @property
     def rewards(self) -> list[float]:
-        """Return one reward per rollout, less its length penalty; of several traces their mean."""
+        """Return each rollout's reward minus its length penalty. Several traces are averaged."""
         return [_mean([trace[0].info.net_reward for trace in traces_of(rollout)]) for rollout in self.rollouts]
 
     @property
     def given_rewards(self) -> list[float]:
-        """Return one reward per rollout, as the environment gave it; of several traces their mean."""
+        """Return each rollout's reward from the environment. Several traces are averaged."""
         return [_mean([trace[0].info.reward for trace in traces_of(rollout)]) for rollout in self.rollouts]
 
     @property
     def size(self) -> int:
-        """Return how many rollouts it has."""
+        """Return the number of rollouts."""
         return len(self.rollouts)
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
         """Return all token sequences, rollout by rollout."""
-        return tuple(branch for branches in self.rollouts for branch in branches)
+        return tuple(sequence for rollout in self.rollouts for sequence in rollout)
 
     @property
     def traces(self) -> tuple[tuple[Rollout, ...], ...]:
-        """Return the token sequences of each trace, rollout by rollout: one trace a rollout if one agent is trained."""
+        """Return the token sequences of each trace, rollout by rollout."""
         return tuple(trace for rollout in self.rollouts for trace in traces_of(rollout))
 
     @property
     def has_signal(self) -> bool:
-        """Tell whether any two rewards of the same agent differ."""
+        """Return whether any two rewards of the same agent differ."""
         rewards = defaultdict(set)
         for first, *_ in self.traces:
             rewards[first.info.agent].add(first.info.net_reward)
@@ -97,85 +99,74 @@ class RolloutGroup:
 
     @property
     def scored(self) -> bool:
-        """Tell whether the teacher's log-probabilities are there."""
-        return all(branch.ref_logprobs is not None for branches in self.rollouts for branch in branches)
+        """Return whether all sequences have the teacher's log-probabilities."""
+        return all(sequence.ref_logprobs is not None for sequence in self.sequences)
 
     @cached_property
     def newest_version(self) -> int:
-        """Return the newest policy version that sampled a token of it."""
-        newest = [int(branch.versions.max(initial=-1)) for branches in self.rollouts for branch in branches]
-        return max([self.opened_version, *newest])
+        """Return the newest policy version that sampled a token."""
+        return max([self.opened_version, *(int(sequence.versions.max(initial=-1)) for sequence in self.sequences)])
 
     def without_older(self, version: int) -> RolloutGroup:
-        """Leave out of what is trained the tokens that an older policy than `version` has sampled."""
-        rollouts = tuple(tuple(_masked_before(branch, version) for branch in branches) for branches in self.rollouts)
-        return replace(self, rollouts=rollouts)
+        """Return the group with tokens masked that a policy older than `version` sampled."""
+        return self._map(lambda sequence: replace(sequence, mask=sequence.mask & (sequence.versions >= version)))
 
     def cut(self, seq_len: int) -> RolloutGroup:
-        """What of it can be trained: at most `seq_len` tokens of each sequence, and no part of an image.
+        """Return the trainable part: at most `seq_len` tokens per sequence, without partial images.
 
-        A first token has no predecessor, so its mask is false.
+        The first token is masked because it has no predecessor.
         """
-        rollouts = tuple(tuple(_cut(branch, seq_len) for branch in branches) for branches in self.rollouts)
-        return replace(self, rollouts=rollouts)
+        return self._map(lambda sequence: _cut(sequence, seq_len))
 
     def without_experts(self) -> RolloutGroup:
-        """Leave out routed experts, and copy nothing."""
-        rollouts = tuple(
-            tuple(replace(branch, routed_experts=None) for branch in branches) for branches in self.rollouts
-        )
-        return replace(self, rollouts=rollouts)
+        """Return the group without routed experts, sharing all other arrays."""
+        return self._map(lambda sequence: replace(sequence, routed_experts=None))
 
     def slim(self) -> RolloutGroup:
-        """Copy all of it but routed experts: a fiftieth where there are many."""
-        rollouts = tuple(tuple(_slim(branch) for branch in branches) for branches in self.rollouts)
-        return replace(self, rollouts=rollouts)
+        """Return a copy of everything but routed experts, which can be 98 % of a group."""
+        return self._map(_slim)
+
+    def _map(self, change: Callable[[Rollout], Rollout]) -> RolloutGroup:
+        return replace(self, rollouts=tuple(tuple(change(one) for one in rollout) for rollout in self.rollouts))
 
     def to_parts(self) -> list[Frame]:
-        """Encode it as the content of a spool file, in parts: arrays, which are not copied, and what is between them.
+        """Encode the content of the group's file as a list of parts, without copying arrays.
 
-        The whole is msgpack, (bytes of the head, [[bytes of a frame, ...] of a sequence, ...]), the head being msgpack
-        of a GroupHead after its CRC-32. Older releases wrote a GroupInfo in its place.
+        The content is msgpack: (bytes of the head, [[bytes of a frame, ...] per sequence, ...]). The head is a CRC-32
+        and a GroupHead in msgpack.
         """
-        parts: list[Frame] = [_list_of(len(self.sequences))]
+        parts: list[Frame] = [_list_start(len(self.sequences))]
         for sequence in self.sequences:
             frames = sequence.encode()
-            parts.append(_list_of(len(frames)))
+            parts.append(_list_start(len(frames)))
             for frame in frames:
-                parts += [_bytes_of(memoryview(frame).nbytes), frame]
+                parts += [_bytes_start(memoryview(frame).nbytes), frame]
         size = sum(memoryview(part).nbytes for part in parts)
         return [*begin(self.head(size, digest_of(parts))), *parts]
 
     def head(self, size: int, digest: str) -> GroupHead:
-        """Return the head of its spool file, after which there are `size` bytes of this digest."""
+        """Return the head of the group's file, which is followed by `size` bytes with this digest."""
         branches = [len(rollout) for rollout in self.rollouts]
         info = GroupInfo(self.id, self.environment, self.example, self.opened_version, branches, self.task)
         return GroupHead(info, self.newest_version, self.given_rewards, self.scored, size, digest)
 
     def whole(self) -> RolloutGroup:
-        """Return it with its arrays in memory: itself."""
+        """Return the group with all arrays in memory."""
         return self
 
     def experts_apart(self) -> tuple[RolloutGroup, list[StoredArray | None]]:
-        """Return it in memory but for routed experts on disk, and where these are, for each of its sequences."""
+        """Return the group in memory without routed experts on disk, and where these are for each sequence."""
         return self, [None] * len(self.sequences)
 
     def to_bytes(self) -> bytes:
-        """Encode it as the content of a spool file, as a whole."""
+        """Encode the content of the group's file."""
         return b"".join(self.to_parts())
 
     @classmethod
     def from_bytes(cls, data: Frame) -> RolloutGroup:
-        """Decode what `to_parts` made. Arrays are views of `data`.
-
-        Raises:
-            DamagedError: it is damaged, or parts are missing.
-        """
-        if has_head(data):
-            head, sequences = value(data, tuple[memoryview, list[list[memoryview]]])
-            info = decode_head(head).info
-        else:
-            info, sequences = value(data, tuple[GroupInfo, list[list[memoryview]]])
+        """Decode the content of a group's file. Arrays are views of `data`. Raise DamagedError."""
+        head, sequences = decode_msgpack(data, tuple[memoryview, list[list[memoryview]]])
+        info = decode_head(head).info
         if len(sequences) != sum(info.branches) or 0 in info.branches or not sequences:
             raise DamagedError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches[:8]}")
         decoded = iter([Rollout.decode(frames) for frames in sequences])
@@ -184,59 +175,49 @@ class RolloutGroup:
 
 
 def begin(head: GroupHead) -> list[Frame]:
-    """Encode what a spool file holds up to the end of its head, in parts."""
+    """Encode the beginning of a group's file, up to the end of the head."""
     encoded = msgspec.msgpack.encode(head)
-    return [_list_of(2), _bytes_of(len(encoded) + 4), struct.pack(">I", zlib.crc32(encoded)), encoded]
+    return [_list_start(2), _bytes_start(len(encoded) + 4), struct.pack(">I", zlib.crc32(encoded)), encoded]
 
 
 def digest_of(parts: Iterable[Frame]) -> str:
-    """Digest of what a spool file holds after its head."""
+    """Return the digest of the parts of a file after its head."""
     state = hasher()
     for part in parts:
         state.update(part)
     return XXH3 + state.hexdigest()
 
 
-PREFIX = 6
-"""Bytes of a spool file before its head."""
-_BYTES = (0xC4, 0xC5, 0xC6)
-
-
-def has_head(data: Frame) -> bool:
-    """Tell whether a spool file that begins so has a head. Those of older releases have none."""
-    return len(data) > 1 and data[1] in _BYTES
+PREFIX_BYTES = 6
+"""Bytes of a group's file before its head."""
 
 
 def head_size(prefix: bytes) -> int:
-    """Bytes of the head after the first `PREFIX` of a spool file.
-
-    Raises:
-        DamagedError: no spool file begins so.
-    """
-    if len(prefix) < PREFIX or prefix[:2] != _list_of(2) + b"\xc6":
-        raise DamagedError("it does not begin as a group does")
-    return int.from_bytes(prefix[2:PREFIX], "big")
+    """Return the size of the head from the first PREFIX_BYTES of a file. Raise DamagedError."""
+    if len(prefix) < PREFIX_BYTES or prefix[:2] != _list_start(2) + b"\xc6":
+        raise DamagedError("it does not begin like a group's file")
+    return int.from_bytes(prefix[2:PREFIX_BYTES], "big")
 
 
 def decode_head(data: Frame) -> GroupHead:
-    """Decode the bytes of a head. Raises DamagedError."""
+    """Decode a head. Raise DamagedError."""
     if len(data) < 4 or zlib.crc32(data[4:]) != int.from_bytes(data[:4], "big"):
         raise DamagedError("its head is damaged")
-    return value(data[4:], GroupHead)
+    return decode_msgpack(data[4:], GroupHead)
 
 
 def traces_of(rollout: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:
-    """Split the sequences of a rollout into those of each of its traces."""
+    """Return the token sequences of a rollout by trace."""
     return [tuple(trace) for _, trace in groupby(rollout, key=lambda sequence: sequence.info.trace)]
 
 
-def _list_of(count: int) -> bytes:
-    """How msgpack begins a list."""
+def _list_start(count: int) -> bytes:
+    """Return msgpack's beginning of a list."""
     return bytes([0x90 | count]) if count < 16 else struct.pack(">BI", 0xDD, count)
 
 
-def _bytes_of(size: int) -> bytes:
-    """How msgpack begins bytes."""
+def _bytes_start(size: int) -> bytes:
+    """Return msgpack's beginning of bytes."""
     return struct.pack(">BI", 0xC6, size)
 
 
@@ -244,13 +225,9 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else sum(values) / len(values)
 
 
-def _masked_before(sequence: Rollout, version: int) -> Rollout:
-    return replace(sequence, mask=sequence.mask & (sequence.versions >= version))
-
-
 def _slim(sequence: Rollout) -> Rollout:
-    kept = {name: array.copy() for name, array in sequence.arrays.items() if name != "routed_experts"}
-    return Rollout(sequence.info, **kept)
+    copies = {name: array.copy() for name, array in sequence.arrays.items() if name != "routed_experts"}
+    return Rollout(sequence.info, **copies)
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:

@@ -1,8 +1,8 @@
-"""Messages to the orchestrator in small pieces: whoever connects is let send no longer part than a piece.
+"""Messages to the orchestrator in small frames, so that no peer can make it buffer more than one of them.
 
-ZMQ makes room for a part as it comes, also for that of a peer that has not shown the secret yet, and its one bound on
-parts holds before as after. A result has arrays of a gigabyte. So what is longer than a piece is cut, and put together
-by those who know whom it is from.
+ZMQ buffers a frame while it arrives, also a frame of a peer that has not authenticated yet, and it has a single size
+limit for frames before and after the handshake. But a result has arrays of up to a gigabyte. Therefore workers split
+longer frames into chunks, and the orchestrator joins the chunks of authenticated workers.
 """
 
 from __future__ import annotations
@@ -12,64 +12,66 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from primeslurm.wire.batches.rollouts import Frame
-from primeslurm.wire.decoding import DamagedError, Size, value
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.decoding import DamagedError, Size, decode_msgpack
 
-PIECE = 60 << 10
-"""Bytes; pyzmq copies what is shorter than 64 KiB, which costs less there than lending it."""
-LARGEST_PART = 64 << 10
-"""Bytes of a part on ZMQ (`MAXMSGSIZE`)."""
-_MARK = b"\xc1"
-"""Begins a message that was cut; no value of msgpack begins with it."""
-
-
-def cut(parts: Sequence[Frame]) -> list[Frame]:
-    """Cut a message so that no part is longer than a piece; one that has none is left as it is."""
-    views = [memoryview(part).cast("B") for part in parts]
-    if all(view.nbytes <= PIECE for view in views):
-        return list(parts)
-    head = _MARK + msgspec.msgpack.encode([view.nbytes for view in views])
-    return [head, *(view[start : start + PIECE] for view in views for start in range(0, view.nbytes, PIECE))]
+CHUNK_BYTES = 60 << 10
+"""Size of a chunk. pyzmq copies frames below 64 KiB, which is cheaper there than sending them without a copy."""
+MAX_FRAME_BYTES = 64 << 10
+"""Maximum size of a frame on ZMQ (`MAXMSGSIZE`)."""
+_SPLIT_MARK = b"\xc1"
+"""First byte of a split message. No msgpack value begins with it."""
 
 
-def is_cut(parts: Sequence[Frame]) -> bool:
-    """Tell whether a message came in pieces."""
-    return bool(parts) and bytes(parts[0][:1]) == _MARK
+def split_frames(frames: Sequence[Frame]) -> list[Frame]:
+    """Split the frames of a message into chunks, or return it unchanged if all frames are small."""
+    views = [memoryview(frame).cast("B") for frame in frames]
+    if all(view.nbytes <= CHUNK_BYTES for view in views):
+        return list(frames)
+    head = _SPLIT_MARK + msgspec.msgpack.encode([view.nbytes for view in views])
+    chunks = (view[start : start + CHUNK_BYTES] for view in views for start in range(0, view.nbytes, CHUNK_BYTES))
+    return [head, *chunks]
 
 
-def joined(parts: list[Frame]) -> list[Frame]:
-    """Put a message together again: a copy, in which others have their turn after each piece.
+def is_split(frames: Sequence[Frame]) -> bool:
+    """Return whether a message was split."""
+    return bool(frames) and bytes(frames[0][:1]) == _SPLIT_MARK
+
+
+def join_frames(frames: list[Frame]) -> list[Frame]:
+    """Join the chunks of a message. Releases the interpreter's lock while it copies.
 
     Args:
-        parts: what came; emptied on the way, so that not all of it is in memory twice.
+        frames: The message as received. The list is emptied on the way, so that chunks are freed as they are copied.
 
     Returns:
-        What was sent; a part that was not cut is still what came, and no copy.
+        The original frames. Frames of one chunk are not copied.
 
     Raises:
-        DamagedError: it is not as long as it says.
+        DamagedError: Chunks do not add up to the announced frames.
     """
-    if not is_cut(parts):
-        return parts
-    lengths = value(parts[0][1:], list[Size])
-    come = sum(len(part) for part in parts[1:])
-    if sum(lengths) != come:  # so that room is made for no more than is there
-        raise DamagedError(f"{come} bytes of {sum(lengths)}")
-    rest = parts[:0:-1]
-    parts.clear()
-    return [_taken(rest, length) for length in lengths]
+    if not is_split(frames):
+        return frames
+    lengths = decode_msgpack(frames[0][1:], list[Size])
+    received = sum(len(frame) for frame in frames[1:])
+    if sum(lengths) != received:  # checked before memory is allocated by these lengths
+        raise DamagedError(f"{received} bytes of {sum(lengths)}")
+    chunks = frames[:0:-1]  # in reverse, so that the next one is popped from the end
+    frames.clear()
+    return [_take(chunks, length) for length in lengths]
 
 
-def _taken(rest: list[Frame], length: int) -> Frame:
-    """The next bytes of what is left, whose next piece is last."""
-    if length and len(rest[-1]) == length:
-        return rest.pop()
-    room = np.empty(length, np.uint8)
+def _take(chunks: list[Frame], length: int) -> Frame:
+    if length and len(chunks[-1]) == length:
+        return chunks.pop()
+    frame = np.empty(length, np.uint8)
     done = 0
     while done < length:
-        piece = np.frombuffer(rest.pop(), np.uint8)  # unlike a memoryview, it is copied without the interpreter's lock
-        if done + len(piece) > length:
-            raise DamagedError(f"a piece of {len(piece)} bytes where {length - done} are left")
-        room[done : done + len(piece)] = piece
-        done += len(piece)
-    return room.data
+        chunk = np.frombuffer(
+            chunks.pop(), np.uint8
+        )  # numpy copies without the interpreter's lock, memoryview does not
+        if done + len(chunk) > length:
+            raise DamagedError(f"a chunk of {len(chunk)} bytes where {length - done} are left")
+        frame[done : done + len(chunk)] = chunk
+        done += len(chunk)
+    return frame.data

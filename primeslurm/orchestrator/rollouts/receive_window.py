@@ -1,46 +1,46 @@
-"""How much comes from environment workers at once: a window of bytes, as TCP has one, over all connections.
+"""Limit on the bytes of results that workers send at once, over all connections, like TCP's receive window.
 
-ZMQ takes in whatever peers send. Rollouts of a group end together, and would all lie there in pieces, of 60 KiB each,
-which the allocator keeps when they are put together and freed: 16 rollouts of 80 MB are 1.3 GB beside what is buffered.
+ZMQ buffers whatever peers send. The rollouts of a group end together, and all their results would wait in memory in
+small chunks, which the allocator keeps after they are joined and freed: for 16 rollouts of 80 MB, 1.3 GB besides the
+joined results.
 """
 
 from __future__ import annotations
 
 WINDOW = 256 << 20
-"""Bytes on their way, unless one result alone has more: three of the longest rollouts, so that while one of them is put
-together the next ones come."""
+"""Bytes in flight: three of the longest rollouts, so the next results arrive while one is joined."""
 
 
 class ReceiveWindow:
-    """Which results may be asked for: the oldest ones that fit beside those that are coming.
+    """Selects the results to request: the oldest that fit into the window besides those in flight.
 
     Args:
-        size: bytes that may be on their way.
+        size: Bytes that may be in flight.
     """
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size
         self._offered: dict[str, int] = {}
-        self._coming: dict[str, int] = {}
+        self._in_flight: dict[str, int] = {}
 
     def offer(self, job: str, size: int) -> None:
-        """Note that a worker has a job's result of so many bytes. One that was asked for is asked for again."""
-        self._coming.pop(job, None)
+        """Add a result that a worker has, or one to be requested again."""
+        self._in_flight.pop(job, None)
         self._offered.setdefault(job, size)
 
     def forget(self, job: str) -> None:
-        """Note that a result has come, or never will."""
+        """Remove a result that has arrived or never will."""
         self._offered.pop(job, None)
-        self._coming.pop(job, None)
+        self._in_flight.pop(job, None)
 
     def admit(self) -> list[str]:
-        """Return the jobs whose results are to be asked for now. One that is larger than the window comes alone."""
+        """Return the jobs whose results to request now. A result larger than the window is requested alone."""
         admitted: list[str] = []
-        free = self._size - sum(self._coming.values())
+        free = self._size - sum(self._in_flight.values())
         for job, size in self._offered.items():
-            if size > free and (self._coming or admitted):
+            if size > free and (self._in_flight or admitted):
                 break
             admitted.append(job)
             free -= size
-        self._coming |= {job: self._offered.pop(job) for job in admitted}
+        self._in_flight |= {job: self._offered.pop(job) for job in admitted}
         return admitted

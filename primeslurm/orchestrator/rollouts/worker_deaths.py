@@ -1,9 +1,9 @@
-"""Which task kills environment workers: a pure state machine.
+"""Finds tasks that kill environment workers: a pure state machine.
 
-A worker runs many rollouts at once, and all of them die with it. Each task that was in flight becomes a suspect. The
-next rollouts of suspects run in a worker apart from others, with fewer other suspects after each death, and at last
-alone. A task is guilty if it was alone in a worker that died, and that was not the only death: two deaths alone, or one
-alone and two in company. A suspect is cleared when one of its rollouts ends.
+A worker runs many rollouts at once, and all of them die with it. Each task that was in flight becomes a suspect. Its
+next rollouts run in an isolated worker, with fewer other suspects after each death, and finally alone. A task is guilty
+if it was alone in a worker that died, and that was not the only death: two deaths alone, or one alone and two with
+others. A suspect is cleared when one of its rollouts ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from primeslurm.wire.decoding import Count, DamagedError, decode_json
 log = logging.getLogger(__name__)
 
 PATH = "rollouts/worker_deaths.json"
-SHARE = 4
-"""A suspect runs with a fraction of the tasks that it was last suspected with: one in so many."""
+SPLIT = 4
+"""After a death, the suspects are divided among this many workers."""
 DEATHS = 3
 DEATHS_ALONE = 2
 
@@ -32,15 +32,15 @@ class Suspect(msgspec.Struct):
 
     deaths: Count = 0
     alone: Count = 0
-    """Deaths of workers that ran this task only."""
+    """Deaths of workers that ran only this task."""
     together: Count = 1
-    """Most tasks, with this one, that may share its next worker."""
+    """Maximum number of tasks, including this one, in its next worker."""
     worker: int = -1
-    """Number of the worker that died last. Another one runs the task next, because a worker may die of its node."""
+    """Number of the worker that died last. Another one runs the task next, because a node may kill its workers."""
 
     @property
     def is_guilty(self) -> bool:
-        """Tell whether the task is what kills its workers."""
+        """Return whether the task kills its workers."""
         return self.alone >= DEATHS_ALONE or (self.alone > 0 and self.deaths >= DEATHS)
 
 
@@ -49,65 +49,57 @@ class WorkerDeaths(msgspec.Struct):
 
     suspects: dict[str, Suspect] = {}
     guilty: dict[str, Count] = {}
-    """How many workers died with each guilty task."""
+    """Number of deaths with each guilty task."""
 
     def died(self, jobs: Iterable[Job], worker: int = 0) -> list[Job]:
-        """Take in that a worker died.
-
-        Args:
-            jobs: that were in flight there.
-            worker: its number.
-
-        Returns:
-            One job of each task that is found guilty by this.
-        """
+        """Record the death of a worker with these jobs in flight. Return one job of each task that is now guilty."""
         tasks = {job.task_key: job for job in jobs}
-        found = []
+        guilty = []
         for key, job in tasks.items():
             suspect = self.suspects.setdefault(key, Suspect())
             suspect.deaths += 1
             suspect.alone += len(tasks) == 1
-            suspect.together = max(1, len(tasks) // SHARE)
+            suspect.together = max(1, len(tasks) // SPLIT)
             suspect.worker = worker
             if suspect.is_guilty:
                 self.guilty[key] = self.suspects.pop(key).deaths
-                found.append(job)
-        return found
+                guilty.append(job)
+        return guilty
 
     def ended(self, job: Job) -> None:
-        """Take in that a rollout came to its end: its task is a suspect no more, unless a worker died of it alone."""
+        """Clear a job's task, because the job ended, unless a worker died while it ran that task alone."""
         suspect = self.suspects.get(job.task_key)
         if suspect is not None and not suspect.alone:
             del self.suspects[job.task_key]
 
     def reason(self, job: Job) -> str:
-        """Return why a guilty task is given up, in words."""
+        """Return why a guilty task is given up."""
         return f"{self.guilty[job.task_key]} environment workers died while they ran it, at last alone"
 
     def together(self, job: Job) -> int | None:
-        """Return how many tasks, with the job's own, may share its worker. None: as many as usual."""
+        """Return how many tasks may run in a suspect's worker, including the suspect. None: the task is no suspect."""
         suspect = self.suspects.get(job.task_key)
         return max(1, suspect.together) if suspect else None
 
     def last_worker(self, job: Job) -> int:
-        """Return the number of the worker that died last while it ran a suspect; -1 if the job's task is none."""
+        """Return the number of the worker that died last with a suspect, or -1 if the task is no suspect."""
         suspect = self.suspects.get(job.task_key)
         return suspect.worker if suspect else -1
 
 
 def load(run_dir: Path) -> WorkerDeaths:
-    """Return what earlier orchestrators of a run have found out."""
+    """Return what earlier orchestrators of the run have learned."""
     try:
         return decode_json(files.read_bytes(run_dir / PATH), WorkerDeaths)
     except FileNotFoundError:
         return WorkerDeaths()
     except (OSError, DamagedError) as error:
-        log.warning("what earlier orchestrators found out about tasks that kill workers is lost: %s", error)
+        log.warning("the record of tasks that kill workers is lost: %s", error)
         return WorkerDeaths()
 
 
 def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
-    """Keep it for a restarted orchestrator and later attempts, if the file system takes it."""
+    """Save the record for a restarted orchestrator and later attempts, if the file system accepts it."""
     path = run_dir / PATH
     try:
         files.make_directory(path.parent)
@@ -118,9 +110,9 @@ def keep(run_dir: Path, deaths: WorkerDeaths) -> None:
 
 def positions(guilty: Mapping[str, int]) -> list[tuple[str, int]]:
     """Return environment and example of guilty tasks."""
-    found = []
+    examples = []
     for key in guilty:
         label, _, example = key.partition("@")[0].rpartition("-")
         if example.isdecimal():
-            found.append((label, int(example)))
-    return found
+            examples.append((label, int(example)))
+    return examples

@@ -1,13 +1,12 @@
-"""What environment workers report to the orchestrator, as events of `WorkerPool`."""
+"""Events of `WorkerPool`: what environment workers report to the orchestrator."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
-from primeslurm.orchestrator.worker.generate_endpoint import AnswerCounts
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts, Job, JobFailure
+from primeslurm.wire.batches.rollout import Rollout
 
 
 class RolloutEnded(NamedTuple):
@@ -53,10 +52,10 @@ class JobKeeper(Protocol):
     """Decides which jobs and results the workers keep."""
 
     def adopt_job(self, job: Job, *, runs: bool) -> bool:
-        """Continue a job that an earlier orchestrator sent. `runs`: it has not ended. False: it is not needed."""
+        """Adopt a job that an earlier orchestrator sent. `runs`: it has not ended. False: it is not needed."""
 
     def holds_result(self, job: str) -> bool:
-        """Tell whether a result is only in memory here, so that the worker must keep it."""
+        """Return whether a result is only in memory here, so that the worker must keep it."""
 
 
 class KeepNothing:

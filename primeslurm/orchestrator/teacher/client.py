@@ -15,19 +15,21 @@ import numpy as np
 
 from primeslurm.base.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.worker.generate_endpoint import (
-    BUSY,
-    LARGEST_LOGPROB,
-    MovedError,
-    UnavailableError,
-    post_while,
-)
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Float32
+from primeslurm.wire.batches.frames import Float32
+from primeslurm.wire.batches.rollout import LARGEST_LOGPROB
 from primeslurm.wire.decoding import decode_json
-from primeslurm.wire.transport.http import external_client, internal_client, words
+from primeslurm.wire.transport.http import (
+    BUSY,
+    MovedError,
+    UnavailableError,
+    external_client,
+    internal_client,
+    post_while,
+    words,
+)
 from primeslurm.wire.transport.retry import retry_with_backoff
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.records.events.training import Stalled
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
-from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt
+from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 from primeslurm.wire.decoding import DamagedError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.records.metrics import Row
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 
 
 def reward_mean(groups: Sequence[RolloutGroup]) -> float:

@@ -20,7 +20,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
 from primeslurm.records.state import FailedRollouts, Load, OrchestratorState
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.http import internal_client
 
 STATE_INTERVAL_S = 1.0

@@ -1,4 +1,4 @@
-"""Images of rollouts: as files of the run, each once, however many rollouts have seen it."""
+"""Images of rollouts as files of the run, each once, however many rollouts contain it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import msgspec
 
 from primeslurm.base import durable, files
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire.batches import data_uri
-from primeslurm.wire.batches.rollouts import ImageSpan, Rollout
+from primeslurm.wire.batches import inline_images
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import Rollout
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
-    """The rollout with its images, which are data URIs, as files of `directory`, named by what is in them.
+    """Write a rollout's images, which are data URIs, to files named by their digest, and return it with their paths.
 
     Raises:
-        RolloutError: an image is none.
-        OSError: a file cannot be written.
+        RolloutError: An image is invalid.
+        OSError: A file cannot be written.
     """
     if not rollout.info.images:
         return rollout
@@ -29,7 +30,7 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
 
 def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
     try:
-        data = data_uri.decode(image.source)
+        data = inline_images.decode(image.source)
     except ValueError as error:
         raise RolloutError(str(error)) from error
     digest = hashlib.sha256(data).hexdigest()

@@ -1,7 +1,4 @@
-"""An environment worker: a process that runs the rollouts of one verifiers environment.
-
-`python -m primeslurm.orchestrator.worker.main ...`
-"""
+"""The environment worker's process: `python -m primeslurm.orchestrator.worker.main ...`."""
 
 from __future__ import annotations
 
@@ -24,12 +21,13 @@ with uncollected():
     from verifiers.v1.clients import Client, ModelContext
 
 from primeslurm.orchestrator import algorithms, environments
-from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments import host_needs
 from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
-from primeslurm.orchestrator.rollouts import job_protocol
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
+from primeslurm.orchestrator.rollouts import job_runner
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker import tool_servers
 from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally
 from primeslurm.orchestrator.worker.image_files import stored
@@ -43,25 +41,25 @@ from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, Limits, sees_packages
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import secret
 from primeslurm.wire.transport.addresses import AddressBook
 
-ENDING_S = 12
-"""From SIGTERM to its end, in which rollouts are cancelled and their containers removed. Its agent waits for 15 s."""
+EXIT_S = 12
+"""Time between SIGTERM and exit, in which rollouts are cancelled and their containers removed. The agent waits 15 s."""
 
 
 class Worker:
-    """Runs the rollouts of one environment, as the jobs of its `JobRunner` ask for.
+    """Runs the jobs of its `JobRunner` in one environment.
 
     Args:
-        recipe: the run's recipe.
-        environment: the one of its environments to serve.
-        number: which of the environment's workers this is.
-        address: the orchestrator's ZMQ address.
-        addresses: where the routers are.
-        images: directory on the shared file system for what rollouts see.
-        node: the node that it is on.
+        recipe: The run's recipe.
+        environment: One of the recipe's environments.
+        number: Number of this worker among the environment's workers.
+        address: The orchestrator's ZMQ address.
+        addresses: Addresses of the routers.
+        images: Directory on the shared file system for images.
+        node: The worker's node.
     """
 
     def __init__(
@@ -79,32 +77,32 @@ class Worker:
         self._images = images
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(ENV_KEY, {}))}  # type: ignore[call-overload]
-        agent = agents.agent_options(environment)
+        agent = environments.agent_options(environment)
         self._env = environments.load(environment.id, {**environment.args, ENV_KEY: options}, agent)
         self._evaluates = isinstance(environment, EvaluationEnvironment)
         self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
-        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _shuffled(environment))
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _is_shuffled(environment))
         self._clients: dict[str, TokenClient] = {}
         self._tally = AnswerTally()
         self._by_config: dict[str, Client] = {}
         model = recipe.model
-        self._plausible = RolloutValidator(model.path)
+        self._validator = RolloutValidator(model.path)
         self._rendering = select_renderer(model.path, model.renderer, model.renderer_options, model.vlm is not None)
-        tasks = self._count(environment)
+        tasks = self._task_count(environment)
         self._runner = JobRunner(
             environment.label, number, address, self._rollout, tasks, node, answers=self._tally.take
         )
         self.runtimes = host_needs.needs(environment, self._env).runtimes
-        """Types of what its rollouts' programs run in."""
+        """Types of runtimes of the rollouts' programs."""
         self.serves = False
         """Whether the environment has started."""
 
-    def _count(self, environment: AnyEnvironment) -> int | None:
-        """How many tasks there are, where the orchestrator has to know."""
+    def _task_count(self, environment: AnyEnvironment) -> int | None:
+        """Return the number of tasks if the orchestrator needs it."""
         if isinstance(environment, EvaluationEnvironment):
             return self._tasks.count(environment.examples)
-        counted = isinstance(environment, Environment) and environment.curriculum is not None
-        return self._tasks.count() if counted and self._env.taskset.bounded else None
+        has_curriculum = isinstance(environment, Environment) and environment.curriculum is not None
+        return self._tasks.count() if has_curriculum and self._env.taskset.bounded else None
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -118,11 +116,10 @@ class Worker:
 
     def _client(self, router: str) -> TokenClient:
         if router not in self._clients:
-            where = functools.partial(self._addresses.url, router)
             recipe = self._recipe
             client = TokenClient(
                 router,
-                where,
+                functools.partial(self._addresses.url, router),
                 recipe.model.path,
                 recipe.max_len,
                 recipe.orchestrator.request_timeout_s,
@@ -131,7 +128,7 @@ class Worker:
                 rendering=self._rendering,
                 trained=None if self._evaluates else self._sampling,
                 tally=self._tally,
-                vocab=self._plausible.vocab,
+                vocab=self._validator.vocab,
             )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
@@ -155,51 +152,48 @@ class Worker:
             for trace in traces:
                 self._tally.end(trace)
         seconds = time.monotonic() - started
-        found: list[Rollout] = []
+        teacher = None if self._evaluates else self._recipe.teacher
+        rollouts: list[Rollout] = []
         for number, trace in enumerate(trainable_traces(episode)):
-            mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
-            teacher = None if self._evaluates else self._recipe.teacher
-            found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
-        if not found:
+            of_trace = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+            if isinstance(teacher, PolicyTeacher):
+                of_trace = await hinted(teacher, client, trace, of_trace)
+            rollouts += of_trace
+        if not rollouts:
             raise RolloutError("nothing that was sampled can be trained")
-        return tuple(self._plausible.checked(stored(rollout, self._images)) for rollout in found)
+        return tuple(self._validator.checked(stored(rollout, self._images)) for rollout in rollouts)
 
 
-def _shuffled(environment: AnyEnvironment) -> bool:
-    """Whether its first epoch is: what the recipe of a run from before there was a choice began goes on as it was."""
+def _is_shuffled(environment: AnyEnvironment) -> bool:
+    # Runs whose recipe does not have the field were started before there was a choice, and keep their order.
     return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
 
 
 def _scratch(name: str) -> Path:
-    """A worker's own directory on the node's disk, without what one that was killed has left there."""
+    """Return a worker's own directory on the node's disk, after removing what a killed worker has left there."""
     directory = Path(tempfile.gettempdir()) / "environments" / name
     shutil.rmtree(directory, ignore_errors=True)
     return directory
 
 
 async def _serve(worker: Worker, name: str) -> None:
-    """Serve, and leave no containers. SIGTERM ends it; what has not ended ENDING_S later is ended by the kernel.
-
-    Args:
-        worker: has not begun yet.
-        name: that its containers are marked with.
-    """
+    """Run a worker until SIGTERM, and remove all containers that are marked with `name`."""
     serving = asyncio.ensure_future(worker.run())
     terminated = asyncio.Event()
 
     def end() -> None:
-        if not terminated.is_set():  # Slurm's may come beside the agent's
+        if not terminated.is_set():  # both the agent and Slurm may send SIGTERM
             terminated.set()
-            signal.alarm(ENDING_S)
+            signal.alarm(EXIT_S)  # the kernel then ends a process that has not exited
             serving.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     try:
         await serving
     finally:
-        containers.remove_stale(worker.runtimes, name)  # those that were still being made
+        containers.remove_stale(worker.runtimes, name)  # containers that were being created
         if terminated.is_set():
-            os._exit(128 + signal.SIGTERM)  # as a shell says it, without waiting for threads that import or read
+            os._exit(128 + signal.SIGTERM)  # without waiting for threads that import or read
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -207,10 +201,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.worker.main")
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--environment", required=True, help="label of an environment of the recipe")
-    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--worker", type=int, default=0, help="number of this worker")
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
-    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
+    parser.add_argument("--node", default="", help="index of this node in the plan")
     options = parser.parse_args(argv)
     secret.keep()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -220,14 +214,14 @@ def main(argv: list[str] | None = None) -> None:
     recipe = Recipe.model_validate_json(files.read_bytes(options.recipe))
     environment = recipe.environment(options.environment)
     run_dir = options.attempt_dir.resolve().parents[1]
-    # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
+    # The node's own disk is fast, and the agent empties its temporary directory when the attempt ends.
     name = f"{environment.label}-{options.worker}"
     scratch = _scratch(name)
     install(environment.runtime, scratch, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
     shown = uv_scripts.environment_directories() if sees_packages(environment.runtime) else ()
-    asked = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()
-    containers.patch_runtimes(name, shown, asked)
+    limits = environment.runtime.limits if isinstance(environment.runtime, ApptainerRuntime) else Limits()
+    containers.patch_runtimes(name, shown, limits)
     containers.hide_secrets(environment.runtime.secrets if environment.runtime else ())
     tool_servers.watch()
     worker = None
@@ -239,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     except (Exception, SystemExit) as error:
         if worker is None or not worker.serves:
-            job_protocol.give_notice(environment.label, options.worker, options.orchestrator, error)
+            job_runner.give_notice(environment.label, options.worker, options.orchestrator, error)
         raise
 
 

@@ -1,4 +1,4 @@
-"""What all environment workers import: an agent that imports this once can fork them (`node.agent.fork_server`)."""
+"""Imports of all environment workers, which an agent imports once before it forks them (`node.agent.fork_server`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MODULES = ("primeslurm.orchestrator.worker.main", "transformers.models.auto.toke
 
 
 def preload() -> None:
-    """Import them."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as workers do; huggingface_hub looks when it is imported
+    """Import the modules."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # as workers do; huggingface_hub reads it when it is imported
     for module in MODULES:
         importlib.import_module(module)
 

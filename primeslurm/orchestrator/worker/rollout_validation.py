@@ -1,7 +1,7 @@
 """Check that a rollout can come from the policy: its tokens are in the vocabulary, its experts are in the model.
 
-A rollout that cannot come from the policy fails. The trainer would end if it looked up a token or an expert that the
-model does not have. Tokens whose experts repeat were not recorded by the engine: the trainer's router chooses theirs.
+Other rollouts fail, because the trainer would crash if it looked up a token or an expert that the model does not have.
+If a token's experts repeat, the engine did not record them, and the trainer's router chooses them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from primeslurm.base.model_files import model_directory
 from primeslurm.models.hf_config import shape_of
 from primeslurm.models.shape import ModelShape
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.batches.routed_experts import RoutedExperts, without_repeats
 from primeslurm.wire.decoding import DamagedError
 
@@ -27,7 +27,7 @@ class RolloutValidator:
     """Checks rollouts of one model.
 
     Args:
-        model: path of the policy's. A model whose config is not understood passes every check.
+        model: Path of the policy. If its config is not understood, every rollout passes.
     """
 
     def __init__(self, model: str) -> None:
@@ -36,15 +36,11 @@ class RolloutValidator:
 
     @property
     def vocab(self) -> int | None:
-        """Return how many tokens the model has; None if its config is not understood."""
+        """Return the number of tokens of the model, or None if its config is not understood."""
         return self._shape.vocab if self._shape is not None else None
 
     def checked(self, rollout: Rollout) -> Rollout:
-        """Return a rollout, without the experts of tokens that the engine did not record.
-
-        Raises:
-            RolloutError: it cannot be of this model.
-        """
+        """Return the rollout with unknown experts marked. Raise RolloutError if it cannot come from the model."""
         if self._shape is None:
             return rollout
         largest = int(rollout.token_ids.max(initial=-1))

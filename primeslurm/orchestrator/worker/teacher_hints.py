@@ -1,7 +1,7 @@
-"""The other prompt that the policy gets as its own teacher: the same conversation, with a hint that it did not have.
+"""Prompts for the policy as its own teacher: the same conversation with a hint that the policy did not get.
 
-The hint is a field of the task. It is put into the messages, and these are rendered as the first prompt was; what was
-sampled, and what followed, stays as it is. The orchestrator asks how likely the sampled tokens are after that.
+The hint is a field of the task. It is added to the messages, which are rendered as before. Sampled tokens and all that
+follows stay as they are. The orchestrator then asks for the log-probabilities of the sampled tokens after that prompt.
 """
 
 from __future__ import annotations
@@ -19,48 +19,49 @@ from verifiers.v1.dialects.chat import message_to_wire
 from primeslurm.chat import ChatMessage
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt
+from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 
 
 async def hinted(
     teacher: PolicyTeacher, client: TrainClient, trace: vf.Trace, sequences: Sequence[Rollout]
 ) -> tuple[Rollout, ...]:
-    """Return the sequences of a trace with the prompt that the teacher gets in place of their own.
+    """Return the sequences of a trace with their teacher prompts.
 
     Raises:
-        RolloutError: the task has no such field, or a prompt cannot be rendered as it was.
+        RolloutError: The task has no such field, or a prompt cannot be rendered again as it was.
     """
     text = teacher.template.replace("{hint}", _hint(teacher, trace.task.data))
-    found = []
-    known: dict[tuple[int, ...], TeacherPrompt] = {}
+    rollouts = []
+    prompts: dict[tuple[int, ...], TeacherPrompt] = {}
     for sequence in sequences:
-        nodes, own, tools = _prompt(trace, sequence)
-        if (key := tuple(own)) not in known:
+        nodes, prompt, tools = _prompt(trace, sequence)
+        if (key := tuple(prompt)) not in prompts:
             messages = [message_to_wire(node.message) for node in nodes]
-            again, told = await _rendered(client, (messages, _with(messages, text, teacher.into)), tools)
-            if again != own:
+            conversations = messages, _with_hint(messages, text, teacher.into)
+            rendered, with_hint = await _rendered(client, conversations, tools)
+            if rendered != prompt:
                 raise RolloutError("the prompt cannot be rendered again as it was, so none with a hint can be made")
-            known[key] = TeacherPrompt(told, len(own))
-        info = msgspec.structs.replace(sequence.info, teacher_prompt=known[key])
-        found.append(replace(sequence, info=info))
-    return tuple(found)
+            prompts[key] = TeacherPrompt(with_hint, len(prompt))
+        info = msgspec.structs.replace(sequence.info, teacher_prompt=prompts[key])
+        rollouts.append(replace(sequence, info=info))
+    return tuple(rollouts)
 
 
 def _hint(teacher: PolicyTeacher, data: Any) -> str:
-    """The field of the task, or the entry of its `info` if that is a mapping."""
+    """Return the hint from the task's fields, or from its `info` if that is a mapping."""
     fields = data.model_dump()
     info = fields.get("info")
-    known = {**(info if isinstance(info, dict) else {}), **fields}
-    if known.get(teacher.hint) is None:
-        there = ", ".join(sorted(name for name, value in known.items() if value is not None))
-        raise RolloutError(f"teacher.hint: {teacher.hint} is not in the task, which has {there}")
-    return str(known[teacher.hint])
+    values = {**(info if isinstance(info, dict) else {}), **fields}
+    if values.get(teacher.hint) is None:
+        names = ", ".join(sorted(name for name, value in values.items() if value is not None))
+        raise RolloutError(f"teacher.hint: {teacher.hint} is not in the task, which has {names}")
+    return str(values[teacher.hint])
 
 
 def _prompt(trace: vf.Trace, sequence: Rollout) -> tuple[list[vf.MessageNode], list[int], list[vf.Tool]]:
-    """What a sequence begins with: the messages before the first that was sampled, their tokens, and what tools it has.
+    """Return the messages before a sequence's first sampled one, their tokens, and the tools.
 
-    The tokens include those that have the model answer, which verifiers counts to the answer.
+    The tokens include those that start the model's answer, which verifiers counts as part of the answer.
     """
     tokens = sequence.token_ids.tolist()
     for branch in trace.branches:
@@ -69,36 +70,36 @@ def _prompt(trace: vf.Trace, sequence: Rollout) -> tuple[list[vf.MessageNode], l
             nodes = list(takewhile(lambda node: not any(node.mask), branch.nodes))
             before = sum(len(node.token_ids) for node in nodes)
             return nodes, tokens[: before + branch.nodes[len(nodes)].mask.index(True)], branch.nodes[0].tools
-    raise RolloutError("a sequence is of no branch of its trace")
+    raise RolloutError("a sequence is not a branch of its trace")
 
 
-def _with(messages: Sequence[ChatMessage], text: str, into: str) -> list[ChatMessage]:
-    """The messages with a text at the end of the first of a role; a system message is made if there is none."""
-    place = next((i for i, message in enumerate(messages) if message["role"] == into), None)
-    if place is None:
-        return [{"role": into, "content": text}, *messages]
-    content = messages[place].get("content") or ""
+def _with_hint(messages: Sequence[ChatMessage], text: str, role: str) -> list[ChatMessage]:
+    """Append a text to the first message of a role, or put a new message in front."""
+    index = next((i for i, message in enumerate(messages) if message["role"] == role), None)
+    if index is None:
+        return [{"role": role, "content": text}, *messages]
+    content = messages[index].get("content") or ""
     if isinstance(content, list):
         content = [*content, {"type": "text", "text": text}]
     else:
         content = f"{content}\n\n{text}" if content else text
-    return [*messages[:place], {**messages[place], "content": content}, *messages[place + 1 :]]
+    return [*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]]
 
 
 async def _rendered(
     client: TrainClient, conversations: Sequence[Sequence[ChatMessage]], tools: Sequence[vf.Tool]
 ) -> list[list[int]]:
-    """Token ids of each conversation, as the client renders them before it asks for an answer."""
+    """Render conversations to token ids, as the client does before it requests an answer."""
     config = client.config
     pool = ElasticRendererPool(config.renderer_model_name, config.renderer, multiplex=config.multiplex)
     offered = [tool_to_wire(tool) for tool in tools] or None
     async with pool.acquire() as slot:
 
         def render() -> list[list[int]]:
-            found = [
-                slot.renderer.render(list(one), tools=offered, add_generation_prompt=True) for one in conversations
+            return [
+                list(slot.renderer.render(list(one), tools=offered, add_generation_prompt=True).token_ids)
+                for one in conversations
             ]
-            return [list(rendered.token_ids) for rendered in found]
 
-        found: list[list[int]] = await slot.run(render)
-        return found
+        tokens: list[list[int]] = await slot.run(render)
+        return tokens

@@ -1,13 +1,12 @@
-"""Token-in, token-out for verifiers: the client through which its environments reach the engines.
+"""The client through which verifiers environments reach the engines, with token ids in and out.
 
-`verifiers.v1.clients.TrainClient` renders messages to token ids (extending the sampled tokens of earlier turns as they
-are), posts them to `/inference/v1/generate`, and records sampled tokens, log-probabilities and routed experts in the
-trace. It neither keeps policy versions nor tries again, and reads other shapes of log-probabilities and routed experts
-than vLLM 0.32 sends. All this is mended behind the one thing it asks of its HTTP client: `post`.
+`verifiers.v1.clients.TrainClient` renders messages to token ids (extending the sampled tokens of earlier turns), posts
+them to `/inference/v1/generate`, and records sampled tokens, log-probabilities and routed experts in the trace. It does
+not keep policy versions, does not retry, and expects other formats of log-probabilities and routed experts than vLLM
+0.32 sends. `RendererEndpoint` adds this behind the only method of its HTTP client that it uses: `post`.
 
-verifiers takes routed experts as base64 within JSON, which would have to be made of what is decoded already: 100 MB for
-131,072 tokens of 75 layers and 8 experts, encoded and decoded on the event loop of every rollout of a worker. Here
-messages of its traces get them as arrays.
+verifiers expects routed experts as base64 in JSON. They are decoded already, and encoding and decoding 100 MB (131,072
+tokens of 75 layers and 8 experts) would block the event loop of all rollouts of a worker. So traces get arrays instead.
 """
 
 from __future__ import annotations
@@ -53,43 +52,43 @@ from primeslurm.recipe import sampling_rules
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 MULTIPLEX = 1_000_000
-"""Rollouts that share a renderer: all of a worker. It is asked for what is new of a turn, which takes milliseconds."""
+"""Rollouts that share a renderer: all of a worker, because rendering a turn's new messages takes milliseconds."""
 
-LARGEST_QUESTION = 128 << 20
-"""Bytes of what a program asks a model at once: a million tokens are some five megabytes, images take more."""
+LARGEST_REQUEST_BYTES = 128 << 20
+"""Maximum size of a request of a program to its model. A million tokens have about five megabytes, images have more."""
 
-VIEWED = 0.5
-"""A message's rows are a view of the turn's if the turn's new messages have this share of them: nothing else, or
-little, is kept with them."""
+VIEW_FRACTION = 0.5
+"""A message keeps a view of a turn's experts if the turn's new messages have at least this fraction of its rows.
+Otherwise it keeps a copy, so that the other rows can be freed."""
 
 
 class TurnRows(NamedTuple):
-    """What an engine said of a turn, in the place where verifiers has its own of it."""
+    """Routed experts of a turn, in place of verifiers' own format."""
 
     rows: RoutedExperts
-    """[tokens, layers, top_k]; of its last token nothing is known."""
+    """[tokens, layers, top_k]; those of the last token are unknown."""
     start: int
-    """Position of the first of its tokens in the sequence."""
+    """Position of the first row's token in the sequence."""
 
 
 posted: ContextVar[list[TurnRows] | None] = ContextVar("posted", default=None)
-"""Takes what the turn that is asked for in this context was answered."""
+"""Receives the routed experts of the turn that this context requests."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The body of an answer in the shape that `renderers` reads."""
+    """Body of an answer in the format that `renderers` reads."""
 
     content: bytes
 
 
 class RendererEndpoint:
-    """What a TrainClient takes for its HTTP client: posts through a GenerateEndpoint and keeps what was sampled.
+    """The HTTP client of a TrainClient: it posts through a GenerateEndpoint and keeps the completions.
 
     Args:
-        base_url: stands for the router in the URLs that are posted to.
-        endpoint: of the router.
-        model: name of the model in requests.
+        base_url: Placeholder for the router in posted URLs.
+        endpoint: Endpoint of the router.
+        model: Name of the model in requests.
     """
 
     def __init__(self, base_url: str, endpoint: GenerateEndpoint, model: str) -> None:
@@ -99,15 +98,15 @@ class RendererEndpoint:
         self._completions: dict[str, list[Completion]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """Answer `renderers`, which asks for the models: the one there is, and its context window."""
+        """Return the list of models, from which `renderers` takes the context window."""
         return model_cards(self._model, self._endpoint.max_len)
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
-        """Generate.
+        """Generate a completion.
 
         Raises:
-            APIStatusError: the request is wrong (4xx).
-            APIConnectionError: no usable answer before the deadline.
+            APIStatusError: The request is wrong (4xx).
+            APIConnectionError: There was no usable answer before the deadline.
         """
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
@@ -122,9 +121,9 @@ class RendererEndpoint:
             raise APIConnectionError(message=str(error), request=request) from error
         if completion.routed_experts is not None and (turns := posted.get()) is not None:
             turns.append(TurnRows(completion.routed_experts, completion.routed_from))
-        # The trace keeps the routed experts; they are too large to be kept twice.
-        kept = replace(completion, routed_experts=None, prompt_ids=None, placeholders=None)
-        self._completions.setdefault(headers[SESSION_HEADER], []).append(kept)
+        # The trace keeps the routed experts. They are too large to be kept here, too.
+        small = replace(completion, routed_experts=None, prompt_ids=None, placeholders=None)
+        self._completions.setdefault(headers[SESSION_HEADER], []).append(small)
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
@@ -137,21 +136,21 @@ class RendererEndpoint:
 
 
 class TokenClient(TrainClient):  # type: ignore[misc]
-    """A TrainClient that talks through a RendererEndpoint.
+    """A TrainClient that posts through a RendererEndpoint.
 
     Args:
-        router: process name of the router.
-        where: gives its URL as it is now.
-        model: the directory of the tokenizer.
-        max_len: longest sequence an engine accepts.
-        timeout_s: longest wait for one answer, retries included.
-        routed: answers must say which experts each token was routed to.
-        images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
-        rendering: how messages are rendered. Default: as `choosing.choose` has it of the model.
-        trained: sampling parameters that the recipe says, which requests of trained agents must not change. None:
-            nothing is trained.
-        tally: counts answers by engine.
-        vocab: tokens of the model. None: that is unknown.
+        router: Process name of the router.
+        where: Returns the router's current URL.
+        model: Directory of the tokenizer.
+        max_len: Longest sequence that an engine accepts [tokens].
+        timeout_s: Longest wait for one answer, with retries.
+        routed: Answers must have routed experts.
+        images: Messages may have images. Raises ValueError if `renderers` cannot render images for the model.
+        rendering: How to render messages. Default: `select_renderer` chooses it by model.
+        trained: The recipe's sampling parameters, which requests of trained agents must not change. None: no agent is
+            trained.
+        tally: Counts answers by engine.
+        vocab: Number of tokens of the model; None: unknown.
     """
 
     def __init__(
@@ -199,18 +198,18 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         """Sample the next message of a conversation.
 
         Raises:
-            ContextOverflowError: the prompt leaves no room for an answer.
-            ProviderError: tools are offered, and cannot be rendered; the environment samples otherwise than the recipe
-                says; or whatever else the engine refuses.
+            ContextOverflowError: The prompt leaves no room for an answer.
+            ProviderError: The model's renderer cannot render the offered tools, the environment samples with other
+                parameters than the recipe, or the engine refuses the request.
         """
         self._refuse_other_sampling(sampling, turn)
         if self._no_tools and turn is not None and turn.tools:
             raise ProviderError(self._no_tools, status_code=400)
         rows: list[TurnRows] = []
         token = posted.set(rows)
-        spoken = ChatDialect() if isinstance(dialect, TrainedDialect) else dialect
+        chat_dialect = ChatDialect() if isinstance(dialect, TrainedDialect) else dialect
         try:
-            response = await super().get_response(spoken, body, sampling, session_id, turn, headers)
+            response = await super().get_response(chat_dialect, body, sampling, session_id, turn, headers)
         except ProviderError as error:
             if error.status_code == httpx.codes.BAD_REQUEST and OVERFLOW in str(error):
                 raise ContextOverflowError(str(error), status_code=error.status_code) from error
@@ -224,46 +223,44 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         return response
 
     def _refuse_other_sampling(self, sampling: SamplingConfig, turn: PendingTurn | None) -> None:
-        """Raise ProviderError if the code of an environment changed the distribution of an agent that is trained."""
         agent = turn.trace.agent if turn is not None else None
         if self._trained is None or (agent is not None and not agent.trainable):
             return
-        asked = sampling.model_dump(exclude_none=True)
-        if names := sampling_rules.changes(asked, self._trained):
-            given = ", ".join(f"{name} = {asked.get(name)}" for name in names)
+        requested = sampling.model_dump(exclude_none=True)
+        if names := sampling_rules.changes(requested, self._trained):
+            given = ", ".join(f"{name} = {requested.get(name)}" for name in names)
             why = "the trainer computes log-probabilities as the recipe samples, so importance ratios would be wrong"
             fix = "set environments.sampling.temperature, leave all else out of the environment"
             raise ProviderError(f"the environment samples with {given}: {why} ({fix})", status_code=400)
 
 
-def bound_questions() -> None:
-    """Have interception servers of this process take no longer questions than a model can be asked.
-
-    verifiers takes a gigabyte of any program, and a worker has hundreds of them.
-    """
-    server.MAX_REQUEST_BODY = LARGEST_QUESTION
+def limit_requests() -> None:
+    """Lower verifiers' limit of a gigabyte per request of a program, because a worker has hundreds of programs."""
+    server.MAX_REQUEST_BODY = LARGEST_REQUEST_BYTES
 
 
 @asynccontextmanager
 async def serving(env: vf.Env) -> AsyncIterator[dict[str, Client]]:
-    """`env.serving()`; yields the clients by config, to put ours among them.
+    """Enter `env.serving()`, and yield its clients by config, to which callers add TokenClients.
 
-    verifiers builds clients from configs and offers no place to register another class. Its interception server keeps
-    one client per config, so ours is put there before the first rollout that names its config. Raises TypeError if
-    `env` is not configured with a single interception server.
+    verifiers creates clients from configs and has no way to register another class. Its interception server keeps one
+    client per config, so ours must be there before the first rollout uses its config.
+
+    Raises:
+        TypeError: `env` is not configured with a single interception server.
     """
-    bound_questions()
+    limit_requests()
     context_window.install()
     async with env.serving():
-        found = env._interception
-        if not isinstance(found, InterceptionServer):
-            raise TypeError(f"the environment must use interception type 'server', not {type(found).__name__}")
-        cache_conversations(found, ROLLOUT_DIALECTS)
-        yield found.clients
+        interception = env._interception
+        if not isinstance(interception, InterceptionServer):
+            raise TypeError(f"the environment must use interception type 'server', not {type(interception).__name__}")
+        cache_conversations(interception, ROLLOUT_DIALECTS)
+        yield interception.clients
 
 
 def take_arrays() -> None:
-    """Have verifiers take arrays."""
+    """Let verifiers accept arrays of routed experts."""
     graph._attribute_routed_experts = _attribute
 
 
@@ -271,50 +268,51 @@ _attribute_encoded = graph._attribute_routed_experts
 
 
 def _attribute(trace: Trace, prefix: list[int], new: list[int], path_len: int, payload: Any) -> None:
-    """`graph._attribute_routed_experts`: give each message that the turn has added the rows of its own tokens.
+    """Give each new message of a turn its rows, in place of `graph._attribute_routed_experts`.
 
     Args:
-        trace: of the rollout.
-        prefix: its messages that the turn began with, as places among its nodes.
-        new: those that the turn has added, the answer last.
-        path_len: tokens of the prefix.
-        payload: of the turn.
+        trace: Trace of the rollout.
+        prefix: Indices of the nodes before the turn.
+        new: Indices of the nodes that the turn added, the answer last.
+        path_len: Tokens of the prefix.
+        payload: Routed experts of the turn.
     """
     if not isinstance(payload, TurnRows):
         _attribute_encoded(trace, prefix, new, path_len, payload)
         return
-    rows, off = payload.rows, path_len - payload.start
-    _know_last(trace, prefix, rows, off)
-    viewed = sum(len(trace.nodes[place].token_ids) for place in new) >= VIEWED * len(rows)
-    for place in new:
-        end = off + len(trace.nodes[place].token_ids)
-        if 0 <= off < end <= len(rows):
-            trace.nodes[place].routed_experts = rows[off:end] if viewed else rows[off:end].copy()
-        off = end
+    rows, offset = payload.rows, path_len - payload.start
+    _complete_last(trace, prefix, rows, offset)
+    viewed = sum(len(trace.nodes[index].token_ids) for index in new) >= VIEW_FRACTION * len(rows)
+    for index in new:
+        end = offset + len(trace.nodes[index].token_ids)
+        if 0 <= offset < end <= len(rows):
+            trace.nodes[index].routed_experts = rows[offset:end] if viewed else rows[offset:end].copy()
+        offset = end
 
 
-def _know_last(trace: Trace, prefix: Sequence[int], rows: RoutedExperts, off: int) -> None:
-    """The last token of an answer is routed when the next turn is computed, whose rows begin with it."""
-    last = next((trace.nodes[place] for place in reversed(prefix) if trace.nodes[place].token_ids), None)
-    if last is None or not last.sampled or last.routed_experts is None or not 1 <= off <= len(rows):
+def _complete_last(trace: Trace, prefix: Sequence[int], rows: RoutedExperts, offset: int) -> None:
+    """Fill in the last token of the previous answer, which is routed only when the next turn is computed."""
+    last = next((trace.nodes[index] for index in reversed(prefix) if trace.nodes[index].token_ids), None)
+    if last is None or not last.sampled or last.routed_experts is None or not 1 <= offset <= len(rows):
         return
-    known: RoutedExperts = last.routed_experts
-    if known.shape[1:] == rows.shape[1:] and known.dtype == rows.dtype and len(known):
-        known[-1] = rows[off - 1]
+    experts: RoutedExperts = last.routed_experts
+    if experts.shape[1:] == rows.shape[1:] and experts.dtype == rows.dtype and len(experts):
+        experts[-1] = rows[offset - 1]
 
 
 def _reply(completion: Completion) -> Reply:
-    """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`."""
+    # `renderers` 0.1 reads log-probabilities as vLLM sends them in text mode: tokens as `token_id:N`.
     content = [
         {"token": f"token_id:{token}", "logprob": logprob}
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
-    fields: dict[str, Any] = {
+    choice: dict[str, Any] = {
         "index": 0,
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
+        "logprobs": {"content": content},
     }
-    answer: dict[str, Any] = {"choices": [{**fields, "logprobs": {"content": content}}]}
+    answer: dict[str, Any] = {"choices": [choice]}
     if completion.prompt_ids is not None:
         answer |= {"prompt_token_ids": completion.prompt_ids, "mm_placeholders": completion.placeholders}
     return Reply(msgspec.json.encode(answer))

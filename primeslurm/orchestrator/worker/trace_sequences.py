@@ -1,9 +1,9 @@
-"""A verifiers episode as token sequences to train on.
+"""Token sequences to train on, from a verifiers episode.
 
 verifiers keeps a rollout as a tree of messages, each with exactly the tokens that the engine saw or sampled. A path
-from root to leaf is one sequence. Where the conversation was rewritten, or a prompt could not extend the sampled tokens
-as they were, it branches: sampled tokens of a shared beginning are then trained in the first branch only, and are
-context in the others.
+from root to leaf is one sequence. The tree branches where the conversation was rewritten, or where a prompt could not
+extend the sampled tokens. Sampled tokens of a shared beginning are trained in the first branch, and are context in the
+others.
 """
 
 from __future__ import annotations
@@ -21,26 +21,28 @@ from primeslurm.orchestrator.rendering.context_window import TRUNCATING, has_ove
 from primeslurm.orchestrator.rollouts.job_protocol import EngineError, Job, PromptError, RolloutError
 from primeslurm.orchestrator.worker.generate_endpoint import NO_ANSWER, Completion
 from primeslurm.wire.batches import routed_experts
-from primeslurm.wire.batches.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.frames import Bool
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import LARGEST_REWARD, MAX_METRICS, Rollout, RolloutInfo
 from primeslurm.wire.batches.routed_experts import RoutedExperts
 
 LONGEST_NAME = 200
-"""Characters of the name of a metric."""
+"""Characters of a metric's name that are kept."""
 
 
 def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
-    """The traces of an episode that train the policy: one, or one for each time that a trainable agent acted.
+    """Return the traces of an episode that train the policy: one, or one for each time that a trainable agent acted.
 
-    A trace is left out if its very first prompt did not fit into the context window: nothing was sampled for it.
+    A trace is left out if its first prompt did not fit into the context window, because nothing was sampled.
 
     Raises:
-        PromptError: no prompt of the episode fitted.
-        EngineError: it failed because no engine gave a usable answer.
-        RolloutError: the episode failed, or has no trainable trace.
+        PromptError: No prompt of the episode fitted.
+        EngineError: The episode failed because no engine gave a usable answer.
+        RolloutError: The episode failed otherwise, or has no trainable trace.
     """
-    unfit = [call.error.message for trace in episode.traces if _never_fitted(trace) for call in trace.calls[-1:]]
-    if unfit and not any(trace.num_turns for trace in episode.traces):
-        raise PromptError(unfit[0])
+    overflows = [call.error.message for trace in episode.traces if _never_fitted(trace) for call in trace.calls[-1:]]
+    if overflows and not any(trace.num_turns for trace in episode.traces):
+        raise PromptError(overflows[0])
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
@@ -50,20 +52,26 @@ def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
     trainable = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
     traces = [trace for trace in trainable if not _never_fitted(trace)]
     if not traces:
-        raise RolloutError("no trace of the episode is of a trainable agent")
+        raise RolloutError("no trace of the episode has a trainable agent")
     return traces
 
 
 def sequences(
     job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool, number: int = 0
 ) -> tuple[Rollout, ...]:
-    """The token sequences of a finished trace; `observed`: with the tokens that the environment answered marked.
+    """Return the token sequences of a finished trace.
 
-    `number` says which of its rollout's traces it is.
+    Args:
+        job: The rollout's job.
+        trace: One trace of the rollout.
+        completions: Engines' answers to this trace.
+        seconds: Duration of the rollout.
+        observed: Mark the tokens from the environment after the first answer.
+        number: Index of the trace in its rollout.
 
     Raises:
-        RolloutError: nothing was sampled, a sampled message is not among the recorded completions, or what the
-            environment says of it is no rollout: a reward that is no number, tokens that are none.
+        RolloutError: Nothing was sampled, a sampled message is not among the completions, or the environment reports an
+            invalid reward or invalid tokens.
     """
     versions = _versions_by_node(trace, completions)
     if not versions:
@@ -99,14 +107,14 @@ def _never_fitted(trace: vf.Trace) -> bool:
 
 
 def _finish_reason(trace: vf.Trace) -> str:
-    """Why the last answer ended: "length" if a bound on tokens ended the answer, or the trace."""
+    """Return why the last answer ended: "length" if a limit on tokens ended the answer or the trace."""
     if has_overflowed(trace) or trace.stop_condition in TRUNCATING:
         return "length"
     return next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop")
 
 
 def _reward(trace: vf.Trace) -> float:
-    """One number that is not finite would make all advantages of its group, and then the policy, none."""
+    # A single reward of NaN or infinity would make all advantages of its group NaN, and then the policy.
     reward = float(trace.reward)
     if not abs(reward) <= LARGEST_REWARD:
         raise RolloutError(f"its reward is {reward}")
@@ -114,11 +122,11 @@ def _reward(trace: vf.Trace) -> float:
 
 
 def _metrics(trace: vf.Trace) -> dict[str, float]:
-    """Those that are numbers: means are made of them."""
-    found = {name[:LONGEST_NAME]: float(value) for name, value in trace.metrics.items() if value is not None}
-    if len(found) > MOST_METRICS:
-        raise RolloutError(f"it has {len(found)} metrics, more than {MOST_METRICS}")
-    return {name: value for name, value in found.items() if math.isfinite(value)}
+    """Return the finite metrics, because they are averaged later."""
+    values = {name[:LONGEST_NAME]: float(value) for name, value in trace.metrics.items() if value is not None}
+    if len(values) > MAX_METRICS:
+        raise RolloutError(f"it has {len(values)} metrics, more than {MAX_METRICS}")
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def _sequence(
@@ -136,7 +144,7 @@ def _sequence(
             logprobs.append(logprob)
             sampled_by.append(version)
     if not all(isinstance(token, int | np.integer) and 0 <= token < 2**31 for token in tokens):
-        raise RolloutError("it has tokens that are none")
+        raise RolloutError("it has invalid tokens")
     return Rollout(
         msgspec.structs.replace(info, images=_images(trace, path)),
         np.array(tokens, np.int32),
@@ -148,18 +156,18 @@ def _sequence(
 
 
 def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
-    """Tokens of the environment's messages after the policy's first answer, each in one sequence only."""
+    """Mark tokens of the environment's messages after the first answer, each in one sequence only, without images."""
     parts, answered = [], False
     for i in path:
         node = trace.nodes[i]
-        words = ~np.isin(node.token_ids, list(trace.mm_token_type_id_map))
-        parts.append(words & (answered and not node.sampled and i not in trained))
+        is_text = ~np.isin(node.token_ids, list(trace.mm_token_type_id_map))
+        parts.append(is_text & (answered and not node.sampled and i not in trained))
         answered = answered or node.sampled
     return np.concatenate(parts)
 
 
 def _images(trace: vf.Trace, path: Sequence[int]) -> tuple[ImageSpan, ...]:
-    """The images of a path. Raises RolloutError if they are not as many as there are places for them."""
+    """Return the images of a path. Raise RolloutError unless each image has one run of image tokens."""
     sources: list[str] = []
     runs: list[tuple[int, int]] = []
     first = 0
@@ -168,8 +176,8 @@ def _images(trace: vf.Trace, path: Sequence[int]) -> tuple[ImageSpan, ...]:
         if isinstance(content, list):
             sources += [part.image_url.url for part in content if part.type == "image_url"]
         if not node.sampled:
-            places = np.isin(node.token_ids, list(trace.mm_token_type_id_map)).astype(np.int8)
-            edges = np.flatnonzero(np.diff(places, prepend=0, append=0)) + first
+            is_image = np.isin(node.token_ids, list(trace.mm_token_type_id_map)).astype(np.int8)
+            edges = np.flatnonzero(np.diff(is_image, prepend=0, append=0)) + first
             runs += [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
         first += len(node.token_ids)
     if len(sources) != len(runs):
@@ -178,16 +186,15 @@ def _images(trace: vf.Trace, path: Sequence[int]) -> tuple[ImageSpan, ...]:
 
 
 def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:
-    """Of a path, if the engines returned any."""
     parts = [node.routed_experts for node in nodes]
-    known = next((part for part in parts if part is not None), None)
-    return None if known is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], known)
+    like = next((part for part in parts if part is not None), None)
+    return None if like is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], like)
 
 
 def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, list[int]]:
-    """Each sampled node's policy versions; node and completion belong together if tokens and log-probabilities do."""
+    """Return the policy versions of each sampled node, matched to a completion by tokens and log-probabilities."""
     left = list(completions)
-    found = {}
+    versions = {}
     for i, node in enumerate(trace.nodes):
         if not any(node.mask):
             continue
@@ -196,5 +203,5 @@ def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dic
         if match is None:
             raise RolloutError("a sampled message is not among the engine's answers")
         left.remove(match)
-        found[i] = match.versions
-    return found
+        versions[i] = match.versions
+    return versions

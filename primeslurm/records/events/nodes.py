@@ -78,7 +78,7 @@ class AddressesPublished(Event, frozen=True, tag="addresses"):
 
 
 class NodeLost(Event, frozen=True, tag="node_lost"):
-    """A node is not used any more in this attempt."""
+    """The attempt stops using a node."""
 
     node: str
     rank: int | None = None

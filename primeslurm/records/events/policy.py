@@ -76,7 +76,7 @@ class EngineAnswersDamaged(Event, frozen=True, tag="engine_answers_damaged"):
     engine: str
     damaged: int = 0  # invalid answers among the last `answers`
     answers: int = 0
-    error: str = ""  # what was wrong with the last one
+    error: str = ""  # fault of the last one
 
 
 class EngineRestarted(Event, frozen=True, tag="engine_restart"):

@@ -97,7 +97,7 @@ class RolloutFailed(Event, frozen=True, tag="rollout_failed"):
 
 
 class TaskGivenUp(Event, frozen=True, tag="task_given_up"):
-    """A task is not tried any more: it kills workers, fails repeatedly, or its prompt is too long."""
+    """A task is skipped from now on: it kills workers, fails repeatedly, or its prompt is too long."""
 
     environment: str
     example: int  # position in the environment's task order

@@ -12,8 +12,8 @@ from typing import Any
 
 from primeslurm.inference.guards import changed, expect
 
+# Delay between two polls of the progress thread [microseconds].
 PAUSE_US = 1000
-"""Delay between two polls of the progress thread [microseconds]."""
 
 
 def apply() -> None:

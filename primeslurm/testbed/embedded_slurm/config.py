@@ -12,28 +12,28 @@ from primeslurm.base.files import LONGEST_SOCKET
 from primeslurm.recipe.site import Network, NodeKind, Site
 from primeslurm.testbed.embedded_slurm import page_merging
 
+# Most GPU nodes of a cluster in one of the `PLACES` regular places. One extra place fits larger clusters.
 NARROW_NODES = 200
-"""Most GPU nodes of a cluster in one of the `PLACES` regular places. One extra place fits larger clusters."""
 MAX_NODES = 512
 MAX_CONTROL = 200
 MAX_GPUS = 16
+# Longest cluster name that is used unchanged as the prefix of node names.
 MAX_PREFIX = 8
-"""Longest cluster name that is used unchanged as the prefix of node names."""
 _NAME = re.compile(r"^[a-z][a-z0-9-]{0,30}$")
 
+# Number of regular clusters that can be up on one machine at a time.
 PLACES = 36
-"""Number of regular clusters that can be up on one machine at a time."""
 _NARROW_CONTROL = 50
 _SUBNET = 250
 
 # Slurm holds a requeued job back until the credentials of its last start have expired. Its default of 120 s leaves the
 # cluster idle for long. A launch on a busy machine must still fit into this time.
 CRED_EXPIRE_S = 10
-# Agents read each other's files from a local file system, without delay, but they share the cores of one machine.
+# Time without a heartbeat after which a node is lost [s]; one second per node, if that is more. Agents read each
+# other's files without delay, but they share the cores of one machine.
 NODE_SILENT_S = 30
-"""Time without a heartbeat after which a node is lost [s]; one second per node, if that is more."""
+# Time in which all agents of a job must start [s]; `AGENT_START_S` per node, if that is more.
 NODE_START_S = 300
-"""Time in which all agents of a job must start [s]; `AGENT_START_S` per node, if that is more."""
 AGENT_START_S = 2
 
 

@@ -11,8 +11,8 @@ import ctypes
 from pathlib import Path
 
 SWITCH = Path("/sys/kernel/mm/ksm/run")
+# Environment variables of the processes.
 SAME_HASHES = {"PYTHONHASHSEED": "0"}
-"""Environment variables of the processes."""
 _PR_SET_MEMORY_MERGE = 67
 _ADDR_NO_RANDOMIZE = 0x0040000
 # Loaded at import: between fork and exec another thread may have held the loader's locks.

@@ -27,22 +27,22 @@ from primeslurm.testbed.emulated import http_server
 from primeslurm.testbed.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
 from primeslurm.wire.decoding import DamagedError, decode_json
 
+# Time between two turns of the scheduler [s], short compared with a request.
 TICK_S = 0.1
-"""Time between two turns of the scheduler [s], short compared with a request."""
 KV_BLOCKS = 2048
 MAX_RUNNING = 64
+# Tokens per step at which prefill reaches its full speed. It is proportionally slower with fewer.
 BATCHED_TOKENS = 8192
-"""Tokens per step at which prefill reaches its full speed. It is proportionally slower with fewer."""
 VOCABULARY = 1000
 EOS = 2
+# Median length of a completion (log-normal with sigma 1).
 MEAN_ANSWER_TOKENS = 24.0
-"""Median length of a completion (log-normal with sigma 1)."""
 HANG_PATH = "/emulated/hang"
 HANG_CORE_PATH = "/emulated/hang_core"
+# Routes that vLLM's server answers without its core.
 SERVERS_OWN = ("/health", "/metrics", "/v1/models")
-"""Routes that vLLM's server answers without its core."""
+# Duration of a weight update [s].
 UPDATE_S = 0.1
-"""Duration of a weight update [s]."""
 
 Query = dict[str, list[str]]
 
@@ -89,9 +89,6 @@ class EmulatedEngine:
     """The ASGI application behind the version gate.
 
     Args:
-        served: name of the model.
-        max_len: longest sequence [tokens].
-        blocks: number of KV blocks.
         seed: seed of completion lengths and tokens.
         batched_tokens: most tokens in a step of the real engine.
         tick_s: time between two turns of the scheduler [s].

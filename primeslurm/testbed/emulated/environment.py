@@ -19,11 +19,12 @@ import numpy as np
 
 from primeslurm.base import files
 from primeslurm.orchestrator.algorithms import from_recipe
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutError
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.worker.generate_endpoint import SESSION_HEADER, AnswerTally, Completion, GenerateEndpoint
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.emulated.rollout_script import FAILURES, Script, reward, script
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.transport.addresses import AddressBook
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from primeslurm.inference.auth import App, Message, Receive, Scope, Send
 
 MAX_HEAD_BYTES = 65536
+# Longest request body. A prompt of a million tokens has 8 MB.
 MAX_BODY_BYTES = 64 << 20
-"""Longest request body. A prompt of a million tokens has 8 MB."""
 _REASONS = {
     200: "OK",
     400: "Bad Request",

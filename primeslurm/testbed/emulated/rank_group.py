@@ -24,21 +24,21 @@ import time
 from types import FrameType
 
 from primeslurm.records.heartbeats import liveness
-from primeslurm.wire.transport.handshake import NONCE_BYTES, PROOF_BYTES, check, key_for, proof
-from primeslurm.wire.transport.secret import HANDSHAKE_S
+from primeslurm.wire.transport.rendezvous import NONCE_BYTES, PROOF_BYTES, check, proof
+from primeslurm.wire.transport.secret import HANDSHAKE_S, key_for
 
+# Longest wait for all ranks [s], as in torch's rendezvous.
 JOIN_TIMEOUT_S = 600.0
-"""Longest wait for all ranks [s], as in torch's rendezvous."""
 INTERRUPT = b"i"
+# Message of a rank that has reached the next collective.
 ARRIVED = b"a"
-"""Message of a rank that has reached the next collective."""
+# Message of rank 0 when all ranks have arrived. Lower bytes are exit codes.
 GO = bytes([200])
-"""Message of rank 0 when all ranks have arrived. Lower bytes are exit codes."""
 RETRY_S = 0.5
+# Limit of unauthenticated connections, which may include strangers.
 BACKLOG = 1024
-"""Limit of unauthenticated connections, which may include strangers."""
+# Purpose of the key that is derived from the run's secret.
 USE = b"emulated ranks"
-"""Purpose of the key that is derived from the run's secret."""
 
 
 class LostRankError(Exception):
@@ -219,11 +219,11 @@ def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
 
 def _follow(connection: socket.socket) -> bytes:
     """Enter one collective after another, each until rank 0 answers. Return rank 0's last message."""
-    own, begun = liveness(), 0
+    heartbeat, begun = liveness(), 0
     while True:
         begun += 1
-        own.enter("train")
-        own.count_collectives(begun)
+        heartbeat.enter("train")
+        heartbeat.count_collectives(begun)
         connection.sendall(ARRIVED)
         if (said := connection.recv(1)) != GO:
             return said

@@ -10,15 +10,15 @@ import math
 import random
 from dataclasses import dataclass
 
+# Median length of a prompt.
 PROMPT_TOKENS = 48.0
-"""Median length of a prompt."""
+# Median length of a tool's output.
 TOOL_TOKENS = 32.0
-"""Median length of a tool's output."""
 MEAN_TURNS = 3.0
+# Fraction of rollouts that fail.
 FAILURES = 0.01
-"""Fraction of rollouts that fail."""
+# Number of policy versions in which the distance to a perfect reward shrinks by a factor of e.
 LEARNING_VERSIONS = 8.0
-"""Number of policy versions in which the distance to a perfect reward shrinks by a factor of e."""
 _FIRST_TOKEN, _VOCABULARY = 3, 1000
 
 
@@ -36,10 +36,7 @@ def script(seed: int, environment: str, example: int, job: str) -> Script:
     """Draw the script of a job. All rollouts of one example have the same prompt.
 
     Args:
-        seed: seed of the run.
-        environment: name of the environment.
         example: index of the task in the environment's data.
-        job: id of the rollout.
     """
     of_task, of_job = random.Random(f"{seed}/{environment}/{example}"), random.Random(f"{seed}/{job}")
     prompt = _text(of_task, PROMPT_TOKENS)

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from primeslurm.testbed.emulated.prefix_cache import BLOCK_TOKENS, PrefixCache
 
 PREFILL_TOKENS_PER_S = 8000.0
+# Speed of a request that runs alone.
 DECODE_TOKENS_PER_S = 40.0
-"""Speed of a request that runs alone."""
+# Relative slowdown of each decode step per further request in the batch.
 SLOWDOWN_PER_REQUEST = 0.02
-"""Relative slowdown of each decode step per further request in the batch."""
+# Speed at which the KV blocks of a prompt come from a prefill engine.
 TRANSFER_TOKENS_PER_S = 200_000.0
-"""Speed at which the KV blocks of a prompt come from a prefill engine."""
 
 
 @dataclass(eq=False)

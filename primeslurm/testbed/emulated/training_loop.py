@@ -33,15 +33,15 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.testbed.emulated.rank_group import LostRankError, Ranks
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 
 log = logging.getLogger("primeslurm.testbed.emulated.trainer")
 
+# Shortest duration of a step [s].
 STEP_S = 0.5
-"""Shortest duration of a step [s]."""
 TOKENS_PER_S_AND_RANK = 500.0
 
 

@@ -48,9 +48,7 @@ class FakeEngine:
     """Serves on a free port, in its own thread, until `stop`.
 
     Args:
-        tokenizer: directory of the tokenizer.
         mistakes: number of wrong leading letters in every other answer.
-        delay_s: duration of a completion [s].
         broken: number of first generate requests that get a 500.
         routed: answers route the token at position p to expert p % 200, in 3 layers with 2 experts each.
         answer: maps the word after a prompt's colon, or else its last message, to the answer.

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 KV_TOKENS = 400_000
 MAX_RUNNING = 256
 PREFILL_TOKENS_PER_S = 20_000.0
+# Duration of a decode step [s]: fixed, per request in it, and per token of KV cache.
 STEP_S, STEP_S_PER_REQUEST, STEP_S_PER_TOKEN = 0.008, 0.0001, 4e-8
-"""Duration of a decode step [s]: fixed, per request in it, and per token of KV cache."""
+# Most prompt tokens per step (vLLM's `max_num_batched_tokens`), which delay the decode steps.
 STEP_PREFILL = 8192
-"""Most prompt tokens per step (vLLM's `max_num_batched_tokens`), which delay the decode steps."""
 
 
 @dataclass(eq=False, slots=True)
@@ -116,10 +116,10 @@ class SimulatedEngine:
 
     def _hit(self, turn: Turn) -> int:
         """Return the cached tokens, and reserve them so that they are not evicted."""
-        own, shared = (self._cached.pop(name, 0) for name in (turn.job, turn.prefix))
-        self._held -= own + shared
-        there = turn.shared if self._sharing[turn.prefix] else shared
-        return there + own if there == turn.shared else there
+        private, shared = (self._cached.pop(name, 0) for name in (turn.job, turn.prefix))
+        self._held -= private + shared
+        prefix = turn.shared if self._sharing[turn.prefix] else shared
+        return prefix + private if prefix == turn.shared else prefix
 
     def _leave(self, turn: Turn) -> None:
         """Release a request's tokens. They stay cached until others need the room."""

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torchtitan.distributed.fsdp as titan_fsdp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -168,9 +167,6 @@ class GenericAdapter:
     def from_hf(self, hf_state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the state dict of the last `to_hf`: the checkpoint was read into its memory."""
         return self._last
-
-    def get_hf_storage_reader(self, path: str) -> HuggingFaceStorageReader:
-        return HuggingFaceStorageReader(path)
 
     def _has_experts(self, name: str) -> bool:
         return any(part.expert is not None for part in self._parts.get(name, ()))

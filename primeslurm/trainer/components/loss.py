@@ -25,7 +25,7 @@ from primeslurm.trainer.components.policy_gradients import (
     outside,
     surrogate,
 )
-from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, MOST_LOGPROB
+from primeslurm.wire.batches.rollout import MAX_LOGPROB, MIN_LOGPROB
 
 MAX_TEACHER_DIFFERENCE = 15.0
 """Limit of the absolute difference between teacher and trainer log-probabilities. Above about 16, exp(u) - 1 - u has no
@@ -80,7 +80,7 @@ def from_recipe(config: Loss) -> LossFunction:
     function = _function(config)
 
     def sampled_loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-        possible = (targets.logprobs >= LEAST_LOGPROB) & (targets.logprobs <= MOST_LOGPROB)  # False for NaN
+        possible = (targets.logprobs >= MIN_LOGPROB) & (targets.logprobs <= MAX_LOGPROB)  # False for NaN
         # Impossible tokens get the trainer's own log-probability, so that no NaN reaches a gradient, and advantage 0.
         detached = logprobs.detach()
         logprobs = torch.where(possible, logprobs, detached)

@@ -11,7 +11,8 @@ import torch
 from primeslurm.nn.layers.vision import VisionEncoder, VisionInput
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import to_device
-from primeslurm.wire.batches.rollouts import Float32, Int32, Row
+from primeslurm.wire.batches.batch import Row
+from primeslurm.wire.batches.frames import Float32, Int32
 
 
 @dataclass(frozen=True)

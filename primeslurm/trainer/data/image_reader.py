@@ -15,8 +15,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
 from primeslurm.base import files
-from primeslurm.wire.batches import data_uri
-from primeslurm.wire.batches.rollouts import Bool, Float32, ImageSpan, Int32
+from primeslurm.wire.batches import inline_images
+from primeslurm.wire.batches.frames import Bool, Float32, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM", "TGA", "ICO")
 """Accepted image formats, as Pillow names them. Pillow reads others with rarely used decoders or external programs (EPS
@@ -42,7 +43,7 @@ class ImageReader:
 
     def tokens(self, source: str) -> int:
         """Return the number of tokens of an image. Reads only its header. Raises OSError or ValueError."""
-        stored = io.BytesIO(data_uri.decode(source)) if data_uri.is_inline(source) else source
+        stored = io.BytesIO(inline_images.decode(source)) if inline_images.is_inline(source) else source
         with _naming(source), Image.open(stored, formats=_formats()) as image:
             width, height = image.size
             patches = self._processor.get_number_of_image_patches(height, width, {})
@@ -54,7 +55,7 @@ class ImageReader:
         Raises OSError or ValueError if the image cannot be read, or is not the one that the tokens were made from.
         """
         source = image.source
-        data = data_uri.decode(source) if data_uri.is_inline(source) else files.read_bytes(Path(source))
+        data = inline_images.decode(source) if inline_images.is_inline(source) else files.read_bytes(Path(source))
         with _naming(source):
             if image.sha256 is not None and hashlib.sha256(data).hexdigest() != image.sha256:
                 raise ValueError("it has changed since the rollout")
@@ -63,7 +64,7 @@ class ImageReader:
         tokens, expected = len(pixels) // self._processor.merge_size**2, image.end - image.start
         if tokens != expected:
             why = "the image has changed, or engines and trainer have different image processors"
-            raise ValueError(f"image {data_uri.shown(source)}: {tokens} tokens, expected {expected}: {why}")
+            raise ValueError(f"image {inline_images.shown(source)}: {tokens} tokens, expected {expected}: {why}")
         return pixels.astype(np.float32), grid.astype(np.int32)
 
 
@@ -79,7 +80,7 @@ def expand(
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):
         raise ValueError(f"{len(sources)} images, but the chat template renders placeholders for {len(places)}")
-    paths = [source if data_uri.is_inline(source) else str(directory / source) for source in sources]
+    paths = [source if inline_images.is_inline(source) else str(directory / source) for source in sources]
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [reader.tokens(source) for source in paths]
     ends = np.cumsum(counts)
@@ -117,6 +118,6 @@ def _naming(source: str) -> Iterator[None]:
     except FileNotFoundError:
         raise  # names the file already
     except UnidentifiedImageError as error:  # names a Python object, not the file
-        raise ValueError(f"image {data_uri.shown(source)}: not an image of a supported format") from error
+        raise ValueError(f"image {inline_images.shown(source)}: not an image of a supported format") from error
     except (OSError, SyntaxError, ValueError, RuntimeError, Image.DecompressionBombError) as error:  # one per decoder
-        raise ValueError(f"image {data_uri.shown(source)}: {error}") from error
+        raise ValueError(f"image {inline_images.shown(source)}: {error}") from error

@@ -17,7 +17,7 @@ from primeslurm.chat.jsonl_lines import LineErrors, line_number, parse_line
 from primeslurm.chat.messages import THOUGHTS, ConversationError
 from primeslurm.chat.training_text import Dialogue, TrainingText, read_line
 from primeslurm.chat.turn_ends import no_end
-from primeslurm.wire.batches import data_uri
+from primeslurm.wire.batches import inline_images
 from primeslurm.wire.probe_messages import DataAnswer, DataRequest, decoded, encoded
 
 PARSED_BYTES = 256 << 20
@@ -108,7 +108,7 @@ class _Scan:
 
 def _must_be_there(sources: list[str], directory: Path) -> None:
     for source in sources:
-        if not data_uri.is_inline(source) and not (directory / source).is_file():
+        if not inline_images.is_inline(source) and not (directory / source).is_file():
             raise ConversationError("an image is not there", "a path relative to the data, or a data URI", shown=source)
 
 

@@ -16,7 +16,9 @@ from primeslurm.base import files
 from primeslurm.chat.jsonl_lines import line_number, parse_line
 from primeslurm.chat.training_text import TrainingText
 from primeslurm.trainer.data.image_reader import ImageReader, expand
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
+from primeslurm.wire.batches.frames import Bool, Int32
+from primeslurm.wire.batches.inline_images import ImageSpan, whole
 
 log = logging.getLogger(__name__)
 

@@ -25,8 +25,8 @@ from primeslurm.records.heartbeats import liveness
 from primeslurm.trainer.data.sft_data import Conversations, Example, ExampleList
 from primeslurm.trainer.distributed.disk_space import retry_while_full
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.batches.rollouts import ImageSpan
-from primeslurm.wire.decoding import DamagedError, decode_json, value
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.decoding import DamagedError, decode_json, decode_msgpack
 
 _TOKEN = np.dtype("<i4")
 _END = np.dtype("<i8")
@@ -77,7 +77,7 @@ class TokenFiles:
         mask = stored < 0
         images: tuple[ImageSpan, ...] = ()
         if image < image_end:
-            images = value(self._images[part][image:image_end].tobytes(), tuple[ImageSpan, ...])
+            images = decode_msgpack(self._images[part][image:image_end].tobytes(), tuple[ImageSpan, ...])
         return Example(np.where(mask, ~stored, stored).astype(np.int32), mask, images)
 
 

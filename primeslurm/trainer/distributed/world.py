@@ -181,7 +181,7 @@ def join(interrupt: Interrupt, timeout_s: float, host_tensors: bool = False) -> 
         _pin_to_near_cores(device)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = serve_store(host, port) if os.environ["RANK"] == "0" else None
-    gate_port = rendezvous.passage(host, port, timeout_s)
+    gate_port = rendezvous.tunnel(host, port, timeout_s)
     with _store_behind_gate(gate_port):
         size = dist_utils.init_distributed(
             CommConfig(init_timeout_seconds=int(timeout_s), trace_buf_size=0),

@@ -6,7 +6,7 @@ import logging
 import threading
 
 from primeslurm.records.heartbeats import liveness
-from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)

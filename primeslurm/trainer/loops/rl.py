@@ -23,7 +23,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Batch, RankShard
+from primeslurm.wire.batches.batch import Batch, RankShard
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink, TransferWanted
 
 log = logging.getLogger(__name__)

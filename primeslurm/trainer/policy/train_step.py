@@ -24,7 +24,7 @@ from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.optimizers import optimizers
 from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.wire.batches.rollouts import Batch, Row, stack
+from primeslurm.wire.batches.batch import Batch, Row, stack
 
 MAX_SKIPPED = 3
 """Consecutive steps without a finite gradient after which training fails. One may be a bad batch; more mean that the
@@ -70,7 +70,7 @@ class TrainStep:
             RankError: A rank cannot read an image.
             ValueError: The batch has images but there is no image reader, or its rows are sharded for other ranks.
         """
-        batch = batch.piece(self.policy.cp_rank, self.policy.cp_world)
+        batch = batch.cp_shard(self.policy.cp_rank, self.policy.cp_world)
         tokens = max(1, batch.info.loss_tokens)
         with timer.phase("forward_backward"):
             totals = self._accumulate(batch, tokens)

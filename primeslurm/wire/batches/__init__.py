@@ -1,1 +1,1 @@
-"""Rollouts and batches: what a token has, as arrays, messages and files."""
+"""Rollouts and batches as arrays, wire messages and files."""

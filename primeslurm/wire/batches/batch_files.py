@@ -1,7 +1,7 @@
-"""What one rank trains of a batch, as a file on the file system that all nodes share.
+"""One rank's batch as a file on the shared file system.
 
-A file is there as a whole or not at all, and has no bytes but those of its rank: the prefix (what it is, and length and
-CRC-32 of the head), the head, and then what would be sent (see `rollouts`): a header, and the arrays' bytes.
+A file is complete or does not exist, and holds only the bytes of its rank: a prefix (magic, length and CRC-32 of the
+head), the head, and then the frames that would be sent: the message's header and the bytes of the arrays.
 """
 
 from __future__ import annotations
@@ -19,39 +19,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.base import durable, files
-from primeslurm.wire.batches.file_ranges import PIECE, Part, loaded
-from primeslurm.wire.batches.rollouts import Batch, IncomingArrays
-from primeslurm.wire.decoding import DamagedError, Size, value
+from primeslurm.wire.batches.batch import Batch
+from primeslurm.wire.batches.file_ranges import READ_BYTES, FrameSource, loaded
+from primeslurm.wire.batches.frames import IncomingArrays
+from primeslurm.wire.decoding import DamagedError, Size, decode_msgpack
 from primeslurm.wire.stored.digests import XXH3, hasher
 
 MAGIC = b"primeslurm batch"
 _PREFIX = struct.Struct(f">{len(MAGIC)}sII")
 LARGEST_HEADER = 1 << 30
-"""Bytes of a header, which may have images in data URIs."""
+"""Maximum size of a message's header [bytes], which may contain images as data URIs."""
 
 
 class _Head(msgspec.Struct, frozen=True):
-    """What is known before the rest is read."""
+    """Everything that a reader must know before it reads the rest."""
 
     header: Size
-    """Bytes of the header after the head."""
+    """Size of the message's header [bytes]."""
     arrays: Size
-    """Bytes of the arrays after the header."""
+    """Size of all arrays [bytes]."""
     digest: str
-    """Of both."""
+    """Digest of header and arrays."""
 
 
-def write(path: Path, parts: Sequence[Part]) -> None:
-    """Write a file, on disk when this returns.
+def write(path: Path, parts: Sequence[FrameSource]) -> None:
+    """Write a file and flush it to disk.
 
     Args:
-        path: of the file, in a directory that is there.
-        parts: the header, and the bytes of the arrays, cut as it suits. They are not copied; those that are on disk
-            are read piece by piece, for the digest and to be written.
+        path: The file. Its directory must exist.
+        parts: The message's header, and the bytes of the arrays in any division. Those on disk are read twice, in
+            blocks: for the digest and to be written.
 
     Raises:
-        DamagedError: a part on disk cannot be read.
-        OSError: it cannot be written; what was there before still is.
+        DamagedError: A part on disk cannot be read.
+        OSError: The file cannot be written. A previous file is unchanged.
     """
     state = hasher()
     for frame in loaded(parts):
@@ -63,61 +64,56 @@ def write(path: Path, parts: Sequence[Part]) -> None:
 
 
 def read(
-    path: Path, empty: Callable[[int], NDArray[np.uint8]], most: int, on_piece: Callable[[], None] = lambda: None
+    path: Path, empty: Callable[[int], NDArray[np.uint8]], most: int, on_block: Callable[[], None] = lambda: None
 ) -> Batch:
-    """Read a file, each byte once, straight to where it stays.
+    """Read a file, each byte once and directly into its array.
 
     Args:
-        path: of the file.
-        empty: makes room for so many bytes of an array.
-        most: bytes that the arrays may have.
-        on_piece: called before each piece that is read.
+        path: The file.
+        empty: Allocates an array of this many bytes.
+        most: Maximum number of bytes of all arrays.
+        on_block: Called before each block is read.
 
     Raises:
-        DamagedError: it is not what was written.
-        OSError: it cannot be read.
+        DamagedError: The content is damaged.
+        OSError: The file cannot be read.
     """
-    incoming = files.reading(path, lambda file: _incoming(file, empty, most, on_piece))
+    incoming = files.reading(path, lambda file: _incoming(file, empty, most, on_block))
     return Batch.decode(incoming.frames())
 
 
 def _incoming(
-    file: Any, empty: Callable[[int], NDArray[np.uint8]], most: int, on_piece: Callable[[], None]
+    file: Any, empty: Callable[[int], NDArray[np.uint8]], most: int, on_block: Callable[[], None]
 ) -> IncomingArrays:
     head, _ = _head(file)
     if head.header > LARGEST_HEADER:
         raise DamagedError(f"a header of {head.header} bytes")
     state, header = hasher(), np.empty(head.header, np.uint8)
-    for piece in _filled(file, header, on_piece):
-        state.update(piece)
+    for block in _filled(file, header, on_block):
+        state.update(block)
     incoming = IncomingArrays(header.tobytes(), empty, most)
     if incoming.size != head.arrays:
-        raise DamagedError(f"{head.arrays} bytes of arrays, where the header announces {incoming.size}")
-    for place in incoming.places:
-        for piece in _filled(file, place, on_piece):
-            state.update(piece)
+        raise DamagedError(f"{head.arrays} bytes of arrays, but the header announces {incoming.size}")
+    for buffer in incoming.buffers:
+        for block in _filled(file, buffer, on_block):
+            state.update(block)
     if XXH3 + state.hexdigest() != head.digest:
-        raise DamagedError("its bytes are not what was written")
+        raise DamagedError("its digest does not match its content")
     return incoming
 
 
 def is_there(path: Path, *, whole: bool) -> bool:
-    """Tell whether there is a file that can be read.
-
-    Args:
-        path: of the file.
-        whole: read all of it, not its head alone.
-    """
+    """Return whether a readable file exists. With `whole`, check all of it, not only its head."""
 
     def read(file: Any) -> bool:
         head, left = _head(file)
         if not whole:
             return True
-        state, room = hasher(), np.empty(min(PIECE, left), np.uint8)
+        state, buffer = hasher(), np.empty(min(READ_BYTES, left), np.uint8)
         while left:
-            for piece in _filled(file, room[: min(left, len(room))]):
-                state.update(piece)
-                left -= len(piece)
+            for block in _filled(file, buffer[: min(left, len(buffer))]):
+                state.update(block)
+                left -= len(block)
         return bool(XXH3 + state.hexdigest() == head.digest)
 
     try:
@@ -127,29 +123,29 @@ def is_there(path: Path, *, whole: bool) -> bool:
 
 
 def _head(file: Any) -> tuple[_Head, int]:
-    """The head of an open file, and how many bytes follow. The file is then behind it."""
+    """Read the head of an open file. Return it and the number of bytes that follow."""
     size = os.fstat(file.fileno()).st_size
     prefix = file.read(_PREFIX.size)
     if len(prefix) < _PREFIX.size or not prefix.startswith(MAGIC):
-        raise DamagedError(f"{size} bytes that do not begin as a batch does")
+        raise DamagedError(f"{size} bytes that do not begin like a batch file")
     _, length, checksum = _PREFIX.unpack(prefix)
     encoded = file.read(length) if length <= size else b""
     if len(encoded) != length or zlib.crc32(encoded) != checksum:
         raise DamagedError("its head is damaged")
-    head = value(encoded, _Head)
+    head = decode_msgpack(encoded, _Head)
     left = size - _PREFIX.size - length
     if left != head.header + head.arrays:
-        raise DamagedError(f"{left} bytes after its head, of {head.header + head.arrays}")
+        raise DamagedError(f"{left} bytes follow the head, which announces {head.header + head.arrays}")
     return head, left
 
 
-def _filled(file: Any, place: NDArray[np.uint8], on_piece: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
-    """Fill a place from a file, piece by piece: each is in the processor's cache when it is given out."""
+def _filled(file: Any, buffer: NDArray[np.uint8], on_block: Callable[[], None] = lambda: None) -> Iterator[memoryview]:
+    """Fill a buffer from a file. Yield each block right after it is read, while it is in the CPU's cache."""
     start = 0
-    while start < len(place):
-        on_piece()
-        count = file.readinto(place[start : start + PIECE])
+    while start < len(buffer):
+        on_block()
+        count = file.readinto(buffer[start : start + READ_BYTES])
         if not count:
-            raise DamagedError("it ends before its end")
-        yield place[start : start + count].data
+            raise DamagedError("the file is too short")
+        yield buffer[start : start + count].data
         start += count

@@ -1,4 +1,4 @@
-"""What of a batch is on disk alone: it is read when it is sent, and nobody holds all of it."""
+"""Parts of a batch that are on disk. They are read when they are sent, so no process holds all of them."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 
 from primeslurm.base import files
-from primeslurm.wire.batches.rollouts import Frame
+from primeslurm.wire.batches.frames import Frame
 from primeslurm.wire.decoding import DamagedError
 
-PIECE = 16 << 20
-"""Bytes that are read at once."""
+READ_BYTES = 16 << 20
+"""Size of one read [bytes]."""
 
 
 @dataclass(frozen=True)
 class FileRange:
-    """Some bytes of a file."""
+    """Bytes `start` to `end` of a file."""
 
     path: Path
     start: int
@@ -30,21 +30,17 @@ class FileRange:
         return self.end - self.start
 
     def cut(self, start: int, end: int) -> FileRange:
-        """Return the range of its bytes `start` to `end`, as far as it has them."""
+        """Return bytes `start` to `end` of this range, or fewer if it ends before."""
         return replace(self, start=self.start + start, end=min(self.start + end, self.end))
 
     def read(self) -> memoryview:
-        """Read it.
-
-        Raises:
-            DamagedError: the file cannot be read, or has fewer bytes.
-        """
-        room = np.empty(len(self), np.uint8)
+        """Read the bytes. Raise DamagedError if the file cannot be read or is shorter."""
+        buffer = np.empty(len(self), np.uint8)
 
         def read(file: Any) -> int:
             file.seek(self.start)
             done = 0
-            while done < len(room) and (count := file.readinto(room[done:].data)):
+            while done < len(buffer) and (count := file.readinto(buffer[done:].data)):
                 done += count
             return done
 
@@ -52,12 +48,12 @@ class FileRange:
             done = files.reading(self.path, read)
         except OSError as error:
             raise DamagedError(str(error)) from error
-        if done < len(room):
+        if done < len(buffer):
             raise DamagedError(f"{os.fspath(self.path)} ends at {self.start + done}, before {self.end}")
-        return room.data
+        return buffer.data
 
 
-Part = Frame | FileRange
+FrameSource = Frame | FileRange
 
 
 @dataclass(frozen=True)
@@ -72,17 +68,17 @@ class StoredArray:
         return self.shape[0]
 
     def rows(self, start: int, end: int) -> StoredArray:
-        """Return some of its rows; `end` may be behind the last one."""
+        """Return rows `start` to `end`, or fewer if there are fewer."""
         end = min(end, len(self))
         size = len(self.content) // max(1, len(self))
         return StoredArray(self.content.cut(start * size, end * size), self.dtype, (end - start, *self.shape[1:]))
 
 
-def loaded(parts: Iterable[Part]) -> Iterator[Frame]:
-    """Give out the bytes of some parts; those on disk are read piece by piece. Raises DamagedError."""
-    for part in parts:
-        if isinstance(part, FileRange):
-            for start in range(0, len(part), PIECE):
-                yield part.cut(start, start + PIECE).read()
+def loaded(sources: Iterable[FrameSource]) -> Iterator[Frame]:
+    """Yield the bytes of all sources; those on disk are read in blocks. Raise DamagedError."""
+    for source in sources:
+        if isinstance(source, FileRange):
+            for start in range(0, len(source), READ_BYTES):
+                yield source.cut(start, start + READ_BYTES).read()
         else:
-            yield part
+            yield source

@@ -1,1 +1,1 @@
-"""How processes reach one another: addresses, links, HTTP, where ranks meet, the secret, trying again."""
+"""How processes reach and authenticate each other: addresses, HTTP, ZMQ, rendezvous of ranks, the secret, retries."""

@@ -25,6 +25,8 @@ REQUESTS_PER_CLIENT = 64
 LARGEST_ANSWER = 4 << 30
 """Maximum size of an answer's body [bytes]. Routed experts of a million tokens in base64 are the largest: 1.4 GB.
 131,072 tokens with 75 layers and 8 experts each take 105 MB."""
+BUSY = (408, 425, 429)
+"""4xx answers that say that the server is busy, not that the request is wrong."""
 MOVE_POLL_S = 2.0
 _UNCOMPRESSED = {"Accept-Encoding": "identity"}
 """Answers must not be compressed: a few bytes could decompress to any size."""
@@ -33,6 +35,10 @@ _JSON = {"Content-Type": "application/json"}
 
 class MovedError(Exception):
     """The server has another address now, or none."""
+
+
+class UnavailableError(Exception):
+    """The server cannot answer now, but may later."""
 
 
 def internal_client(

@@ -1,4 +1,4 @@
-"""Whose a connection to 127.0.0.1 is, as the kernel has it: all users of the node can make one."""
+"""Owner of a connection to 127.0.0.1, according to the kernel. Any user of the node can make one."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 LOCAL = "0100007F", "0000000000000000FFFF00000100007F"
-"""127.0.0.1 as the kernel writes it, of a socket of IPv4, and of one of IPv6: torch connects with these."""
+"""127.0.0.1 in the kernel's tables, for an IPv4 and an IPv6 socket. torch connects with IPv6 sockets."""
 _NO_INODE = "0"
-"""Of a socket that its process has closed. Its uid is not to be believed either: it is root's then."""
+"""Inode of a socket that its process has closed. The kernel then reports root as its owner."""
 
 
 class FarSocket(NamedTuple):
     """The other end of a connection."""
 
     uid: int
-    """Of the user who made it."""
+    """User who owns it."""
     inode: str
 
 
 def far_socket(port: int, to: int) -> FarSocket | None:
-    """Find the socket at 127.0.0.1:port that is connected to 127.0.0.1:to; None once it is closed."""
+    """Return the socket at 127.0.0.1:port that is connected to 127.0.0.1:to, or None if it is closed."""
     for family, local in zip(("tcp", "tcp6"), LOCAL, strict=True):
         ends = f"{local}:{port:04X}", f"{local}:{to:04X}"
         for row in rows(family):
@@ -30,5 +30,5 @@ def far_socket(port: int, to: int) -> FarSocket | None:
 
 
 def rows(family: str) -> list[list[str]]:
-    """Read the kernel's table of sockets of this network, word by word: `tcp` or `tcp6`."""
+    """Return the kernel's table of `tcp` or `tcp6` sockets in this network namespace, split into columns."""
     return [line.split() for line in Path(f"/proc/self/net/{family}").read_text().splitlines()[1:]]

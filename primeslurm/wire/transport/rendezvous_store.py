@@ -1,4 +1,4 @@
-"""torch's store, in which ranks meet, for those alone who have the run's secret (`rendezvous` says how)."""
+"""torch's store, where ranks meet, behind a gate that admits only processes with the run's secret (`rendezvous`)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import torch.distributed as dist
 
 from primeslurm.wire.transport import rendezvous
 
-PLACES = 5
-"""Of a store, until nobody else is connected there: programs of the node may wait for a server of theirs there."""
+TRIES = 5
+"""Ports that are tried until only this process is connected: other programs of the node may connect to any port."""
 
 
 def serve_store(host: str, port: int, gate: socket.socket | None = None) -> dist.TCPStore:
-    """Serve torch's store, in this process.
+    """Serve torch's store in this process.
 
     Args:
-        host: where its gate listens.
-        port: of the gate.
-        gate: one that listens there already.
+        host: Address of its gate.
+        port: Port of the gate.
+        gate: A socket that already listens there.
 
     Returns:
-        A client of it, which cannot be cloned: nobody connects any more but through the gate. The store is there as
-        long as this is.
+        A client of the store, which serves as long as this object exists. It cannot be cloned, because new connections
+        must come through the gate.
 
     Raises:
-        OSError: the port is taken.
-        RendezvousError: somebody else was connected to the store already, wherever it was opened.
+        OSError: The port is taken.
+        RendezvousError: Each time, another process had connected to the store already.
     """
-    for _ in range(PLACES - 1):
+    for _ in range(TRIES - 1):
         with contextlib.suppress(rendezvous.RendezvousError):
             return _served(host, port, gate)
     return _served(host, port, gate)
@@ -38,8 +38,8 @@ def serve_store(host: str, port: int, gate: socket.socket | None = None) -> dist
 def _served(host: str, port: int, gate: socket.socket | None) -> dist.TCPStore:
     listening = rendezvous.reserve()
     with listening.dup() as ours:
-        place = int(ours.getsockname()[1])
+        store_port = int(ours.getsockname()[1])
         fd = listening.detach()
-        store = dist.TCPStore("127.0.0.1", place, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        store = dist.TCPStore("127.0.0.1", store_port, is_master=True, wait_for_workers=False, master_listen_fd=fd)
         rendezvous.open_gate(host, port, ours, gate)
     return store

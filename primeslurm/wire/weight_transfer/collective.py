@@ -24,7 +24,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, decode_msgpack
 from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
@@ -59,7 +59,7 @@ class Store:
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=min(timeout_s, arrive_s))  # a trainer that was killed never answers
         try:
-            local_port = rendezvous.passage(host, int(port), timeout.total_seconds())
+            local_port = rendezvous.tunnel(host, int(port), timeout.total_seconds())
             store = dist.TCPStore("127.0.0.1", local_port, is_master=False, timeout=timeout)
         except RuntimeError as error:  # includes torch's own errors
             raise TransferError(f"{address}: {error}") from error
@@ -84,7 +84,7 @@ def unpacked(packed: bytes) -> Catalogue:
         raw = unpacking.decompress(packed, LARGEST_CATALOGUE)
         if not unpacking.eof:
             raise DamagedError(f"it is cut off, or longer than {LARGEST_CATALOGUE} bytes")
-        return value(raw, Catalogue)
+        return decode_msgpack(raw, Catalogue)
     except (zlib.error, DamagedError) as error:
         raise TransferError(f"the catalogue cannot be read: {error}") from error
 
@@ -133,7 +133,7 @@ class Channel:
     def experts(self, receiver: int) -> Experts:
         """Return the experts that a receiver holds. Raise TransferError if they cannot be read."""
         try:
-            experts: Experts = value(self._store.get(f"experts/{receiver}"), Experts)  # type: ignore[arg-type]
+            experts: Experts = decode_msgpack(self._store.get(f"experts/{receiver}"), Experts)  # type: ignore[arg-type]
         except DamagedError as error:
             raise TransferError(f"the experts of rank {receiver} cannot be read: {error}") from error
         return experts

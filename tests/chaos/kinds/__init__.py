@@ -1,4 +1,4 @@
-"""All kinds of faults, in an order that schedules rely on: new ones come last."""
+"""All kinds of faults. Schedules depend on their order, so new ones come last."""
 
 from __future__ import annotations
 
@@ -11,9 +11,5 @@ KINDS: dict[str, Kind] = {kind.name: kind for kind in (*PROCESSES, *NODES, *FILE
 
 
 def switched_on(*, short: bool) -> list[str]:
-    """Names of the kinds that schedules are made of.
-
-    Args:
-        short: only those that a run gets over in well under a minute.
-    """
+    """Return the names of the kinds in schedules; with `short`, only those that a run recovers from within a minute."""
     return [kind.name for kind in KINDS.values() if not kind.off and not (short and kind.long)]

@@ -18,7 +18,7 @@ from tests.chaos.scene import Scene
 
 SECONDS = (3.0, 15.0)
 LONG_S = (45.0, 60.0)
-"""Longer than a silent head is waited for."""
+"""Longer than the timeout of an unresponsive head [s]."""
 
 
 def _fill(scene: Scene, dice: Random, *, long: bool = False) -> Injury:
@@ -39,13 +39,13 @@ def _fill(scene: Scene, dice: Random, *, long: bool = False) -> Injury:
 
 
 def _make_read_only(scene: Scene, dice: Random) -> Injury:
-    """Mount the directory read-only over itself: whoever opens a file now meets that; open ones stay as they are."""
+    """Mount the directory read-only over itself, which affects files that are opened from now on."""
     seconds, runs = round(dice.uniform(*SECONDS), 1), str(scene.runs)
     if (scene.runs / "filler").exists():  # it could not be removed meanwhile
         raise NobodyThereError
     subprocess.run(["mount", "--bind", runs, runs], check=True)
     subprocess.run(["mount", "-o", "remount,ro,bind", runs], check=True)
-    # lazily: files of it may be open for reading
+    # lazily, because its files may be open for reading
     return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: _run(["umount", "-l", runs]))
 
 
@@ -60,13 +60,13 @@ def _slow_down(scene: Scene, dice: Random) -> Injury:
 
 
 def empty(path: Path) -> None:
-    """Leave nothing in a file, as a crashed file server may."""
+    """Truncate a file to zero bytes, as a crashed file server may."""
     with contextlib.suppress(OSError), path.open("r+b") as handle:
         handle.truncate(0)
 
 
 def tear(path: Path) -> None:
-    """Cut a file in the middle of its last line."""
+    """Truncate a file in the middle of its last line."""
     with contextlib.suppress(OSError), path.open("r+b") as handle:
         data = handle.read()
         last = data.rstrip(b"\n").rfind(b"\n") + 1
@@ -74,7 +74,7 @@ def tear(path: Path) -> None:
 
 
 def _empty_records(scene: Scene, dice: Random) -> Injury:
-    """Files that are written again and again are empty once."""
+    """Empty files that are rewritten frequently."""
     attempt = scene.run.latest()
     files = [*(attempt.path / "agents").glob("*.json"), *(attempt.path / "state").glob("*.json"), attempt.fleet_file]
     chosen = [path for path in sorted(files) if dice.random() < 0.5]
@@ -84,7 +84,7 @@ def _empty_records(scene: Scene, dice: Random) -> Injury:
 
 
 def _between_attempts(damage: Callable[[Scene, Random, Injury], str]) -> Callable[[Scene, Random], Injury]:
-    """A trainer rank is killed; when the attempt has ended, and before the next one begins, files are damaged."""
+    """Kill a trainer rank, and damage files after the attempt has ended and before the next one begins."""
 
     def inject(scene: Scene, dice: Random) -> Injury:
         process, own = one_of(dice, scene.living("trainer"))
@@ -92,12 +92,12 @@ def _between_attempts(damage: Callable[[Scene, Random, Injury], str]) -> Callabl
         injury = Injury(f"after {process.name} was killed", goal_s=goal_of("trainer"))
 
         def noticed(status: RunStatus) -> bool:
-            if not injury.repaired and attempt.end() is not None and scene.wait_for_silence(30.0):
+            if not injury.repaired and attempt.end() is not None and scene.wait_for_no_processes(30.0):
                 injury.repaired = True
                 injury.target += f": {damage(scene, dice, injury)}"
             return status.attempt > attempt.number
 
-        injury.noticed, injury.lasts_s = noticed, 3600.0  # it is not repaired: the damage is done then
+        injury.noticed, injury.lasts_s = noticed, 3600.0  # the damage happens then, and is not repaired
         own.send(signal.SIGKILL)
         return injury
 
@@ -116,7 +116,7 @@ def _tear_lines(scene: Scene, dice: Random, injury: Injury) -> str:
 
 
 def _empty_newest_checkpoint(scene: Scene, dice: Random) -> Injury:
-    """Only if it is newer than any was when an attempt ended: three failed attempts with the same one end a run."""
+    """Only if it is newer than at the end of any attempt: three failed attempts at the same step end a run."""
     ends = [end.committed_step or 0 for attempt in scene.run.attempts() if (end := attempt.end()) is not None]
     if (checkpoints.newest(scene.run.path) or 0) <= max(ends, default=0):
         raise NobodyThereError

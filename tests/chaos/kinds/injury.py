@@ -1,4 +1,4 @@
-"""What a kind of fault is, and what one fault has done."""
+"""Kinds of faults, and the effects of one fault."""
 
 from __future__ import annotations
 
@@ -14,51 +14,51 @@ from tests.chaos.scene import Scene
 
 T = TypeVar("T")
 GOAL_S = 30.0
-"""A run is well again so many seconds after most faults."""
+"""Goal for the recovery from most faults [s]."""
 HEAD_OR_TRAINER_GOAL_S = 60.0
-"""After those of the head or of a trainer, most of which end an attempt."""
+"""Goal for faults of the head or of a trainer, which mostly end an attempt [s]."""
 
 
 class NobodyThereError(Exception):
-    """There is nothing that this fault could hit just now."""
+    """This fault has no target at present."""
 
 
 def nothing() -> None:
-    """Repair what is well."""
+    """Do nothing."""
 
 
 def at_once(status: RunStatus) -> bool:
-    """Tell that a fault shows by itself, or never."""
+    """Return True: the effect is visible at once, or never."""
     return True
 
 
 @dataclass
 class Injury:
-    """One fault that was done."""
+    """The effects of an injected fault."""
 
     target: str
-    """What was hit, in words."""
+    """Description of the target."""
     noticed: Callable[[RunStatus], bool] = at_once
-    """Whether the run has noticed; well is what has noticed and is healthy."""
+    """Returns whether the run has noticed. It has recovered once it has noticed and is healthy."""
     lasts_s: float = 0.0
     """Seconds until `repair`."""
     repair: Callable[[], None] = nothing
     nodes: frozenset[str] = frozenset()
-    """Nodes that were at fault: these may be blamed."""
+    """Faulty nodes, which the run may blame."""
     leaves: frozenset[str] = frozenset()
-    """Parts of the names of files that nobody can have removed."""
+    """Parts of names of files that nobody could have removed."""
     damaged: dict[int, int] = field(default_factory=dict)
-    """Committed steps whose checkpoints are no good any more, by the attempt after which they were damaged."""
+    """Committed steps whose checkpoints were damaged, by the attempt after which that happened."""
     goal_s: float = GOAL_S
-    """The run shall be well again so many seconds after."""
+    """Goal for the recovery [s]."""
     waits_for_repair: bool = True
-    """Whether the run can only be well when it is repaired: a node that is lost is replaced long before."""
+    """Whether recovery needs the repair. A lost node is replaced long before it."""
     began: float = field(default_factory=time.monotonic)
     repaired: bool = False
     _repairing: threading.Lock = field(default_factory=threading.Lock)
 
     def repair_if_due(self, *, now: bool = False) -> None:
-        """Repair it once, when its time is over, or `now`; any thread may."""
+        """Repair once: when its time is over, or `now`. May be called by any thread."""
         with self._repairing:
             if not self.repaired and (now or time.monotonic() >= self.began + self.lasts_s):
                 self.repair()
@@ -71,24 +71,24 @@ class Kind:
 
     name: str
     what: str
-    """For the table."""
+    """Description for the table."""
     inject: Callable[[Scene, Random], Injury]
     """Raises NobodyThereError."""
     long: bool = False
-    """Recovery waits until somebody was silent for long, or until Slurm starts a job again: not for every CI run."""
+    """Whether recovery includes a long timeout, or Slurm's requeue delay. Too slow for every CI run."""
     loses_records: bool = False
-    """Events and metrics may be missing afterwards: they are the first that a process does without."""
+    """Whether events and metrics may be missing, because processes give these up first."""
     off: str = ""
-    """Why it is left out for now."""
+    """Reason why it is disabled."""
 
 
 def one_of(dice: Random, found: list[T]) -> T:
-    """Choose; raises NobodyThereError if there is nothing to choose from."""
+    """Choose one. Raise NobodyThereError if there is none."""
     if not found:
         raise NobodyThereError
     return dice.choice(found)
 
 
 def goal_of(*roles: str) -> float:
-    """Seconds in which the run shall be well again after a fault of processes of these roles."""
+    """Return the recovery goal for processes of these roles [s]."""
     return HEAD_OR_TRAINER_GOAL_S if {"head", "trainer"}.intersection(roles) else GOAL_S

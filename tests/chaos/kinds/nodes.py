@@ -1,4 +1,4 @@
-"""Faults of nodes and of Slurm itself."""
+"""Faults of nodes and of Slurm."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.chaos.scene import HEAD, Agent, Scene
 from tests.support.faults import kill_node, revive_controller, revive_node, set_down, warn
 
 DOWN_S = 60.0
-"""When somebody brings back a node that is down."""
+"""Time until a node that is DOWN is returned to service [s]."""
 
 
 def _node(scene: Scene, dice: Random) -> Agent:
-    """A node of the job that is not the head's."""
+    """Return a node of the job other than the head's."""
     return one_of(dice, [agent for agent, _ in scene.agents() if agent.rank != HEAD and scene.daemon(agent.node)])
 
 
@@ -72,7 +72,7 @@ def _set_node_down(scene: Scene, dice: Random) -> Injury:
         lasts_s=DOWN_S,
         repair=lambda: _resume(scene, agent.node),
         nodes=frozenset({agent.node}),
-        # Slurm kills every process of the step there: the next one on the node removes what this one had
+        # Slurm kills every process of the step on the node. The next step there removes their files.
         leaves=frozenset({f"-{attempt}-a{agent.rank}-"}),
         goal_s=goal,
         waits_for_repair=False,
@@ -96,7 +96,7 @@ def _stop_slurmd(scene: Scene, dice: Random) -> Injury:
 
 
 def _may_be_down(injury: Injury, scene: Scene, agent: Agent) -> Injury:
-    """A controller that was started a moment ago sets a node DOWN that does not answer, and ends what runs there."""
+    """A restarted controller sets nodes that do not answer DOWN, and ends their jobs."""
     scene.went_down(agent.node)
     injury.nodes = frozenset({agent.node})
     injury.leaves = frozenset({f"-{scene.run.latest().number}-a{agent.rank}-"})
@@ -107,7 +107,7 @@ def _kill_slurmctld(scene: Scene, dice: Random) -> Injury:
     daemon, seconds = scene.daemon("slurmctld"), round(dice.uniform(*STOPPED_S), 1)
     if daemon is None:
         raise NobodyThereError
-    # It comes back with these as DOWN, and ends what runs there.
+    # The controller restarts with these nodes DOWN, and ends their jobs.
     lately, attempt = scene.down_lately, scene.run.latest().number
     there = [agent for agent, _ in scene.agents() if agent.node in lately]
     goal = goal_of(*(role for agent in there for role in scene.roles_on(agent)))

@@ -1,4 +1,4 @@
-"""Processes that are killed, or stand still for a while."""
+"""Killed and stopped processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.chaos.kinds.injury import Injury, Kind, goal_of, one_of
 from tests.chaos.scene import HEAD, Scene
 
 STOPPED_S = (3.0, 20.0)
-"""How long what is stopped stands still."""
+"""Duration of a stop [s]."""
 
 
 def _kill(*roles: str) -> Callable[[Scene, Random], Injury]:
@@ -21,7 +21,7 @@ def _kill(*roles: str) -> Callable[[Scene, Random], Injury]:
         attempt = scene.run.latest().number
 
         def noticed(status: RunStatus) -> bool:
-            """It was started again, was given up, or a new attempt came for it."""
+            """Return whether it was restarted or given up, or a new attempt has begun."""
             now = next((p for p in status.processes if p.name == process.name), None)
             return status.attempt > attempt or (now is not None and (now.pid != own.pid or now.state == "LOST"))
 

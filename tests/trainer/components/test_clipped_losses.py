@@ -16,7 +16,8 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss, GspoLoss
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import Targets, from_recipe
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo, stack
+from primeslurm.wire.batches.batch import stack
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack
 from tests.trainer.conftest import finish, start_ranks
 

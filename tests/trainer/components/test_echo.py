@@ -16,7 +16,7 @@ from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.wire.batches.rollouts import Batch
+from primeslurm.wire.batches.batch import Batch
 from tests.trainer.conftest import make_batch, make_recipe
 
 

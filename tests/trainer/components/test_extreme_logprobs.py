@@ -15,7 +15,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, CustomLoss, DppoLoss, GrpoClipLoss, GspoLoss, IpoLoss, Loss
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import Sums, Targets, from_recipe
-from primeslurm.wire.batches.rollouts import LEAST_LOGPROB, Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout, RolloutInfo
 
 TOKENS, ODD = 12, 5
 """Number of tokens (two sequences of six), and the index of the extreme one."""
@@ -150,5 +150,5 @@ def test_distillation_bounds_teacher_logprobs(teacher: float, engine: float, gap
         ref_logprobs=np.array([0, teacher], np.float32),
     )
     ((credit,),) = Opd().assign([RolloutGroup("g", "e", 0, 0, ((rollout,),))])
-    assert LEAST_LOGPROB == -40
+    assert MIN_LOGPROB == -40
     assert credit.advantages.tolist() == [0, gap]

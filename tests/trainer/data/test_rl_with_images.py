@@ -27,7 +27,9 @@ from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.trainer.weights.export import export
-from primeslurm.wire.batches.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.batch import Batch
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import batch_of
 from tests.trainer.conftest import SEQ_LEN, make_recipe, make_timer
 from tests.trainer.families import IMAGES, reference_of

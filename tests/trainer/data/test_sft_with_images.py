@@ -21,7 +21,7 @@ from primeslurm.trainer.data import sft_data, token_files
 from primeslurm.trainer.data.image_positions import read
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
-from primeslurm.wire.batches.rollouts import Batch
+from primeslurm.wire.batches.batch import Batch
 from tests.support.conversations_read import loaded
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import IMAGES

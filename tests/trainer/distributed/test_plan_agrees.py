@@ -1,4 +1,4 @@
-"""The planner's model of the trainer matches the trainer."""
+"""What the plan says about the trainer is what the trainer is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of
 
 
 @pytest.mark.parametrize("family", bundled(), ids=lambda family: family.name)
-def test_planned_families_have_builders(family: Family) -> None:
-    module = f"primeslurm.models.model_builder.{family.name}"
+def test_families_are_those_that_are_built(family: Family) -> None:
+    module = f"primeslurm.models.{family.name}.model"
     for model_type in family.model_types:
         build = model_builder.builder(model_type)
         assert build is not None and build is import_module(module).spec
@@ -24,7 +24,7 @@ def test_planned_families_have_builders(family: Family) -> None:
 
 @pytest.mark.parametrize("impl", ["auto", "custom", "hf"])
 @pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_plan_and_trainer_select_the_same_implementation(family: str, impl: str) -> None:
+def test_the_same_implementation_is_meant(family: str, impl: str) -> None:
     assert model_builder.is_generic(impl, AutoConfig.for_model(family)) == (capabilities(family, impl) is GENERIC)
 
 
@@ -33,7 +33,7 @@ COUNTED = [case for case in (*CASES, *GENERIC_CASES) if case.name != "glm_moe_ds
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=lambda case: case.name)
-def test_planned_parameters_match_the_model(case: Case) -> None:
+def test_parameters_are_counted_as_they_are_built(case: Case) -> None:
     config = case.config()
     with torch.device("meta"):
         parameters = dict(reference_of(case).from_config(config).named_parameters())

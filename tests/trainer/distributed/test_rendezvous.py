@@ -51,7 +51,7 @@ class Meeting:
 def meeting() -> Meeting:
     port = free_port()
     store = serve_store("127.0.0.1", port)
-    return Meeting(store, port, rendezvous.passage("127.0.0.1", port, 10), store.port)
+    return Meeting(store, port, rendezvous.tunnel("127.0.0.1", port, 10), store.port)
 
 
 def test_ranks_connect_through_their_gates(meeting: Meeting) -> None:

@@ -17,7 +17,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from scripts.models import tiny_model
 from tests.support.batches import batch_of
 from tests.trainer.conftest import make_recipe, make_timer

@@ -16,8 +16,10 @@ import pytest
 
 from benchmarks.support.ports import free_port
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import Frame, RankShard
-from primeslurm.wire.link import trainer_link
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.link.messages import Answer, Committed, GetBatch, Request, Save, StepDone
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.stored import checkpoints
 from primeslurm.wire.weight_transfer import filesystem, messages
 from tests.support.forks import Forked
@@ -31,7 +33,7 @@ class FakeOrchestrator:
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.limit = 10**6
         self.stop_at: int | None = None
-        self.requests: list[trainer_link.Request] = []
+        self.requests: list[Request] = []
         self.refuse_save = False
         self.transfer_at: int | None = None
         """Step before which engines request the current policy again."""
@@ -44,34 +46,34 @@ class FakeOrchestrator:
 
         async def serve() -> None:
             self._task = asyncio.current_task()
-            await trainer_link.OrchestratorLink(self.address, self._answer).serve()
+            await OrchestratorLink(self.address, self._answer).serve()
 
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(serve())
 
-    async def _answer(self, request: trainer_link.Request) -> Sequence[Frame] | trainer_link.Answer:
-        if not isinstance(request, trainer_link.GetBatch) or request not in self.requests:
+    async def _answer(self, request: Request) -> Sequence[Frame] | Answer:
+        if not isinstance(request, GetBatch) or request not in self.requests:
             self.requests.append(request)
-        if isinstance(request, trainer_link.GetBatch):
+        if isinstance(request, GetBatch):
             if request.step == self.transfer_at:
                 self.transfer_at = None
-                return trainer_link.Answer("transfer")
+                return Answer("transfer")
             if request.step == self.stop_at:
-                return trainer_link.Answer("stop")
+                return Answer("stop")
             if request.step > self.limit:
                 await asyncio.sleep(0.2)
-                return trainer_link.Answer("wait")
+                return Answer("wait")
             return make_batch(request.step, request.shard.dp_rank, request.shard.dp_world).encode()
-        if isinstance(request, trainer_link.Save):
+        if isinstance(request, Save):
             if self.refuse_save:
                 raise OSError("no space left on device")
             (Path(request.directory) / "orchestrator.bin").write_bytes(b"orchestrator part")
-        return trainer_link.Answer("ok")
+        return Answer("ok")
 
-    def of(self, kind: type) -> list[trainer_link.Request]:
+    def of(self, kind: type) -> list[Request]:
         return [request for request in self.requests if isinstance(request, kind)]
 
-    def wait_for(self, request: trainer_link.Request) -> None:
+    def wait_for(self, request: Request) -> None:
         deadline = time.monotonic() + 300
         while request not in self.requests:
             assert time.monotonic() < deadline, f"no {request} among {self.requests}"
@@ -116,10 +118,10 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
 
     assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1, 2, 3, 4, 5]
     assert orchestrator.of(messages.NewPolicy)[0].path == str(moe_model)
-    assert [r.step for r in orchestrator.of(trainer_link.StepDone)] == [1, 2, 3, 4, 5]
-    ahead = {r.step for r in orchestrator.of(trainer_link.GetBatch) if r.ahead}
+    assert [r.step for r in orchestrator.of(StepDone)] == [1, 2, 3, 4, 5]
+    ahead = {r.step for r in orchestrator.of(GetBatch) if r.ahead}
     assert ahead and ahead <= {2, 3, 4, 5}, "while the step before runs, but for the first"
-    assert [r.step for r in orchestrator.of(trainer_link.Committed)] == [2, 4, 5]
+    assert [r.step for r in orchestrator.of(Committed)] == [2, 4, 5]
     assert checkpoints.committed(tmp_path) == [4, 5]
     assert checkpoints.damage(checkpoints.step_dir(tmp_path, 5)) == []
     record = checkpoints.read_commit(checkpoints.step_dir(tmp_path, 5))
@@ -128,7 +130,7 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     assert "orchestrator.bin" in names and "trainer/.metadata" in names
     # v2 was still needed, by the checkpoint of step 2, when v5 was published.
     assert filesystem.published(tmp_path) == [2, 4, 5]
-    metrics = orchestrator.of(trainer_link.StepDone)[-1].metrics
+    metrics = orchestrator.of(StepDone)[-1].metrics
     expected = {
         "loss",
         "off_policy_kl",
@@ -160,7 +162,7 @@ def test_interrupt_while_waiting_saves_and_resumes(
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start(size=2)
-    orchestrator.wait_for(trainer_link.GetBatch(3, RankShard(0, 2)))
+    orchestrator.wait_for(GetBatch(3, RankShard(0, 2)))
     ranks[1].send_signal(signal.SIGUSR1)  # not rank 0, which is the one that waits
     finish(ranks, code=75)
     assert checkpoints.committed(tmp_path) == [2]
@@ -170,7 +172,7 @@ def test_interrupt_while_waiting_saves_and_resumes(
     shutil.rmtree(filesystem.version_dir(tmp_path, 2))  # the resumed attempt must publish it again
     finish(run.start(size=1))
     assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [2, 3, 4]
-    assert [r.step for r in orchestrator.of(trainer_link.StepDone)] == [3, 4]
+    assert [r.step for r in orchestrator.of(StepDone)] == [3, 4]
     assert checkpoints.newest(tmp_path) == 4
 
 
@@ -187,7 +189,7 @@ def test_killed_attempt_resumes_at_the_last_commit(
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start()
-    orchestrator.wait_for(trainer_link.GetBatch(3, RankShard(0, 1)))
+    orchestrator.wait_for(GetBatch(3, RankShard(0, 1)))
     ranks[0].kill()
     finish(ranks, code=-signal.SIGKILL)
     (checkpoints.step_dir(tmp_path, 2) / "trainer" / ".metadata").write_bytes(b"damaged after its commit")
@@ -196,7 +198,7 @@ def test_killed_attempt_resumes_at_the_last_commit(
     orchestrator.limit = 10**6
     log = finish(run.start())[0]
     assert "checkpoint of step 2 is damaged" in log
-    assert [r.step for r in orchestrator.of(trainer_link.StepDone)] == [2, 3]
+    assert [r.step for r in orchestrator.of(StepDone)] == [2, 3]
     published = [(r.version, r.path) for r in orchestrator.of(messages.NewPolicy)]
     assert published[0] == (1, str(filesystem.version_dir(tmp_path, 1)))
     assert [version for version, _ in published] == [1, 2, 3]

@@ -13,7 +13,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
-from primeslurm.wire.batches.rollouts import Batch, Row
+from primeslurm.wire.batches.batch import Batch, Row
 from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 

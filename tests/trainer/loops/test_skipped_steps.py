@@ -15,8 +15,9 @@ from primeslurm.trainer.components.loss import LossFunction, cross_entropy, from
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.train_step import TrainStep
 from primeslurm.wire import exit_codes
-from primeslurm.wire.batches.rollouts import Batch, Frame
-from primeslurm.wire.link import trainer_link
+from primeslurm.wire.batches.batch import Batch
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.link.messages import StepDone
 from primeslurm.wire.stored import checkpoints
 from tests.trainer.conftest import finish, make_batch, make_recipe, make_timer
 from tests.trainer.loops.test_rl import FakeOrchestrator, Run
@@ -101,7 +102,7 @@ def test_all_ranks_skip_a_step_together(moe_model: Path, tmp_path: Path, monkeyp
     finally:
         orchestrator.close()
     assert all("FloatingPointError: the gradient norm is" in text for text in printed)
-    done = {request.step: request.metrics for request in orchestrator.of(trainer_link.StepDone)}
+    done = {request.step: request.metrics for request in orchestrator.of(StepDone)}
     assert {step: metrics["skipped"] for step, metrics in done.items()} == {1: 0, 2: 1, 3: 0, 4: 1, 5: 1}
     kinds = run.events(1)
     assert kinds.count("step_skipped") == 3 and kinds[-1] == "stop"

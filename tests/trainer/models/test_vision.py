@@ -16,7 +16,7 @@ from primeslurm.trainer.assembly.generic_model import GenericModel
 from primeslurm.trainer.data.image_positions import Images, vision_input
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.policy.policy_model import PolicyModel
-from primeslurm.wire.batches.rollouts import Row
+from primeslurm.wire.batches.batch import Row
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, IMAGES, OTHER_VISION_CASE, VISION_CASES, Case, reference_of, write
 from tests.trainer.image_rows import DOCUMENTS, document, packed

@@ -17,6 +17,8 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import FilesystemTransfer, Publisher
 from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link import trainer_link
+from primeslurm.wire.link.messages import Answer, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
@@ -55,14 +57,14 @@ class Orchestrator:
         self._wanting = 0
 
     async def run(self, command: list[str]) -> list[str]:
-        serving = asyncio.create_task(trainer_link.OrchestratorLink(self.address, self._handle).serve())
+        serving = asyncio.create_task(OrchestratorLink(self.address, self._handle).serve())
         ranks = start_ranks(RANKS, *command)
         outputs = await asyncio.to_thread(finish, ranks)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
         return outputs
 
-    async def _handle(self, request: trainer_link.Request) -> trainer_link.Answer:
+    async def _handle(self, request: Request) -> Answer:
         assert isinstance(request, messages.OfferTransfer)
         if not request.done and not self._wanting:
             self._wanting = 1
@@ -137,10 +139,10 @@ async def test_restarted_trainer_keeps_versions_that_engines_may_read(
     address = f"tcp://127.0.0.1:{free_port()}"
     told: list[int] = []
 
-    async def handle(request: trainer_link.Request) -> trainer_link.Answer:
+    async def handle(request: Request) -> Answer:
         assert isinstance(request, messages.NewPolicy)
         told.append(request.version)
-        return trainer_link.Answer("ok", version=max(told))
+        return Answer("ok", version=max(told))
 
     def train(committed: int, last: int) -> None:
         by_files = FilesystemTransfer(publisher, tmp_path, str(moe_model), trainer_link.TrainerLink(address), world)
@@ -152,7 +154,7 @@ async def test_restarted_trainer_keeps_versions_that_engines_may_read(
         found = filesystem.published(tmp_path)
         return {v: (filesystem.version_dir(tmp_path, v) / filesystem.MANIFEST).stat().st_mtime_ns for v in found}
 
-    serving = asyncio.create_task(trainer_link.OrchestratorLink(address, handle).serve())
+    serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     await asyncio.to_thread(train, 0, 3)
     before = written()
     await asyncio.to_thread(train, 1, 4)

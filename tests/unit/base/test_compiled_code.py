@@ -22,7 +22,7 @@ def kept(tmp_path: Path) -> Path:
     return tmp_path / f"primeslurm-compiled-{os.geteuid()}"
 
 
-def test_the_next_attempt_finds_what_this_one_compiled(tmp_path: Path) -> None:
+def test_next_attempt_reuses_compiled_code(tmp_path: Path) -> None:
     compiled_code.use()
     first = [os.environ.pop(name) for name in compiled_code.DIRECTORIES]
     assert kept(tmp_path).stat().st_mode & 0o777 == 0o700
@@ -33,9 +33,7 @@ def test_the_next_attempt_finds_what_this_one_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["open", "link", "file", "swappable"])
-def test_code_that_others_could_have_put_there_is_not_run(
-    tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unsafe_cache_directory_is_not_used(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     place = kept(tmp_path)
     if fault == "open":
         place.mkdir()
@@ -52,13 +50,13 @@ def test_code_that_others_could_have_put_there_is_not_run(
     assert len(caplog.records) == 1
 
 
-def test_a_site_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_the_site_take_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/its/own")
     compiled_code.use()
     assert os.environ["TRITON_CACHE_DIR"] == "/its/own"
 
 
-def test_a_plan_without_such_a_place_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_without_a_cache_directory_creates_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(compiled_code.VARIABLE)
     compiled_code.use()
     assert not any(name in os.environ for name in compiled_code.DIRECTORIES) and not list(tmp_path.iterdir())

@@ -16,7 +16,7 @@ def as_it_was() -> Iterator[None]:
     gc.enable()
 
 
-def test_no_garbage_is_looked_for_within_and_nothing_of_it_after() -> None:
+def test_imports_run_without_garbage_collection() -> None:
     before = gc.get_freeze_count()
     with uncollected():
         assert not gc.isenabled()
@@ -25,13 +25,13 @@ def test_no_garbage_is_looked_for_within_and_nothing_of_it_after() -> None:
     assert gc.get_freeze_count() >= before + len(made)
 
 
-def test_it_is_looked_for_after_an_import_that_fails() -> None:
+def test_collection_resumes_after_a_failed_import() -> None:
     with pytest.raises(ImportError), uncollected():
         raise ImportError
     assert gc.isenabled()
 
 
-def test_the_outermost_one_ends_it() -> None:
+def test_collection_resumes_after_the_outermost_block() -> None:
     with uncollected():
         with uncollected():
             pass

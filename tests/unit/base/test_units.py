@@ -24,7 +24,7 @@ from primeslurm.base import units
         (-90, "-1 min 30 s"),
     ],
 )
-def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None:
+def test_duration_uses_its_two_largest_units(seconds: float, text: str) -> None:
     assert units.duration(seconds) == text
 
 
@@ -32,7 +32,7 @@ def test_a_duration_has_its_two_largest_units(seconds: float, text: str) -> None
     ("size", "text"),
     [(0, "0 B"), (512, "512 B"), (1500, "1.5 kB"), (999_600, "1 MB"), (8_926_900_000_000, "8.9 TB"), (5e18, "5000 PB")],
 )
-def test_a_size_has_a_decimal_unit(size: float, text: str) -> None:
+def test_size_uses_decimal_units(size: float, text: str) -> None:
     assert units.size(size) == text
 
 

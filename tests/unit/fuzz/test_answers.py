@@ -87,7 +87,7 @@ def with_routed(text: str, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": "), (",\n", "\t:\r\n ")])
 @pytest.mark.parametrize("finish", ["stop", 'a"routed_experts":"b', '"routed_experts":"', "\\", ',"routed_experts":"'])
 @pytest.mark.parametrize("first", [True, False])
-def test_routed_experts_are_found_wherever_they_are(separators: tuple[str, str], finish: str, first: bool) -> None:
+def test_routed_experts_are_found_at_any_position(separators: tuple[str, str], finish: str, first: bool) -> None:
     experts = np.arange(24, dtype=np.uint8).reshape(4, 3, 2)
     answer = with_routed(npy(experts), finish_reason=finish)
     answer["choices"] += [{**ANSWER["choices"][0], "routed_experts": npy(experts + 1)}] * (not first)
@@ -98,7 +98,7 @@ def test_routed_experts_are_found_wherever_they_are(separators: tuple[str, str],
 
 @pytest.mark.parametrize("tokens", [400, 401, 402])
 @pytest.mark.parametrize("says", [None, b"(900, 1, 2)", b"(402, 1, 1)", b"(3  , 1, 2)", b"(9**9, 1, 2)"])
-def test_what_routed_experts_say_of_their_size_is_not_believed(tokens: int, says: bytes | None) -> None:
+def test_stated_sizes_of_routed_experts_are_not_trusted(tokens: int, says: bytes | None) -> None:
     experts = np.arange(tokens * 2, dtype=np.uint16).reshape(tokens, 1, 2)
     raw = base64.b64decode(npy(experts))
     if says is not None:
@@ -124,7 +124,7 @@ def test_what_routed_experts_say_of_their_size_is_not_believed(tokens: int, says
     ],
     ids=["beside_the_choice", "and_a_number", "a_number", "with_a_quote", "empty"],
 )
-def test_routed_experts_that_are_none(answer: dict[str, Any]) -> None:
+def test_invalid_routed_experts(answer: dict[str, Any]) -> None:
     with pytest.raises(DamagedError, match=r"routed experts|answer is none"):
         completion_of(json.dumps(answer).encode(), PROMPT, 0)
 
@@ -176,7 +176,7 @@ NO_ANSWER = {
 
 
 @pytest.mark.parametrize("content", list(NO_ANSWER.values()), ids=list(NO_ANSWER))
-def test_an_answer_that_nothing_can_be_made_of_is_refused(content: bytes) -> None:
+def test_unusable_response_is_refused(content: bytes) -> None:
     is_a_completion(completion_of(encoded(ANSWER), PROMPT, 0))
     with bounded(len(content), factor=64), pytest.raises(DamagedError):
         completion_of(content, PROMPT, 0)
@@ -244,7 +244,7 @@ HEADS = st.sampled_from([b"", b"content-encoding: gzip\r\n", b"content-type: tex
 
 @fuzzed(0.5)
 @given(CONTENTS, HEADS)
-def test_whoever_asks_gets_a_value_or_the_error_that_says_so(content: bytes, head: bytes) -> None:
+def test_engine_status_is_a_value_or_an_error(content: bytes, head: bytes) -> None:
     async def ask() -> None:
         async with saying(content, head) as url:
             endpoint = GenerateEndpoint(lambda: url, 64, timeout_s=0.2, routed=True)
@@ -285,13 +285,13 @@ def test_answers_of_teachers(content: bytes) -> None:
     asyncio.run(ask())
 
 
-async def test_an_answer_without_end_is_given_up() -> None:
+async def test_endless_response_is_aborted() -> None:
     async with saying(bytes(4 << 20), length=2**40) as url, http.internal_client(9.0, largest=1 << 20) as client:
         with bounded(1 << 20, factor=16), pytest.raises(httpx.ReadError, match="too long"):
             await client.get(url)
 
 
-async def test_an_answer_that_is_compressed_is_none() -> None:
+async def test_compressed_response_is_invalid() -> None:
     async with (
         saying(b"\x1f\x8b" + bytes(100), b"content-encoding: gzip\r\n") as url,
         http.internal_client(9.0) as client,
@@ -300,7 +300,7 @@ async def test_an_answer_that_is_compressed_is_none() -> None:
             await client.get(url)
 
 
-def test_status_is_read_as_the_gate_writes_it() -> None:
+def test_gate_status_is_decoded() -> None:
     from primeslurm.inference.version_gate import GateState
     from primeslurm.wire.weight_transfer.messages import EngineStatus
 
@@ -320,10 +320,10 @@ def test_lists_of_routers(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("arguments", ["", "[]", "null", "[" * 100_000, '{"command": ["ls"]}', "\ud800", None])
-async def test_arguments_of_a_call_are_what_the_model_says(arguments: Any) -> None:
+async def test_any_tool_call_arguments_are_handled(arguments: Any) -> None:
     """No command is run, so no program is needed."""
     harness, nothing = ShellHarness(ShellConfig(id="shell")), cast(Runtime, None)
-    assert (await harness._output({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
+    assert (await harness.run_command({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
 
 
 CALL = b'{"city": "Rome", "days": [1, 2]}'
@@ -331,7 +331,7 @@ CALL = b'{"city": "Rome", "days": [1, 2]}'
 
 @fuzzed()
 @given(texts(CALL).map(lambda data: data.decode(errors="replace")) | st.just("[" * 100_000))
-def test_arguments_that_are_read_for_protocols(text: str) -> None:
+def test_protocol_arguments(text: str) -> None:
     assert isinstance(dialects._arguments(ToolCall(id="c", name="look_up", arguments=text)), dict)
     call = deepseek_v31_renderer.parse_call(
         ParsedToolCall(raw=f"look_up{deepseek_v31_renderer.SEPARATOR}{text}", name=None, arguments=None)

@@ -39,7 +39,7 @@ def test_catalogues(data: bytes) -> None:
     for layer in found:
         for sender in range(2):
             for message in outgoing(layer, sender, frozenset({0, 5})):
-                if sum(piece.room for piece in message) < 1 << 20:
+                if sum(tensor.aligned_bytes for tensor in message) < 1 << 20:
                     room = buffer(message, torch.device("cpu"))
                     for each in unpack([(message, room)]):
                         assert [name for name, _ in each.each()]
@@ -56,13 +56,13 @@ WRONG = {
 
 
 @pytest.mark.parametrize("info", list(WRONG.values()), ids=list(WRONG))
-def test_a_catalogue_that_nothing_can_be_received_by_is_refused(info: list[Any]) -> None:
+def test_unusable_catalogue_is_refused(info: list[Any]) -> None:
     assert unpacked(packed(msgspec.msgpack.decode(RAW))) == CATALOGUE
     with pytest.raises(TransferError, match="the catalogue cannot be read"):
         unpacked(packed([[info]]))
 
 
-def test_a_catalogue_that_would_fill_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_catalogue_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "LARGEST_CATALOGUE", 1 << 20)
     bomb = zlib.compress(bytes(64 << 20), 9)
     with bounded(1 << 20, factor=3), pytest.raises(TransferError, match="longer than"):
@@ -91,7 +91,7 @@ def test_experts_of_receivers(data: bytes) -> None:
             return
         for layer in CATALOGUE:
             for message in outgoing(layer, 0, found):
-                assert sum(piece.room for piece in message) <= 1024
+                assert sum(tensor.aligned_bytes for tensor in message) <= 1024
 
 
 @fuzzed()

@@ -64,7 +64,7 @@ ADDRESSES = {"hosts": {"engine": "h"}, "ports": {"engine": {"http": 1}}, "lost":
 
 @fuzzed()
 @given(damaged(ADDRESSES))
-def test_json_that_others_replace(directory: Path, data: bytes) -> None:
+def test_watched_json_files(directory: Path, data: bytes) -> None:
     path = directory / FILE
     path.write_bytes(data)
     with bounded(len(data), factor=64):
@@ -76,7 +76,7 @@ def test_json_that_others_replace(directory: Path, data: bytes) -> None:
         return
 
 
-def test_a_damaged_address_book_leaves_what_was_known(tmp_path: Path) -> None:
+def test_damaged_address_book_keeps_the_last_addresses(tmp_path: Path) -> None:
     """An orchestrator or a worker must not end because of it, as the head writes the file again."""
     now = 0.0
     (tmp_path / FILE).write_bytes(lines(ADDRESSES))
@@ -150,12 +150,12 @@ def test_manifests(directory: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../b", "", ".", "a" * 256, "\0"])
-def test_a_manifest_names_nothing_outside_of_its_directory(tmp_path: Path, name: str) -> None:
+def test_manifest_names_only_files_below_its_directory(tmp_path: Path, name: str) -> None:
     for kind, value, file in (
         (checkpoints.Commit, {**COMMIT, "parts": [{**RECORD, "name": name}]}, checkpoints.COMMITTED),
         (WeightManifest, {**WEIGHTS, "files": [{**RECORD, "name": name}]}, filesystem.MANIFEST),
     ):
-        with pytest.raises(msgspec.ValidationError, match="outside"):
+        with pytest.raises(msgspec.ValidationError, match="below the manifest's directory"):
             msgspec.json.decode(lines(value), type=kind)
         (tmp_path / file).write_bytes(lines(value))
     assert checkpoints.read_commit(tmp_path) is None and filesystem.read_manifest(tmp_path) is None
@@ -171,7 +171,7 @@ PROGRESS_BYTES = msgspec.msgpack.encode(
 
 @fuzzed()
 @given(texts(PROGRESS_BYTES) | trees(msgspec.msgpack.decode(PROGRESS_BYTES)).map(msgspec.msgpack.encode))
-def test_how_far_a_run_is(directory: Path, data: bytes) -> None:
+def test_orchestrator_progress(directory: Path, data: bytes) -> None:
     path = directory / "run" / PROGRESS
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -181,7 +181,7 @@ def test_how_far_a_run_is(directory: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\x91" * 100_000, b"\xff", PROGRESS_BYTES[:20]])
-def test_a_checkpoint_without_its_part_says_so(tmp_path: Path, data: bytes) -> None:
+def test_missing_orchestrator_state_is_reported(tmp_path: Path, data: bytes) -> None:
     step = checkpoints.step_dir(tmp_path, 10)
     step.mkdir(parents=True)
     (step / "orchestrator.bin").write_bytes(data)
@@ -306,7 +306,7 @@ PROBED = {
 
 @fuzzed()
 @given(damaged(PROBED).map(lambda data: data.decode(errors="replace")))
-def test_what_a_look_at_environments_found(text: str) -> None:
+def test_environment_probe_results(text: str) -> None:
     with bounded(len(text), factor=64), contextlib.suppress(DamagedError):
         found = probe_messages.decoded(text, probe_messages.ProbeResults)
         assert probe_messages.decoded(probe_messages.encoded(found), probe_messages.ProbeResults) == found
@@ -317,6 +317,6 @@ PARTS = {"node": "n0", "parts": {"python": "3.11.9", "cuda": None}}
 
 @fuzzed()
 @given(damaged(PARTS))
-def test_what_nodes_have_installed(data: bytes) -> None:
+def test_node_inventories(data: bytes) -> None:
     with contextlib.suppress(ClusterError):
         assert set(_parse(data.decode(errors="replace"))) <= {str(PARTS["node"])} or data != lines(PARTS)

@@ -26,7 +26,7 @@ from primeslurm.models.extending_renderer import extending_config
 from primeslurm.orchestrator.rendering.conversation_cache import cache_conversations
 from primeslurm.orchestrator.rendering.dialects import ROLLOUT_DIALECTS
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering
-from primeslurm.orchestrator.worker.token_client import LARGEST_QUESTION, TokenClient, bound_questions
+from primeslurm.orchestrator.worker.token_client import LARGEST_REQUEST_BYTES, TokenClient, limit_requests
 from tests.support.conversations import ScriptedEngine, answering, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
 
@@ -77,7 +77,7 @@ class Intercepted:
 
     async def _serve(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        bound_questions()
+        limit_requests()
         self.largest, server.MAX_REQUEST_BODY = server.MAX_REQUEST_BODY, SHORT
         async with self._engine.serving(), InterceptionServer() as found:
             cache_conversations(found, ROLLOUT_DIALECTS)
@@ -134,7 +134,7 @@ def intercepted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Intercepte
 
 @fuzzed(0.3)
 @given(trees(VALID).map(lambda body: json.dumps(body, default=repr).encode()) | texts(json.dumps(VALID).encode()))
-def test_a_program_that_asks_nonsense_is_answered_and_harms_no_other(intercepted: Intercepted, content: bytes) -> None:
+def test_invalid_request_gets_a_response_and_affects_no_other(intercepted: Intercepted, content: bytes) -> None:
     answer = intercepted.ask(intercepted.session(), content)
     assert 200 <= answer.status_code < 600
     assert intercepted.serves()
@@ -157,14 +157,14 @@ def test_other_routes_answer_too(intercepted: Intercepted, path: str) -> None:
     assert intercepted.serves()
 
 
-def test_a_question_that_is_too_long_is_refused(intercepted: Intercepted) -> None:
-    assert intercepted.largest == LARGEST_QUESTION
+def test_oversized_request_is_refused(intercepted: Intercepted) -> None:
+    assert intercepted.largest == LARGEST_REQUEST_BYTES
     long = json.dumps({**VALID, "padding": "x" * SHORT}).encode()
     assert intercepted.ask(intercepted.session(), long).status_code == 413
     assert intercepted.serves()
 
 
-def test_who_has_no_secret_of_a_rollout_is_refused_before_a_byte_of_the_body_is_read(intercepted: Intercepted) -> None:
+def test_request_without_a_secret_is_refused_before_its_body(intercepted: Intercepted) -> None:
     host, port = intercepted.url.removeprefix("http://").split(":")
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n"
     with socket.create_connection((host, int(port)), timeout=60) as peer:

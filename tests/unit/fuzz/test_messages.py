@@ -18,10 +18,12 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
 from primeslurm.orchestrator.rollouts.spool import SpooledGroup, open_group
 from primeslurm.wire import decoding
-from primeslurm.wire.batches import batch_files, data_uri
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
+from primeslurm.wire.batches import batch_files, inline_images
+from primeslurm.wire.batches.batch import Batch, BatchInfo, Row
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo, TeacherPrompt
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link.trainer_link import Answer, Request
+from primeslurm.wire.link.messages import Answer, Request
 from primeslurm.wire.stored import digests
 from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
@@ -115,7 +117,7 @@ def restated(draw: st.DrawFn, valid: list[bytes]) -> list[bytes]:
 
 @fuzzed(1)
 @given(restated(ROLLOUT))
-def test_rollouts_whose_header_says_something_else(parts: list[bytes]) -> None:
+def test_rollouts_with_other_headers(parts: list[bytes]) -> None:
     with bounded(sizes(parts)):
         try:
             found = Rollout.decode(parts)
@@ -182,7 +184,7 @@ def test_spooled_groups(data: bytes) -> None:
 
 @fuzzed(2)
 @given(texts(GROUP))
-def test_files_of_groups_of_which_the_head_is_read_first(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+def test_group_files_whose_head_is_read_first(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "e-0.group"
     path.write_bytes(data)
     with bounded(len(data)):
@@ -205,7 +207,7 @@ def test_files_of_groups_of_which_the_head_is_read_first(tmp_path_factory: pytes
 def test_images_within_messages(source: str) -> None:
     told = source
     try:
-        assert len(data_uri.decode(source)) <= len(source)
+        assert len(inline_images.decode(source)) <= len(source)
     except ValueError as error:
         told = str(error)
     assert told.startswith(source[:20])
@@ -216,7 +218,7 @@ def test_images_within_messages(source: str) -> None:
 def test_results_of_workers(parts: list[bytes]) -> None:
     with bounded(sizes(parts)):
         try:
-            head = decoding.value(parts[0] if parts else b"", Result)
+            head = decoding.decode_msgpack(parts[0] if parts else b"", Result)
             found = job_protocol.decode_sequences(head, parts[1:])
         except DamagedError:
             return
@@ -227,11 +229,11 @@ def test_results_of_workers(parts: list[bytes]) -> None:
 
 @fuzzed(1)
 @given(st.sampled_from(WORDS).flatmap(lambda word: trees(word).map(msgspec.msgpack.encode).flatmap(maybe_cut)))
-def test_requests_answers_and_what_workers_say(data: bytes) -> None:
+def test_requests_responses_and_worker_messages(data: bytes) -> None:
     for kind in (Request, Answer, job_protocol.ToOrchestrator, job_protocol.ToWorker):
         with bounded(len(data)):
             try:
-                decoding.value(data, kind)  # type: ignore[arg-type]  # a union is no type
+                decoding.decode_msgpack(data, kind)  # type: ignore[arg-type]  # a union is no type
             except DamagedError:
                 continue
 
@@ -253,7 +255,7 @@ LYING = {
 
 
 @pytest.mark.parametrize("lie", list(LYING.values()), ids=list(LYING))
-def test_what_a_header_states_of_an_array_is_not_believed(lie: tuple[str, list[int]]) -> None:
+def test_stated_array_sizes_are_not_trusted(lie: tuple[str, list[int]]) -> None:
     header: dict[str, Any] = msgspec.msgpack.decode(ROLLOUT[0])
     place = next(i for i, spec in enumerate(header["arrays"]) if spec["name"] == "token_ids")
     header["arrays"][place] |= {"dtype": lie[0], "shape": lie[1]}
@@ -294,20 +296,20 @@ NO_ROLLOUT = {
 
 
 @pytest.mark.parametrize("parts", list(NO_ROLLOUT.values()), ids=list(NO_ROLLOUT))
-def test_a_rollout_that_cannot_be_trained_on_is_refused(parts: list[bytes]) -> None:
+def test_untrainable_rollout_is_refused(parts: list[bytes]) -> None:
     assert Rollout.decode(ROLLOUT).info.reward == 0.5
     with pytest.raises(DamagedError):
         Rollout.decode(parts)
 
 
-def test_large_models_and_long_rollouts_are_taken() -> None:
+def test_large_models_and_long_rollouts_are_accepted() -> None:
     """GLM-5 with router replay: 131,072 tokens, 75 layers, 8 experts each. 79 MB."""
     tokens = 131_072
     plain = rollout(tokens)
     large = replace(plain, routed_experts=np.zeros((tokens, 75, 8), np.uint8))
     parts = job_protocol.encode_result("j", (large,))
     assert max(memoryview(part).nbytes for part in parts) < job_protocol.LARGEST_RESULT / 20
-    result = decoding.value(parts[0], Result)
+    result = decoding.decode_msgpack(parts[0], Result)
     # views of the received frames, and one pass over the tokens
     with bounded(sizes([bytes(parts[0])]), beside=16 << 20):
         (found,) = job_protocol.decode_sequences(result, parts[1:])

@@ -62,7 +62,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", list(LIES.values()), ids=list(LIES))
-def test_what_a_header_states_of_a_tensor_is_not_believed(directory: Path, lie: dict[str, Any]) -> None:
+def test_stated_tensor_sizes_are_not_trusted(directory: Path, lie: dict[str, Any]) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(safetensors(json.dumps(HEADER).encode()))
     assert {name: place.nbytes for name, place in read_header(path).items()} == {"a": 16, "b": 3}

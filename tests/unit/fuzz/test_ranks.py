@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.testbed.emulated import rank_group
-from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
-from primeslurm.wire.transport.handshake import PROOF_BYTES as PROOF
-from primeslurm.wire.transport.handshake import proof
+from primeslurm.wire.transport.rendezvous import NONCE_BYTES as NONCE
+from primeslurm.wire.transport.rendezvous import PROOF_BYTES as PROOF
+from primeslurm.wire.transport.rendezvous import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
-from tests.unit.fuzz.test_doors import HOST, exactly, exchange
+from tests.unit.fuzz.test_gates import HOST, exactly, exchange
 
 KEY = rank_group.key_for(rank_group.USE)
 SHOWN = NONCE + PROOF
@@ -69,7 +69,7 @@ def admits_a_rank(leader: Leader) -> bool:
 
 @fuzzed()
 @given(texts(bytes(SHOWN)) | st.binary(max_size=4 * SHOWN))
-def test_whoever_says_anything_is_no_rank(leader: Leader, said: bytes) -> None:
+def test_arbitrary_bytes_do_not_make_a_rank(leader: Leader, said: bytes) -> None:
     before = leader.admitted
     assert len(exchange(leader.port, said)) <= NONCE, "random bytes, and nothing that proves anything"
     assert leader.admitted == before and admits_a_rank(leader)
@@ -77,7 +77,7 @@ def test_whoever_says_anything_is_no_rank(leader: Leader, said: bytes) -> None:
 
 @fuzzed()
 @given(st.integers(0, 8 * SHOWN - 1) | st.sampled_from([b"rank 0", b"gate", b""]))
-def test_nearly_a_proof_is_none(leader: Leader, wrong: int | bytes) -> None:
+def test_proof_with_one_wrong_bit_is_rejected(leader: Leader, wrong: int | bytes) -> None:
     before = leader.admitted
     with socket.create_connection((HOST, leader.port), timeout=60) as peer:
         theirs, mine = exactly(peer, NONCE), os.urandom(NONCE)
@@ -90,7 +90,7 @@ def test_nearly_a_proof_is_none(leader: Leader, wrong: int | bytes) -> None:
     assert leader.admitted == before and admits_a_rank(leader)
 
 
-def test_strangers_do_not_fill_its_memory(leader: Leader) -> None:
+def test_strangers_cannot_exhaust_a_workers_memory(leader: Leader) -> None:
     before = psutil.Process().memory_info().rss
     with socket.create_connection((HOST, leader.port), timeout=60) as peer, contextlib.suppress(OSError):
         peer.settimeout(5)
@@ -101,7 +101,7 @@ def test_strangers_do_not_fill_its_memory(leader: Leader) -> None:
 
 @fuzzed()
 @given(texts(bytes(NONCE + PROOF)) | st.integers(0, 8 * (NONCE + PROOF) - 1))
-def test_a_rank_takes_nobody_for_rank_0(said: bytes | int) -> None:
+def test_rank_rejects_invalid_messages_of_rank_0(said: bytes | int) -> None:
     """If rank 0 is an impostor or the connection is disturbed, a rank raises an error that makes it retry."""
     impostor, rank = socket.socketpair()
 

@@ -157,7 +157,7 @@ def is_served(server: Server) -> None:
 
 @fuzzed(0.5)
 @given(st.sampled_from(sorted(CONTROL)).flatmap(lambda path: st.tuples(st.just(path), trees(CONTROL[path]))))
-def test_bodies_that_are_something_else(server: Server, asked: tuple[str, Any]) -> None:
+def test_invalid_request_bodies(server: Server, asked: tuple[str, Any]) -> None:
     assert ask(server, request_of(*asked)).startswith(b"HTTP/1.1 ")
     ask(server, request_of("/update_weight_version", {"new_version": "0"}))
     is_served(server)
@@ -165,7 +165,7 @@ def test_bodies_that_are_something_else(server: Server, asked: tuple[str, Any]) 
 
 @fuzzed(0.5)
 @given(texts(request_of(GENERATE, ASKED)))
-def test_what_is_no_request(server: Server, data: bytes) -> None:
+def test_invalid_requests(server: Server, data: bytes) -> None:
     found = ask(server, data, whole=False)
     assert not found or found.startswith(b"HTTP/1.1 ")
     is_served(server)
@@ -183,7 +183,7 @@ def test_what_is_no_request(server: Server, data: bytes) -> None:
         b"\0" * 100_000,
     ],
 )
-def test_strangers_do_not_fill_its_memory(server: Server, data: bytes) -> None:
+def test_strangers_cannot_exhaust_a_workers_memory(server: Server, data: bytes) -> None:
     before = psutil.Process().memory_info().rss
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer, contextlib.suppress(OSError):
         peer.settimeout(5)
@@ -200,7 +200,7 @@ def test_strangers_do_not_fill_its_memory(server: Server, data: bytes) -> None:
     trees({"weight_version": "3", "new_version": "3"}).map(lambda each: json.dumps(each, default=str).encode())
     | texts(b'{"weight_version": "3", "new_version": "3"}'),
 )
-def test_the_gate_knows_a_version_or_none(path: str, body: bytes) -> None:
+def test_gate_extracts_a_version_or_none(path: str, body: bytes) -> None:
     state = GateState()
     state.observe(path, body, ok=True)
     assert state.version is None or 0 <= state.version < 2**31
@@ -212,13 +212,13 @@ BODIES += [b'{"new_version": %s}' % (b"9" * 400), b'{"new_version": "-1"}', b'{"
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_version_that_is_none_closes_the_gate(body: bytes) -> None:
+def test_invalid_version_closes_the_gate(body: bytes) -> None:
     state = GateState()
     state.observe("/update_weight_version", body, ok=True)
     assert state.version is None
 
 
-async def test_the_gate_keeps_little_of_a_long_body() -> None:
+async def test_gate_buffers_little_of_a_long_control_request() -> None:
     """The engine reads all of it. The gate only needs a version."""
     parts = iter([b'{"new_version": "3"}' + b" " * (1 << 20)] + [b" " * (1 << 20)] * 8)
     left = 9

@@ -23,13 +23,18 @@ from hypothesis import strategies as st
 from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
-from primeslurm.orchestrator.rollouts.message_chunks import LARGEST_PART, PIECE, cut, joined
-from primeslurm.wire.batches.rollouts import Frame, RankShard, Rollout
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, MAX_FRAME_BYTES, join_frames, split_frames
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import trainer_link
-from primeslurm.wire.link.trainer_link import Answer, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.transport import secret
-from tests.support.doors import ASKED, MESSAGES
+from primeslurm.wire.link.messages import LARGEST_REQUEST, Answer, GetBatch, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import TrainerLink
+from primeslurm.wire.transport import curve
+from tests.support.port_messages import ASKED, MESSAGES
 from tests.support.worker_pools import CallbackPool
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout
@@ -72,7 +77,7 @@ class Served:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
-        return batch().encode() if isinstance(request, trainer_link.GetBatch) else Answer("ok")
+        return batch().encode() if isinstance(request, GetBatch) else Answer("ok")
 
     def _unusable(self, environment: str, worker: int, error: str) -> None:
         self.unusable.append(error)
@@ -103,7 +108,7 @@ def served() -> Iterator[Served]:
 def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
     found: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     try:
-        secret.present(found)
+        curve.secure_client(found)
         found.setsockopt(zmq.LINGER, 0)
         found.connect(address)
         yield found
@@ -154,10 +159,10 @@ def test_every_request_is_answered(served: Served, request_: bytes) -> None:
 
 @fuzzed(0.5)
 @given(st.lists(messages(REQUEST), max_size=4))
-def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
+def test_invalid_requests_are_ignored(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.link) as peer:
         for parts in wrong:
-            if parts and max(map(len, parts)) <= trainer_link.LARGEST_REQUEST:  # longer ones would close the connection
+            if parts and max(map(len, parts)) <= LARGEST_REQUEST:  # longer ones would close the connection
                 peer.send_multipart(parts)
         peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
         assert next(answers(peer)).kind in {"ok", "batch", "error"}
@@ -166,7 +171,7 @@ def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[byte
 MANY = [b"x"] * 50_000
 
 
-def test_a_message_of_many_parts_is_passed_over(served: Served) -> None:
+def test_message_with_many_frames_is_ignored(served: Served) -> None:
     """The sender has the secret. Nobody else gets this far."""
     with dealer(served.link) as peer:
         peer.send_multipart([*REQUEST, *MANY])
@@ -186,11 +191,11 @@ STATUS = [msgspec.msgpack.encode(WORDS[5])]
 
 @fuzzed(0.5)
 @given(st.lists(messages(RESULT) | messages(STATUS) | trees(WORDS[5]).map(lambda each: [_packed(each)]), max_size=4))
-def test_what_no_worker_says_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
+def test_invalid_worker_messages_are_ignored(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.pool) as peer:
         for parts in wrong:
             if parts:  # longer ones would close the connection, and the next message with it
-                peer.send_multipart(parts if max(map(len, parts)) <= LARGEST_PART else cut(parts))
+                peer.send_multipart(parts if max(map(len, parts)) <= MAX_FRAME_BYTES else split_frames(parts))
         error = f"last of {len(served.unusable)}"
         peer.send(msgspec.msgpack.encode(job_protocol.Unusable("e", 0, error)))
         until(lambda: error in served.unusable)
@@ -201,7 +206,7 @@ def _packed(value: object) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["damaged", "missing", "of a token below 0"])
-def test_a_bad_result_costs_its_own_rollout(served: Served, kind: str) -> None:
+def test_bad_result_costs_only_its_rollout(served: Served, kind: str) -> None:
     job = f"bad {kind}"
     with dealer(served.pool) as peer:
         peer.send(msgspec.msgpack.encode(Status("good", 10_000, "1", [])))
@@ -212,33 +217,33 @@ def test_a_bad_result_costs_its_own_rollout(served: Served, kind: str) -> None:
         elif kind == "damaged":
             parts[0] = b"\x91" * 100_000
         head = Result(job, [] if kind == "missing" else FRAMES)
-        peer.send_multipart(cut([msgspec.msgpack.encode(head), *([] if kind == "missing" else parts)]))
+        peer.send_multipart(split_frames([msgspec.msgpack.encode(head), *([] if kind == "missing" else parts)]))
         found = until(lambda: [outcome for name, outcome in served.results if name == job])
     failure = found[0]
     assert isinstance(failure, job_protocol.JobFailure) and failure.error.startswith("damaged result: ")
     is_served(served)
 
 
-def test_an_error_of_gigabytes_is_cut_where_it_is_made_and_where_it_arrives(served: Served) -> None:
+def test_huge_error_is_truncated_by_sender_and_receiver(served: Served) -> None:
     text = "begin" + "x" * (8 << 20) + "end"
     short = job_protocol.shortened(text)
     assert len(short) < 2 * job_protocol.LONGEST_ERROR and short.startswith("begin") and short.endswith("end")
     with dealer(served.pool) as peer:
-        peer.send_multipart(cut([msgspec.msgpack.encode(job_protocol.Unusable("e", 0, text))]))
+        peer.send_multipart(split_frames([msgspec.msgpack.encode(job_protocol.Unusable("e", 0, text))]))
         until(lambda: short in served.unusable)
 
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 
 
 STRANGERS = 50
 
 
 @pytest.mark.parametrize("port", ["link", "pool"])
-def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served, port: str) -> None:
+def test_strangers_cannot_exhaust_the_orchestrators_memory(served: Served, port: str) -> None:
     """A handshake message, which comes before authentication, may be as long as any other frame."""
     host, number = getattr(served, port).removeprefix("tcp://").split(":")
-    largest = {"link": trainer_link.LARGEST_REQUEST, "pool": LARGEST_PART}[port]
+    largest = {"link": LARGEST_REQUEST, "pool": MAX_FRAME_BYTES}[port]
     before = psutil.Process().memory_info().rss
     with contextlib.ExitStack() as strangers:
         for _ in range(STRANGERS):
@@ -263,52 +268,52 @@ def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served, po
     is_served(served)
 
 
-def test_a_result_of_the_longest_rollouts_comes_in_pieces(served: Served) -> None:
+def test_result_of_the_longest_rollouts_arrives_in_chunks(served: Served) -> None:
     """131,072 tokens of GLM-5 with router replay, 79 MB, through a port with frames of at most 64 KiB."""
     experts = np.arange(131_072 * 75 * 8, dtype=np.uint32).astype(np.uint8).reshape(131_072, 75, 8)
     long = replace(rollout(131_072), routed_experts=experts)
     with dealer(served.pool) as peer:
         peer.send(msgspec.msgpack.encode(Status("good", 20_000, "1", [])))
         give(served, "long")
-        peer.send_multipart(cut(job_protocol.encode_result("long", (long,))), copy=False)
+        peer.send_multipart(split_frames(job_protocol.encode_result("long", (long,))), copy=False)
         (found,) = until(lambda: [outcome for name, outcome in served.results if name == "long"])
     assert not isinstance(found, str)
     assert np.array_equal(found[0].routed_experts, experts)
 
 
-def test_a_part_that_was_not_cut_is_no_copy() -> None:
-    whole, long = b"w" * PIECE, b"l" * (3 * PIECE + 1)
-    parts = cut([whole, b"", long])
-    assert [len(part) for part in parts[1:]] == [PIECE] * 4 + [1] and max(map(len, parts)) <= LARGEST_PART
-    found = joined([memoryview(part) for part in parts])
+def test_unsplit_frame_is_not_copied() -> None:
+    whole, long = b"w" * CHUNK_BYTES, b"l" * (3 * CHUNK_BYTES + 1)
+    parts = split_frames([whole, b"", long])
+    assert [len(part) for part in parts[1:]] == [CHUNK_BYTES] * 4 + [1] and max(map(len, parts)) <= MAX_FRAME_BYTES
+    found = join_frames([memoryview(part) for part in parts])
     assert [bytes(part) for part in found] == [whole, b"", long]
-    assert cut([whole, b""]) == [whole, b""] == joined([whole, b""])
+    assert split_frames([whole, b""]) == [whole, b""] == join_frames([whole, b""])
 
 
 @fuzzed(0.5)
-@given(st.lists(st.integers(0, 4 * PIECE), min_size=1, max_size=5).map(lambda sizes: [bytes(n) for n in sizes]))
-def test_what_is_cut_is_put_together_again(parts: list[bytes]) -> None:
-    assert [bytes(part) for part in joined(list(cut(parts)))] == parts
+@given(st.lists(st.integers(0, 4 * CHUNK_BYTES), min_size=1, max_size=5).map(lambda sizes: [bytes(n) for n in sizes]))
+def test_split_messages_are_joined(parts: list[bytes]) -> None:
+    assert [bytes(part) for part in join_frames(list(split_frames(parts)))] == parts
 
 
-CUT = [bytes(part) for part in cut([b"head", bytes(2 * PIECE + 5), b""])]
+CUT = [bytes(part) for part in split_frames([b"head", bytes(2 * CHUNK_BYTES + 5), b""])]
 
 
 @fuzzed(0.5)
 @given(messages(CUT))
-def test_pieces_that_do_not_fit_are_damaged_and_nothing_else(parts: list[bytes]) -> None:
+def test_mismatched_chunks_are_damaged(parts: list[bytes]) -> None:
     with contextlib.suppress(DamagedError):
-        assert sum(map(len, joined(list(parts)))) <= sum(map(len, parts))
+        assert sum(map(len, join_frames(list(parts)))) <= sum(map(len, parts))
 
 
 @pytest.mark.parametrize("lengths", [[2**62], [2**62, -(2**62)], [1] * 5, [0], [], "x", [[1]], [1.5]])
-def test_lengths_that_are_stated_are_not_believed(lengths: object) -> None:
+def test_stated_lengths_are_not_trusted(lengths: object) -> None:
     with pytest.raises(DamagedError):
-        joined([b"\xc1" + msgspec.msgpack.encode(lengths), b"abc"])
+        join_frames([b"\xc1" + msgspec.msgpack.encode(lengths), b"abc"])
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000, GREETING[:20], GREETING * 9])
-def test_what_is_not_even_zmq_is_disconnected(served: Served, data: bytes) -> None:
+def test_client_without_zmq_is_disconnected(served: Served, data: bytes) -> None:
     for address in (served.link, served.pool):
         host, port = address.removeprefix("tcp://").split(":")
         with socket.create_connection((host, int(port)), timeout=60) as peer, contextlib.suppress(OSError):
@@ -316,10 +321,10 @@ def test_what_is_not_even_zmq_is_disconnected(served: Served, data: bytes) -> No
     is_served(served)
 
 
-def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
+def test_damaged_batch_is_reported_to_the_trainer() -> None:
     """It must not fail with a struct.error, or wait ten minutes for another response."""
     with zmq.Context.instance().socket(zmq.REP) as fake:
-        secret.demand(fake)
+        curve.secure_server(fake)
         fake.setsockopt(zmq.LINGER, 0)
         port = fake.bind_to_random_port("tcp://127.0.0.1")
         parts = [msgspec.msgpack.encode(Answer("batch")), b"\x91" * 100_000]
@@ -328,7 +333,7 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
         client = TrainerLink(f"tcp://127.0.0.1:{port}", timeout_s=60)
         with pytest.raises(trainer_link.LinkError, match="the batch of step 1 is damaged"):
             client.get_batch(1, RankShard(0, 1), timeout_s=60)
-        with pytest.raises(trainer_link.LinkError, match="with what is no answer"):
+        with pytest.raises(trainer_link.LinkError, match="sent a damaged answer"):
             client.step_done(1, {})
         client.close()
         thread.join()
@@ -338,7 +343,7 @@ def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
 def said_to(kind: int) -> Iterator[tuple[zmq.Socket[bytes], str]]:
     """Act as an orchestrator that sends arbitrary data to clients with the secret."""
     with zmq.Context.instance().socket(kind) as fake:
-        secret.demand(fake)
+        curve.secure_server(fake)
         fake.setsockopt(zmq.LINGER, 0)
         yield fake, f"tcp://127.0.0.1:{fake.bind_to_random_port('tcp://127.0.0.1')}"
 
@@ -373,7 +378,7 @@ def trainer() -> Iterator[tuple[list[list[bytes]], TrainerLink]]:
 @given(
     messages(BATCH_ANSWER) | st.sampled_from(ANSWERS).flatmap(trees).map(lambda each: [_packed(each)]), st.booleans()
 )
-def test_whatever_a_trainer_is_answered_is_a_batch_or_its_one_error(
+def test_trainer_gets_a_batch_or_its_one_error(
     trainer: tuple[list[list[bytes]], TrainerLink], monkeypatch: pytest.MonkeyPatch, parts: list[bytes], first: bool
 ) -> None:
     monkeypatch.setattr(trainer_link, "LARGEST_BATCH", 1 << 20)
@@ -397,7 +402,7 @@ def worker() -> Iterator[tuple[zmq.Socket[bytes], bytes]]:
         raise job_protocol.RolloutError(f"as told: {job.id}")
 
     async def serve(address: str) -> None:
-        serving = asyncio.create_task(job_protocol.JobRunner("e", 0, address, fails).serve())
+        serving = asyncio.create_task(JobRunner("e", 0, address, fails).serve())
         while not ended.is_set() and not serving.done():
             await asyncio.sleep(0.02)
         alive.append(not serving.done())
@@ -424,7 +429,7 @@ CANCEL = [msgspec.msgpack.encode(TOLD[0]), b"more"]
     st.lists(st.sampled_from(TOLD).flatmap(trees).map(lambda each: [_packed(each)]) | messages(CANCEL), max_size=4),
     st.integers(0, 2**62),
 )
-def test_whatever_a_worker_is_told_it_goes_on(
+def test_worker_survives_any_message(
     worker: tuple[zmq.Socket[bytes], bytes], wrong: list[list[bytes]], number: int
 ) -> None:
     fake, who = worker
@@ -436,7 +441,7 @@ def test_whatever_a_worker_is_told_it_goes_on(
         said = b"".join(fake.recv_multipart()[1:])
 
 
-def test_what_a_stranger_of_a_whole_run_says_is_heard_where_nobody_asks_for_a_secret() -> None:
+def test_strangers_messages_are_accepted_without_a_secret() -> None:
     """`tests/emulated` sends the same to every port of a run, where it is refused."""
     said = MESSAGES["a client of ZMQ"]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as open_one:
@@ -447,4 +452,4 @@ def test_what_a_stranger_of_a_whole_run_says_is_heard_where_nobody_asks_for_a_se
                 assert heard.read(64)[12:16] == b"NULL"
             client.sendall(said[64:])
             assert open_one.poll(WAIT_MS) and open_one.recv_multipart()[1:] == [b"", ASKED]
-    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), trainer_link.GetBatch)
+    assert isinstance(msgspec.msgpack.decode(ASKED, type=Request), GetBatch)

@@ -113,7 +113,7 @@ def once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mcp, "MCP_CALL_ATTEMPTS", 1)
 
 
-async def test_a_server_that_answers_as_it_should() -> None:
+async def test_correct_server_works() -> None:
     found = await use("", bytes)
     assert not isinstance(found, Exception)
     text, image, link = found[1]["content"]
@@ -141,7 +141,7 @@ def wrongs(draw: st.DrawFn) -> tuple[str, Change]:
 
 @fuzzed()
 @given(wrongs())
-def test_what_it_answers_costs_its_own_program_alone(intercepted: Intercepted, wrong: tuple[str, Change]) -> None:
+def test_tool_server_affects_only_its_program(intercepted: Intercepted, wrong: tuple[str, Change]) -> None:
     with bounded(0, beside=64 << 20):
         try:
             found = asyncio.run(use(*wrong, SHORT_S))
@@ -172,10 +172,10 @@ TOOLS = {
 
 @fuzzed(0.3)
 @given(trees(TOOLS).map(lambda body: json.dumps(body, default=repr).encode()) | texts(json.dumps(TOOLS).encode()))
-def test_a_conversation_with_tools_that_makes_no_sense_is_answered(intercepted: Intercepted, content: bytes) -> None:
+def test_invalid_tool_conversation_gets_a_response(intercepted: Intercepted, content: bytes) -> None:
     assert 200 <= intercepted.ask(intercepted.session(), content).status_code < 600
     assert intercepted.serves()
 
 
-def test_the_conversation_itself_makes_sense(intercepted: Intercepted, tmp_path: Path) -> None:
+def test_unchanged_conversation_is_valid(intercepted: Intercepted, tmp_path: Path) -> None:
     assert intercepted.ask(intercepted.session(), json.dumps(TOOLS).encode()).status_code == 200

@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rendering.renderer_selection import Rendering
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutError
 from primeslurm.orchestrator.worker.rollout_validation import RolloutValidator
 from primeslurm.orchestrator.worker.trace_sequences import LONGEST_NAME, sequences
-from primeslurm.wire.batches.rollouts import MOST_METRICS, Rollout
+from primeslurm.wire.batches.rollout import MAX_METRICS, Rollout
 from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import SCALAR, fuzzed
 from tests.unit.fuzz.test_messages import is_a_rollout, rollout
@@ -61,17 +61,17 @@ BAD_REWARDS = [float("nan"), float("inf"), float("-inf"), 1e300]
 
 
 @pytest.mark.parametrize("reward", BAD_REWARDS)
-def test_a_reward_that_is_no_number_costs_its_rollout(conversation: Conversation, reward: float) -> None:
+def test_invalid_reward_costs_its_rollout(conversation: Conversation, reward: float) -> None:
     assert sequences(JOB, conversation.trace, conversation.completions, 1.0, True)
     with pytest.raises(RolloutError, match="its reward is"):
         sequences(JOB, trace(conversation, rewards={"x": Scored(reward)}), conversation.completions, 1.0, True)
 
 
-def test_metrics_that_are_no_numbers_are_left_out_and_too_many_cost_the_rollout(conversation: Conversation) -> None:
+def test_invalid_metrics_are_dropped_and_too_many_cost_the_rollout(conversation: Conversation) -> None:
     given_ = {"nan": float("nan"), "inf": float("inf"), "none": None, "good": 0.5, "x" * 9999: 1.0}
     found = sequences(JOB, trace(conversation, metrics=given_), conversation.completions, 1.0, False)
     assert found[0].info.metrics == {"good": 0.5, "x" * LONGEST_NAME: 1.0}
-    many = {str(i): 0.0 for i in range(MOST_METRICS + 1)}
+    many = {str(i): 0.0 for i in range(MAX_METRICS + 1)}
     with pytest.raises(RolloutError, match="it has 1001 metrics"):
         sequences(JOB, trace(conversation, metrics=many), conversation.completions, 1.0, False)
 
@@ -89,7 +89,7 @@ def test_metrics_that_are_no_numbers_are_left_out_and_too_many_cost_the_rollout(
     st.integers(0, 5),
     st.booleans(),
 )
-def test_whatever_an_environment_leaves_is_a_rollout_or_an_error(
+def test_any_trace_becomes_a_rollout_or_an_error(
     conversation: Conversation, changes: dict[str, Any], nodes: list[tuple[str, Any]], place: int, whole: bool
 ) -> None:
     found = trace(conversation, **changes)
@@ -115,7 +115,7 @@ def config(directory: Path, **more: Any) -> RolloutValidator:
     return RolloutValidator(str(directory))
 
 
-def test_tokens_whose_experts_repeat_are_unknown_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_tokens_with_repeated_experts_are_unknown_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The first layer has no experts. A layer beyond the model's belongs to a draft model."""
     plausible = config(tmp_path, mlp_only_layers=[0])
     routed = np.tile(np.array([0, 7], np.uint8), (6, 4, 1))
@@ -132,7 +132,7 @@ def test_tokens_whose_experts_repeat_are_unknown_and_counted(tmp_path: Path, cap
     assert caplog.text.count("repeated experts for 2 of 6 tokens") == 1
 
 
-def test_tokens_and_experts_that_the_model_has_not_cost_their_rollout(tmp_path: Path) -> None:
+def test_unknown_tokens_and_experts_cost_their_rollout(tmp_path: Path) -> None:
     plausible, good = config(tmp_path), replace(rollout(), routed_experts=None)
     unknown = np.full((6, 3, 2), 255, np.uint8)
     known = np.tile(np.array([0, 7], np.uint8), (6, 3, 1))

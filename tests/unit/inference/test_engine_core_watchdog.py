@@ -63,7 +63,7 @@ async def engine(tmp_path: Path) -> Engine:
     return engine
 
 
-async def test_a_core_that_hangs_closes_its_engine_until_it_answers(engine: Engine) -> None:
+async def test_hanging_core_closes_its_engine_until_it_answers(engine: Engine) -> None:
     assert await engine.look(60) == 200
     asked = engine.questions
     assert asked >= 30, "it is asked anew after each answer"
@@ -82,7 +82,7 @@ async def test_a_core_that_hangs_closes_its_engine_until_it_answers(engine: Engi
     assert (await engine.http.get("/health")).status_code == 200
 
 
-async def test_a_teacher_or_a_served_model_whose_core_hangs_is_left_out_and_named() -> None:
+async def test_hanging_core_of_a_teacher_or_served_model_is_reported() -> None:
     """Agents of such engines request `/health`, because these engines have no policy version."""
     engine = Engine(LivenessGate)
     assert await engine.look(60, path="/health") == 200 and engine.questions >= 30
@@ -96,7 +96,7 @@ async def test_a_teacher_or_a_served_model_whose_core_hangs_is_left_out_and_name
     assert (await engine.http.post("/v1/completions")).status_code == 200
 
 
-async def test_a_core_that_compiles_is_not_silent(engine: Engine) -> None:
+async def test_compiling_core_is_responsive(engine: Engine) -> None:
     """DeepGEMM's kernels, for example, take minutes to compile when an engine first needs their shapes."""
     engine.core.clear()
     with subprocess.Popen([shutil.copy("/bin/sleep", engine.folder / "ptxas"), "600"]) as compiler:
@@ -105,7 +105,7 @@ async def test_a_core_that_compiles_is_not_silent(engine: Engine) -> None:
     assert await engine.look(int(UNRESPONSIVE_S) + 2) == 504
 
 
-async def test_a_core_that_loads_weights_owes_nothing_meanwhile(engine: Engine) -> None:
+async def test_core_may_be_busy_during_a_weight_update(engine: Engine) -> None:
     """The client of the update has its own time limit."""
     engine.core.clear()
     update = asyncio.create_task(engine.http.post("/update_weights", json={}))
@@ -115,7 +115,7 @@ async def test_a_core_that_loads_weights_owes_nothing_meanwhile(engine: Engine) 
     assert await engine.look(int(UNRESPONSIVE_S) + 2) == 504
 
 
-async def test_a_server_that_stood_still_itself_blames_nobody(engine: Engine) -> None:
+async def test_suspended_server_does_not_blame_its_core(engine: Engine) -> None:
     await engine.look(2)
     engine.core.clear()
     await engine.look(1)
@@ -123,9 +123,9 @@ async def test_a_server_that_stood_still_itself_blames_nobody(engine: Engine) ->
     assert engine.gate._core.unanswered_s <= 4 * MAX_GAP_S
 
 
-async def test_the_orchestrator_takes_it_for_silent_and_no_other_error_for_that(engine: Engine) -> None:
+async def test_orchestrator_sees_a_hanging_core_as_unresponsive(engine: Engine) -> None:
     client = EngineClient(lambda: "http://engine", "/model")
-    client._looking = engine.http
+    client._polling = engine.http
     assert (await client.status()).version == 0
     engine.core.clear()
     await engine.look(int(UNRESPONSIVE_S) + 2)

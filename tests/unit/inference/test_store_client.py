@@ -22,7 +22,7 @@ def test_libraries_of_nvidias_packages_come_behind_those_of_the_site(tmp_path: P
 
 
 @pytest.mark.parametrize("found", [True, False])
-def test_the_client_gets_words_and_library_path(found: bool, tmp_path: Path) -> None:
+def test_client_gets_arguments_and_library_path(found: bool, tmp_path: Path) -> None:
     """A fake package `mooncake` reports its arguments."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").touch()

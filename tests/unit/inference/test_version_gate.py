@@ -51,7 +51,7 @@ async def status(http: httpx.AsyncClient) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions", "/inference/v1/generate"])
-async def test_closed_until_a_version_is_set(http: httpx.AsyncClient, app: FakeEngineApp, path: str) -> None:
+async def test_gate_is_closed_until_a_version_is_set(http: httpx.AsyncClient, app: FakeEngineApp, path: str) -> None:
     refused = await http.get(path)
     assert refused.status_code == 503 and refused.json()["error"].startswith("stale: ")
     assert app.seen == []
@@ -75,7 +75,7 @@ async def test_status_follows_an_update(http: httpx.AsyncClient) -> None:
     assert not (await status(http))["paused"]
 
 
-async def test_open_during_an_update_but_at_no_version(http: httpx.AsyncClient) -> None:
+async def test_gate_is_open_during_an_update_without_a_version(http: httpx.AsyncClient) -> None:
     await update(http, 1)
     await http.post("/start_weight_update")
     assert (await http.get("/health")).status_code == 200
@@ -84,7 +84,7 @@ async def test_open_during_an_update_but_at_no_version(http: httpx.AsyncClient) 
 
 @pytest.mark.parametrize("step", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
 @pytest.mark.parametrize("failure", [500, RuntimeError("worker died")])
-async def test_a_failed_update_closes_it(
+async def test_failed_update_closes_the_gate(
     http: httpx.AsyncClient, app: FakeEngineApp, step: str, failure: int | Exception
 ) -> None:
     await update(http, 1)
@@ -101,19 +101,19 @@ async def test_a_failed_update_closes_it(
 
 
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"weight_version": "default"}', b"[]"])
-async def test_an_update_without_a_version_of_ours_closes_it(http: httpx.AsyncClient, body: bytes) -> None:
+async def test_update_without_a_version_closes_the_gate(http: httpx.AsyncClient, body: bytes) -> None:
     await update(http, 1)
     await http.post("/finish_weight_update", content=body)
     assert (await status(http))["version"] is None
 
 
-async def test_a_dead_engine_behind_an_open_gate_shows(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
+async def test_open_gate_forwards_an_unhealthy_status(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
     await update(http, 1)
     app.answers["/health"] = 503
     assert (await http.get("/health")).status_code == 503
 
 
-async def test_every_start_is_another_incarnation(app: FakeEngineApp) -> None:
+async def test_every_start_has_its_own_incarnation(app: FakeEngineApp) -> None:
     seen = set()
     for _ in range(2):
         async with httpx.AsyncClient(
@@ -141,7 +141,7 @@ async def test_without_the_secret_only_health_and_metrics_answer(
     assert [(await http.get(p, headers=headers)).status_code for p in ("/health", "/metrics")] == [200, 200]
 
 
-async def test_the_token_for_generation_opens_nothing_else(http: httpx.AsyncClient) -> None:
+async def test_generate_token_opens_only_generation(http: httpx.AsyncClient) -> None:
     await http.post("/update_weight_version", json={"new_version": "0"})
     http.headers["Authorization"] = f"Bearer {secret.generate_token(secret.own())}"
     assert (await http.post("/inference/v1/generate")).status_code == 200
@@ -159,7 +159,7 @@ async def test_a_websocket_is_refused(app: FakeEngineApp) -> None:
     assert app.seen == []
 
 
-def test_a_gate_without_a_secret_does_not_open(app: FakeEngineApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gate_without_a_secret_does_not_start(app: FakeEngineApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(secret.VARIABLE)
     with pytest.raises(secret.SecretError):
         VersionGate(app)
@@ -175,7 +175,7 @@ GENERATE = "/inference/v1/generate"
 
 
 @pytest.mark.parametrize("first", [True, False])
-async def test_an_engine_that_missed_an_update_closes_when_it_is_asked_for_a_newer_policy(
+async def test_engine_closes_when_a_request_needs_a_newer_policy(
     http: httpx.AsyncClient, app: FakeEngineApp, first: bool
 ) -> None:
     await http.post("/update_weight_version", json={"new_version": "3"})
@@ -191,7 +191,7 @@ async def test_an_engine_that_missed_an_update_closes_when_it_is_asked_for_a_new
     assert (await http.post(GENERATE, content=generate(4))).status_code == 200
 
 
-async def test_an_engine_that_is_brought_back_to_an_older_policy_serves_it(http: httpx.AsyncClient) -> None:
+async def test_engine_serves_an_older_policy_after_a_rollback(http: httpx.AsyncClient) -> None:
     await http.post("/update_weight_version", json={"new_version": "4"})
     assert (await http.post(GENERATE, content=generate(4))).status_code == 200
     assert (await http.post(GENERATE, content=generate(5))).status_code == 503
@@ -202,7 +202,7 @@ async def test_an_engine_that_is_brought_back_to_an_older_policy_serves_it(http:
     assert (await http.get("/health")).status_code == 503
 
 
-async def test_an_update_in_progress_does_not_let_requests_for_its_version_through(http: httpx.AsyncClient) -> None:
+async def test_requests_for_a_version_wait_for_its_update(http: httpx.AsyncClient) -> None:
     await http.post("/update_weight_version", json={"new_version": "3"})
     await http.post("/pause")
     await http.post("/start_weight_update")
@@ -212,7 +212,7 @@ async def test_an_update_in_progress_does_not_let_requests_for_its_version_throu
     assert (await http.post(GENERATE, content=generate(4))).status_code == 200
 
 
-async def test_evaluations_name_the_version_last_and_others_none(http: httpx.AsyncClient) -> None:
+async def test_salt_of_an_evaluation_ends_with_the_version(http: httpx.AsyncClient) -> None:
     await http.post("/update_weight_version", json={"new_version": "3"})
     for body in (generate("evaluation-9:3"), generate("x"), b"", b"{}", b'{"cache_salt": 9}'):
         assert (await http.post(GENERATE, content=body)).status_code == 200, body
@@ -221,7 +221,7 @@ async def test_evaluations_name_the_version_last_and_others_none(http: httpx.Asy
     assert (await http.post(GENERATE, content=generate("evaluation-9:5"))).status_code == 503
 
 
-async def test_an_answer_says_whose_it_is(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
+async def test_response_names_its_engine(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
     await http.post("/update_weight_version", json={"new_version": "0"})
     for code in (200, 500):
         app.answers[GENERATE] = code
@@ -229,7 +229,7 @@ async def test_an_answer_says_whose_it_is(http: httpx.AsyncClient, app: FakeEngi
         assert answer.status_code == code and answer.headers["X-Primeslurm-Engine"] == "engine:None"
 
 
-async def test_the_whole_body_reaches_the_engine() -> None:
+async def test_body_in_chunks_reaches_the_engine() -> None:
     got: list[bytes] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

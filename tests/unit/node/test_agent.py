@@ -1,4 +1,4 @@
-"""Agents and head over real processes: order, restarts, endings, clean-up."""
+"""Agents and head with real processes: start order, restarts, endings and clean-up."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ PATIENT = HeadTimings()
 
 
 class Running:
-    """A plan being run by one thread per node, as submitit's processes would."""
+    """A plan that one thread per node runs, as submitit's processes would."""
 
     def __init__(self, plan: Plan, monkeypatch: pytest.MonkeyPatch, agents: AgentTimings, head: HeadTimings) -> None:
         self.run = RunDirectory(Path(plan.run_dir))
@@ -75,7 +75,7 @@ class Running:
             thread.start()
 
     def report(self, name: str) -> ProcessReport:
-        """What is known of a process; before anything is, that it waits."""
+        """The newest report of a process; before the first one it is waiting."""
         node = self.attempt.plan().process(name).node
         heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
@@ -125,7 +125,7 @@ def alive(pid: object) -> bool:
     return True
 
 
-def test_dependents_start_after_what_they_need_answers(start: Callable[..., Running]) -> None:
+def test_a_process_starts_after_its_prerequisites_answer(start: Callable[..., Running]) -> None:
     server = process(
         "server",
         1,
@@ -152,7 +152,7 @@ def test_an_attempt_ends_when_a_newer_one_owns_the_run(start: Callable[..., Runn
     assert (end := running.attempt.end()) is not None and not end.requeued
 
 
-def test_agents_are_told_what_is_new_at_once_and_what_they_know_each_second(
+def test_the_head_publishes_news_at_once_and_repeats_it_each_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("primeslurm.node.agent.node_agent.own_address", lambda *_: "127.0.0.1")
@@ -215,7 +215,7 @@ def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Runnin
     assert running.head.conclude() is True
 
 
-def test_who_ended_with_an_error_says_which(start: Callable[..., Running]) -> None:
+def test_the_error_of_a_process_is_in_the_reason(start: Callable[..., Running]) -> None:
     bad = python("print('INFO: up', flush=True); raise RuntimeError('no room ' + 300 * '.')")
     running = start((process("bad", 0, bad, max_restarts=0),))
     running.join()
@@ -235,23 +235,9 @@ def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running
     assert not alive(other)
 
 
-def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
-    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer", restart="attempt")
-    running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
-    running.wait_state("orchestrator", "ready")
-    running.wait_state("trainer-rank-0", "ready")
-    running.wait((running.attempt.path / "listens").exists)
-    running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
-    running.join()
-    assert (running.attempt.path / "checkpointed").exists()
-    assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
-    assert running.head.conclude() is True
-
-
 def trained(running: Running, steps: int) -> None:
-    """Have the trainer's state say that it has trained some steps."""
-    journal = Journal(running.attempt.path, "trainer-rank-0")
-    journal.state(TrainerState(steps, "train"))
+    """Record that the trainer has trained some steps."""
+    Journal(running.attempt.path, "trainer-rank-0").state(TrainerState(steps, "train"))
 
 
 def start_training(start: Callable[..., Running], steps: int) -> Running:
@@ -264,8 +250,17 @@ def start_training(start: Callable[..., Running], steps: int) -> Running:
     return running
 
 
+def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
+    running = start_training(start, steps=3)
+    running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
+    running.join()
+    assert (running.attempt.path / "checkpointed").exists()
+    assert running.report("trainer-rank-0").exit_code == exit_codes.CHECKPOINTED
+    assert running.head.conclude() is True
+
+
 def test_sigterm_to_every_process_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
-    """As scancel does where Slurm signals all processes of a step: trainer and orchestrator must outlive that."""
+    """scancel may signal all processes of a step. Trainer and orchestrator must survive that."""
     running = start_training(start, steps=3)
     pids = [int(str(running.report(name).pid)) for name in ("trainer-rank-0", "orchestrator")]
     for pid in pids:
@@ -295,7 +290,7 @@ def test_a_cancel_saves_what_was_trained(
     assert (running.attempt.path / "checkpointed").exists() is checkpoints
 
 
-def test_an_agent_that_alone_is_told_to_end_waits_for_the_head_and_then_ends(
+def test_an_agent_that_alone_gets_sigterm_waits_for_the_head_first(
     assigned: tuple[Head, list[NodeAgent], float],
 ) -> None:
     head, agents, now = assigned
@@ -311,7 +306,6 @@ def test_an_agent_that_alone_is_told_to_end_waits_for_the_head_and_then_ends(
 def test_the_head_stops_waiting_before_slurm_kills_it(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trainer that never gets its checkpoint done: what is committed stays, and the end is on record in time."""
     head, _, now = assigned
     found = Termination(Ending(Outcome.PREEMPTED, "preempted"), left_s=60.0)
     monkeypatch.setattr(head, "_why_terminated", lambda: found)
@@ -325,7 +319,7 @@ def test_the_head_stops_waiting_before_slurm_kills_it(
 
 
 @pytest.mark.parametrize(("known", "outcome"), [(True, "cancelled"), (False, "preempted")])
-def test_who_cancels_a_run_during_its_grace_time_gets_no_other_attempt(
+def test_a_run_cancelled_in_its_grace_time_is_not_requeued(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch, known: bool, outcome: str
 ) -> None:
     head, _, now = assigned
@@ -340,7 +334,7 @@ def test_who_cancels_a_run_during_its_grace_time_gets_no_other_attempt(
     assert head.conclude() is (outcome == "preempted")
 
 
-def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[..., Running]) -> None:
+def test_processes_ignore_the_signal_before_a_time_limit(start: Callable[..., Running]) -> None:
     running = start((process("engine", 0, SLEEP),))
     pid = int(str(running.wait_state("engine", "ready").pid))
     os.kill(pid, signal.SIGUSR2)
@@ -349,7 +343,7 @@ def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[.
     assert running.report("engine").restarts == 0
 
 
-def test_completion_ends_servers_and_leaves_nothing(start: Callable[..., Running]) -> None:
+def test_completion_ends_servers_and_removes_directories(start: Callable[..., Running]) -> None:
     done = python("pass")
     running = start(
         (process("orchestrator", 0, done, role="orchestrator"),),
@@ -380,7 +374,7 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
     assert running.head.ending.reason == "head: PermissionError: [Errno 13] Permission denied"
 
 
-def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
+def test_the_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1, node_start_s=400)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
@@ -392,7 +386,7 @@ def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
     assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 400 s", "head")
 
 
-def test_an_agent_says_news_at_once_and_otherwise_as_often_as_the_plan_has_it(tmp_path: Path) -> None:
+def test_an_agent_reports_news_at_once_and_otherwise_periodically(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "run", (), node_silent_s=900)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
@@ -407,7 +401,7 @@ def test_an_agent_says_news_at_once_and_otherwise_as_often_as_the_plan_has_it(tm
     assert [second for second, at in enumerate(told) if second == at] == [0, 10, 13, 23]
 
 
-def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agents_end_when_the_head_is_lost(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
     pid = running.wait_state("other", "ready").pid
     monkeypatch.setattr(NodeAgent, "head_timeout_s", 1.0)
@@ -418,7 +412,7 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
 
 @pytest.fixture
 def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
-    """A head, its agents, and the time of their last heartbeat; none of them does anything by itself."""
+    """A head, its agents, and the time of their last heartbeat. The test makes them tick."""
     plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
@@ -432,8 +426,8 @@ def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
     return head, agents, now
 
 
-def test_who_was_held_up_itself_holds_nobody_for_silent(assigned: tuple[Head, list[NodeAgent], float]) -> None:
-    """A machine that stood still for long goes on with any of its processes first."""
+def test_a_process_that_did_not_run_blames_nobody(assigned: tuple[Head, list[NodeAgent], float]) -> None:
+    """After a suspension, any process of the machine may run first."""
     head, agents, now = assigned
     agents[1]._read_head(now)
     for seconds in range(1000, 1080):
@@ -446,10 +440,9 @@ def test_who_was_held_up_itself_holds_nobody_for_silent(assigned: tuple[Head, li
     assert head.ending is not None and "silent for 91 s" in head.ending.reason
 
 
-def test_nobody_is_silent_while_nobody_can_write(
+def test_a_full_disk_excuses_missing_heartbeats(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For as long as without any progress. Then an agent takes the head for gone, and the head a node for lost."""
     head, agents, now = assigned
     agents[1]._read_head(now)
     heartbeat = agents[0].attempt.agent_file(0).read_text()
@@ -474,7 +467,7 @@ def test_nobody_is_silent_while_nobody_can_write(
     assert [event.what for event in all_events(head.run_directory) if isinstance(event, FileSystemFault)][-1] == ""
 
 
-def test_a_file_system_that_stays_full_excuses_nobody_for_ever(
+def test_a_full_disk_excuses_for_a_limited_time(
     assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, agents, now = assigned
@@ -490,7 +483,7 @@ def test_a_file_system_that_stays_full_excuses_nobody_for_ever(
     assert agents[1].ending is not None and "silent for 180 s" in agents[1].ending.reason
 
 
-def test_a_job_that_is_cancelled_is_not_requeued_where_the_head_hears_of_it_last(
+def test_a_cancelled_job_is_not_requeued_if_the_head_hears_of_it_last(
     assigned: tuple[Head, list[NodeAgent], float],
 ) -> None:
     head, agents, now = assigned
@@ -509,7 +502,7 @@ def server(name: str, node: int, port: int, *uses: str, **options: object) -> Pr
     return process(name, node, argv, **options)
 
 
-def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None:
+def test_an_unresponsive_server_is_restarted(start: Callable[..., Running]) -> None:
     timings = AgentTimings(term_grace_s=1.0, probe_timeout_s=0.5)
     hangs = Health(port="http", path="/x", hang_timeout_s=3)
     running = start((server("server", 0, 21000, health=hangs),), agents=timings)
@@ -534,10 +527,10 @@ def test_a_restart_group_is_restarted_as_one(start: Callable[..., Running]) -> N
     assert running.head.ending is None
 
 
-def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
+def test_a_spare_takes_over_and_dependent_processes_restart(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The agent that is given up still lives: it ends what it runs, and is not used again."""
+    """The lost agent still runs. It ends its processes, and is not used again."""
     running = start(
         (server("router", 0, 21000, "engine", after=("engine",), role="router"), server("other", 0, 21010)),
         (server("engine", 1, 21020),),
@@ -555,13 +548,13 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     running.wait(lambda: running.report("router").pid not in (before["router"], None))
     after = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
     assert after["other"] == before["other"] and after["engine"] != before["engine"]
-    assert running.report("router").restarts == 0, "it is not at fault"
+    assert running.report("router").restarts == 0
     assert [e.process for e in running.events(ProcessStarted) if e.name == "engine"] == ["agent-1", "agent-2"]
     assert running.head.ending is None
 
 
-def test_a_trainer_goes_on_without_an_engine_that_is_given_up(start: Callable[..., Running]) -> None:
-    """It waits for engines that share its GPUs only until they have measured what memory is free."""
+def test_a_trainer_continues_without_a_lost_engine(start: Callable[..., Running]) -> None:
+    """Engines that share its GPUs matter at its start only, until they have measured the free memory."""
     engines = ("engine-0", "engine-1")
     running = start(
         (
@@ -581,7 +574,9 @@ def test_a_trainer_goes_on_without_an_engine_that_is_given_up(start: Callable[..
     assert running.head.ending is None
 
 
-def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_does_not_wait_for_a_silent_node(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
     timings = HeadTimings(gather_heartbeats=0.3)
     running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), head=timings, node_silent_s=600)
     running.wait(lambda: running.head.fleet.assembled)
@@ -600,7 +595,7 @@ def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None
     assert not alive(pid)
 
 
-def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
+def test_a_process_gets_its_files_directories_and_variables(
     start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[Path] = []

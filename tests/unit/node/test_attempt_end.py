@@ -20,7 +20,7 @@ from primeslurm.wire.stored import checkpoints
 from tests.support.plans import plan_of
 
 
-def test_a_run_ends_after_three_attempts_that_committed_nothing_new_and_not_after_two(tmp_path: Path) -> None:
+def test_a_run_ends_after_three_attempts_without_a_new_step(tmp_path: Path) -> None:
     plan = plan_of(tmp_path / "r", (), max_attempts=9)
     run = RunDirectory(Path(plan.run_dir))
     directory = checkpoints.step_dir(run.path, 38)
@@ -109,7 +109,7 @@ class ForgetfulSlurm:
         pytest.param(ForgetfulSlurm("FAILED", 1), 1, True, id="requeued in part"),
     ],
 )
-def test_a_job_that_slurm_starts_again_starts_whole(
+def test_a_job_that_slurm_requeues_in_part_is_requeued_as_a_whole(
     slurm: ForgetfulSlurm, requeued: int, avoids: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -120,7 +120,7 @@ def test_a_job_that_slurm_starts_again_starts_whole(
     assert (slurm.requeued, told) == (requeued, ["7"] * avoids)
 
 
-def test_a_job_that_stays_in_parts_is_named(
+def test_a_job_that_stays_requeued_in_part_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slurm = ForgetfulSlurm("FAILED", 1, obeys=False)

@@ -1,4 +1,4 @@
-"""Which attempt the start of a job uses, and which jobs may not touch the run."""
+"""The attempt that a start of a job uses, and jobs that do not own the run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FIRST, SECOND = StartRecord("s1", "5", "n1", 1.0), StartRecord("s2", "5", "n1", 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     """A run whose submission was interrupted before sbatch had answered."""
-    found = RunDirectory(tmp_path / "run")
-    found.attempt(1).prepare(plan_of(found.path, ()))
-    found.attempt(1).record_job(SUBMITTED)
-    return found
+    run = RunDirectory(tmp_path / "run")
+    run.attempt(1).prepare(plan_of(run.path, ()))
+    run.attempt(1).record_job(SUBMITTED)
+    return run
 
 
 def test_every_start_of_a_job_has_an_attempt_of_its_own(run: RunDirectory) -> None:
@@ -43,7 +43,7 @@ def test_every_start_of_a_job_has_an_attempt_of_its_own(run: RunDirectory) -> No
     assert second.start() == SECOND
 
 
-def test_a_count_of_restarts_that_was_inherited_numbers_nothing(
+def test_the_inherited_restart_count_does_not_number_attempts(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = []
@@ -53,7 +53,7 @@ def test_a_count_of_restarts_that_was_inherited_numbers_nothing(
     assert numbers == [1, 2, 3]
 
 
-def test_a_job_records_its_id_if_nobody_was_told_it(run: RunDirectory) -> None:
+def test_a_job_records_its_id_if_the_submitter_could_not(run: RunDirectory) -> None:
     attempt = enter(run, "ours", FIRST, wait_s=0.0)
     assert attempt.job() == msgspec.structs.replace(SUBMITTED, job_id="5")
 
@@ -65,7 +65,7 @@ def test_a_job_records_its_id_if_nobody_was_told_it(run: RunDirectory) -> None:
         pytest.param("ours", "6", id="a second job of the same submission"),
     ],
 )
-def test_a_job_that_does_not_own_the_run_is_told_who_does(submission: str, job_id: str, run: RunDirectory) -> None:
+def test_a_job_that_does_not_own_the_run_learns_its_owner(submission: str, job_id: str, run: RunDirectory) -> None:
     enter(run, "ours", FIRST, wait_s=0.0)
     before = sorted(run.path.rglob("*"))
     stranger = StartRecord("s9", job_id, "n2", 3.0)
@@ -93,7 +93,7 @@ def test_other_agents_wait_for_the_head_and_claim_the_attempt_without_it(
     assert run.attempt(1).start() == FIRST
 
 
-def test_an_attempt_that_is_visible_late_is_waited_for(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_may_become_visible_late(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     clock.after = {5.0: lambda: claim_attempt(run, 2, run.attempt(1).plan(), SUBMITTED)}
     monkeypatch.setattr(attempt_start, "time", clock)
@@ -103,7 +103,7 @@ def test_an_attempt_that_is_visible_late_is_waited_for(run: RunDirectory, monkey
 
 
 class Clock:
-    """Of a process that only waits."""
+    """A clock that only sleeping moves. `after` has actions by time."""
 
     def __init__(self) -> None:
         self.now = 0.0

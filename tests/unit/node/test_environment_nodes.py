@@ -1,4 +1,4 @@
-"""Nodes for environments that are lost: who runs their workers then, who is blamed, and what is left on disks."""
+"""Lost environment nodes: their workers move, and leftovers on local disks are removed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from primeslurm.node.head.head import HeadTimings
 from primeslurm.node.preflight.preflight import Preflight
 from primeslurm.plan.model import HetGroup, Plan, Process, Replica
 from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesMoved
-from primeslurm.records.fleet import AgentReport, Ending, Outcome, PreflightState, ProcessReport
+from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.placement import placement_of
 from primeslurm.run.status.run_status import read_status
 from primeslurm.run.status.target import find_target
 from tests.support.plans import plan_of, python
+from tests.unit.node.fleet_of_agents import Agents
 from tests.unit.node.test_agent import Running
 
 SLEEP = python("import time; time.sleep(600)")
@@ -54,46 +55,23 @@ def make_plan(directory: Path, *environments: tuple[Process, ...], spares: int =
     return made.model_copy(update={"nodes": tuple(nodes), "groups": tuple(groups), "replicas": replicas})
 
 
-class Agents:
-    """Agents that report to a fleet as real ones do: each runs what the assignment says, at once."""
+class Environments(Agents):
+    """Agents of a plan with environment nodes, after the assignment."""
 
     def __init__(self, plan: Plan) -> None:
-        self.fleet, self.now = Fleet(plan, started_at=0.0), 0.0
-        self.silent: set[int] = set()
-        self.decide(0.0)
-        assert self.decide(1.0) is None and self.fleet.assembled
-
-    def decide(self, now: float) -> Ending | None:
-        assignment = self.fleet.assignment
-        for rank in set(range(self.fleet.plan.allocated)) - self.silent:
-            node = assignment.node_of(rank)
-            runs = [p.name for p in self.fleet.plan.processes() if node is not None and assignment.home(p) == node]
-            states = {name: ProcessReport("ready", healthy=True) for name in runs}
-            number = round(1000 * now)
-            heartbeat = AgentReport(
-                rank, f"n{rank}", "", 0.0, 1, number, PreflightState.FIT, node=node, processes=states
-            )
-            self.fleet.observe(heartbeat, now)
-        return self.fleet.decide(now)
+        super().__init__((process("x", "engine", 0),))
+        self.fleet = Fleet(plan, started_at=0.0)
+        self.assigned()
 
     def lose(self, rank: int, now: float) -> Ending | None:
-        """It falls silent; the others are heard of until it is given up."""
+        """Stop the heartbeats of an agent until it is given up."""
         self.silent.add(rank)
         return self.decide(now) or self.decide(now + 1)
 
     def homes(self) -> dict[str, int]:
-        """Workers to the ranks that run them."""
-        fleet = self.fleet
-        environments = [p for p in fleet.plan.processes() if p.role == "environment"]
-        return {p.name: fleet.assignment.rank_of[fleet.assignment.home(p)] for p in environments}
-
-    @property
-    def news(self) -> list[object]:
-        return [item.event for item in self.fleet.news]
-
-    @property
-    def blamed(self) -> set[str]:
-        return {item.blamed for item in self.fleet.news if item.blamed}
+        """Ranks that run the workers, by worker."""
+        workers = [p for p in self.fleet.plan.processes() if p.role == "environment"]
+        return {p.name: self.fleet.assignment.rank_of[self.fleet.assignment.home(p)] for p in workers}
 
 
 def three_nodes(directory: Path, spares: int = 0) -> Plan:
@@ -101,46 +79,45 @@ def three_nodes(directory: Path, spares: int = 0) -> Plan:
     return make_plan(directory, *rows, spares=spares)
 
 
-def test_its_workers_move_to_the_others_evenly_and_it_alone_is_blamed(tmp_path: Path) -> None:
-    agents = Agents(three_nodes(tmp_path))
+def test_workers_of_a_lost_node_move_evenly_to_the_others(tmp_path: Path) -> None:
+    agents = Environments(three_nodes(tmp_path))
     assert agents.lose(3, 100.0) is None
     homes = agents.homes()
     assert {name: homes[name] for name in ("w0", "w1", "w2")} == dict.fromkeys(("w0", "w1", "w2"), 2)
     assert sorted(list(homes.values()).count(rank) for rank in (2, 4)) == [4, 5]
-    (moved,) = [event for event in agents.news if isinstance(event, ProcessesMoved)]
+    (moved,) = agents.news(ProcessesMoved)
     assert (moved.node, moved.processes, moved.to) == ("n3", ["w3", "w4", "w5"], ["n2", "n4"])
-    assert agents.blamed == {"n3"} and not agents.fleet.lost
+    assert agents.blamed == ["n3"] and not agents.fleet.lost
     assert agents.fleet.report("engine-r0-0") and agents.fleet.report("w4")
 
 
-def test_what_has_moved_moves_again_and_the_last_node_ends_the_attempt(tmp_path: Path) -> None:
-    agents = Agents(three_nodes(tmp_path))
+def test_moved_workers_move_again_until_the_last_node_is_lost(tmp_path: Path) -> None:
+    agents = Environments(three_nodes(tmp_path))
     assert agents.lose(3, 100.0) is None and agents.lose(2, 200.0) is None
     assert set(agents.homes().values()) == {4}
     ending = agents.lose(4, 300.0)
     assert ending is not None and (ending.outcome, ending.suspect) == (Outcome.FAILED, "n4")
 
 
-def test_a_spare_takes_its_place_with_all_that_had_moved_to_it(tmp_path: Path) -> None:
-    agents = Agents(three_nodes(tmp_path, spares=1))
+def test_a_spare_replaces_a_node_with_the_workers_moved_to_it(tmp_path: Path) -> None:
+    agents = Environments(three_nodes(tmp_path, spares=1))
     assert agents.lose(3, 100.0) is None
-    assert [event for event in agents.news if isinstance(event, NodeReplaced)] == [NodeReplaced("n3", "n5", 3)]
+    assert agents.news(NodeReplaced) == [NodeReplaced("n3", "n5", 3)]
     assert {name: agents.homes()[name] for name in ("w3", "w4", "w5")} == {"w3": 5, "w4": 5, "w5": 5}
-    assert agents.lose(2, 200.0) is None, "there is no other spare: the rest takes over"
+    assert agents.lose(2, 200.0) is None
     assert agents.lose(5, 300.0) is None
-    assert set(agents.homes().values()) == {4} and agents.blamed == {"n2", "n3", "n5"}
+    assert set(agents.homes().values()) == {4} and sorted(agents.blamed) == ["n2", "n3", "n5"]
 
 
 @pytest.mark.parametrize("cut_off", [False, True], ids=["dead", "cut-off"])
-def test_agents_take_workers_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool) -> None:
-    """Real processes: they are started on another node once theirs is lost, wherever status and users look for them."""
+def test_agents_take_over_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool) -> None:
     plan = make_plan(tmp_path, (worker("w0", 2),), (worker("w1", 3),), node_silent_s=10)
     running = Running(plan, monkeypatch, AgentTimings(term_grace_s=1.0), HeadTimings())
     names = ["orchestrator", "engine-r0-0", "w0", "w1"]
     try:
         before = {name: running.wait_state(name, "ready").pid for name in names}
         lost, left = running.agents[3], running.agents[2]
-        if cut_off:  # from the file system: it finds out later that it was given up
+        if cut_off:  # from the file system, so it learns of its replacement late
             monkeypatch.setattr(lost, "_read_head", lambda now: None)
         monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
 
@@ -164,8 +141,7 @@ def test_agents_take_workers_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         running.join()
 
 
-def test_preflight_looks_for_gpus_and_adapters_only_where_they_are_used(tmp_path: Path) -> None:
-    """CPU nodes have neither, whatever the site says of its GPU nodes."""
+def test_preflight_checks_gpus_and_adapters_only_where_they_are_used(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, (worker("w0", 2),)).model_copy(update={"device": "cuda", "hcas": ("mlx5_77",)})
     attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
     attempt.prepare(plan)
@@ -175,7 +151,7 @@ def test_preflight_looks_for_gpus_and_adapters_only_where_they_are_used(tmp_path
     assert {"gpus", "hca"} <= {check.name for check in found[1] if check.level == "failed"}
 
 
-def test_what_a_killed_agent_left_is_removed_by_the_next_attempt_and_nothing_else(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_agent_are_removed_by_the_next_attempt(tmp_path: Path) -> None:
     names = ["primeslurm-r-1-1-a0", "primeslurm-r-1-2-a1", "primeslurm-r-1-3-a0", "primeslurm-r-10-1-a0", "r-1-1-a0"]
     for name in [*names, "primeslurm-r-1-4-a0", "other"]:
         (tmp_path / name / "below").mkdir(parents=True)

@@ -34,7 +34,7 @@ def run_as(pid: int, agent: int, *command: str) -> subprocess.CompletedProcess[s
     return subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
 
 
-def test_the_process_is_over_its_agent_and_the_agent_alone_where_it_ended(pids: list[int], tmp_path: Path) -> None:
+def test_the_environment_of_the_process_overrides_that_of_its_agent(pids: list[int], tmp_path: Path) -> None:
     process, agent, ended = pids
     done = run_as(process, agent, "sh", "-c", "echo $WHO $PATH $PWD; exit 3")
     assert (done.returncode, done.stdout, done.stderr) == (3, f"process /usr/bin:/bin {tmp_path}/work\n", "")
@@ -42,7 +42,7 @@ def test_the_process_is_over_its_agent_and_the_agent_alone_where_it_ended(pids: 
     assert done.stdout == f"agent {tmp_path}\n" and "does not run" in done.stderr
 
 
-def test_nothing_there_is_126_and_no_such_command_127(pids: list[int]) -> None:
+def test_exit_codes_without_agent_or_command(pids: list[int]) -> None:
     process, agent, ended = pids
     done = run_as(process, ended, "true")
     assert done.returncode == 126 and "does not run on this node" in done.stderr

@@ -40,7 +40,7 @@ def ignores(pid: int, number: signal.Signals) -> bool:
     return bool(mask >> (number - 1) & 1)
 
 
-def test_what_a_killed_process_made_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_only_directories_of_the_killed_process_are_removed(tmp_path: Path) -> None:
     first, second, other = (tmp_path / name for name in ("it is 'mine'", "$(touch evil) *", "another's"))
     for path in (first, second, other):
         (path / "below").mkdir(parents=True)
@@ -59,7 +59,7 @@ def test_what_a_killed_process_made_is_removed_and_nothing_else(tmp_path: Path) 
     assert gone(Path(f"/proc/{sweeper}"))
 
 
-def test_who_has_cleared_up_itself_leaves_no_sweeper(tmp_path: Path) -> None:
+def test_the_shell_ends_when_nothing_is_left(tmp_path: Path) -> None:
     sweeper = ExitCleanup()
     sweeper.add(tmp_path / "gone already")
     sweeper.close()

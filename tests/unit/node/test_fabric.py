@@ -1,4 +1,4 @@
-"""HCAs, GPUs and interfaces, read from made-up /sys trees."""
+"""HCAs, GPUs and interfaces in made-up /sys trees."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Machine:
         return [hca.name for hca in fabric.find_hcas(named, self.root)]
 
     def near(self, *gpus: int) -> list[str]:
-        found = fabric.find_gpus(self.root)
-        return [h.name for h in fabric.nearest(fabric.find_hcas((), self.root), [found[i] for i in gpus])]
+        paths = fabric.find_gpus(self.root)
+        return [h.name for h in fabric.nearest(fabric.find_hcas((), self.root), [paths[i] for i in gpus])]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def hgx(machine: Machine) -> Machine:
     return machine
 
 
-def test_a_machine_without_any_has_none(machine: Machine) -> None:
+def test_a_machine_without_devices_has_none(machine: Machine) -> None:
     assert machine.names() == [] and fabric.find_gpus(machine.root) == []
     assert set(fabric.placeholders([], "").values()) == {""}
 
@@ -75,8 +75,7 @@ def test_inactive_ports_do_not_count_and_infiniband_comes_before_ethernet(machin
     machine.hca("mlx5_2", "a/1", states=("1: DOWN", "4: ACTIVE"))
     machine.hca("mlx5_1", "a/2", states=("1: DOWN",))
     machine.hca("rocep3", "a/3", link="Ethernet")
-    found = fabric.find_hcas((), machine.root)
-    assert [hca.devices for hca in found] == [["mlx5_2:2"]]
+    assert [hca.devices for hca in fabric.find_hcas((), machine.root)] == [["mlx5_2:2"]]
 
 
 def test_without_infiniband_roce_is_used(machine: Machine) -> None:
@@ -84,7 +83,7 @@ def test_without_infiniband_roce_is_used(machine: Machine) -> None:
     assert machine.names() == ["rocep3"]
 
 
-def test_the_site_limits_what_is_used(hgx: Machine) -> None:
+def test_the_site_restricts_the_hcas(hgx: Machine) -> None:
     assert hgx.names() == ["mlx5_0", "mlx5_1", "mlx5_2", "mlx5_10"]
     assert hgx.names(("mlx5_10", "mlx5_0", "mlx5_99")) == ["mlx5_0", "mlx5_10"]
 
@@ -116,11 +115,11 @@ def test_an_hca_under_the_same_switch_is_nearest(hgx: Machine) -> None:
     assert [hgx.near(gpu) for gpu in range(3)] == [["mlx5_0"], ["mlx5_1"], ["mlx5_2"]]
 
 
-def test_then_one_of_the_same_socket(hgx: Machine) -> None:
+def test_an_hca_of_the_same_socket_is_next(hgx: Machine) -> None:
     assert hgx.near(3) == ["mlx5_2", "mlx5_10"]
 
 
-def test_an_engine_on_several_gpus_gets_what_is_near_to_any_and_a_process_without_gpus_all(hgx: Machine) -> None:
+def test_an_engine_gets_the_hcas_near_any_of_its_gpus(hgx: Machine) -> None:
     assert hgx.near(0, 1) == ["mlx5_0", "mlx5_1"]
     assert hgx.near() == hgx.names()
 

@@ -54,12 +54,12 @@ def ends(*errors: str, code: int = 1) -> Supervision:
         (("", ""), 0),
     ],
 )
-def test_starts_that_end_alike_are_counted(errors: tuple[str, ...], count: int) -> None:
+def test_starts_with_the_same_error_are_counted(errors: tuple[str, ...], count: int) -> None:
     supervision = ends(*errors)
     assert (supervision.failed_starts, supervision.start_error) == (count, errors[-1])
 
 
-def test_only_errors_of_its_own_before_it_was_ready_count() -> None:
+def test_only_own_errors_before_readiness_count() -> None:
     assert ends("not ready within 60 s", code=-9).failed_starts == 0
     supervision = ends(ERROR)
     supervision.started(2)
@@ -91,7 +91,7 @@ def test_an_attempt_ends_when_all_engines_of_a_role_fail_alike_and_one_of_them_t
     )
 
 
-def test_a_role_that_has_served_is_restarted_as_before() -> None:
+def test_a_role_that_has_served_is_restarted() -> None:
     agents = Agents((process(name="a"), process(name="b")))
     agents.states = {"a": LOADING}
     agents.assigned()
@@ -114,12 +114,12 @@ def test_a_role_that_has_served_is_restarted_as_before() -> None:
         ({"a": failed(2), "lost": failed(1)}, True),
     ],
 )
-def test_what_is_alike(reports: dict[str, ProcessReport | None], dead: bool) -> None:
+def test_all_engines_must_fail_alike(reports: dict[str, ProcessReport | None], dead: bool) -> None:
     starts = FailedStarts([process(name=name) for name in reports])
     assert (starts.check(reports.get, {"lost"}) is not None) is dead
 
 
-def test_engines_that_are_restarted_as_one_are_one() -> None:
+def test_a_restart_group_counts_as_one_engine() -> None:
     starts = FailedStarts([process(name="a", unit="u"), process(name="b", unit="u")])
     reports = {"a": failed(2, state="fallen"), "b": failed(2, "DistStoreError: wait timeout", state="fallen")}
     assert starts.check(reports.get, set()) is not None, "the other one only waited for it"
@@ -142,7 +142,7 @@ def test_engines_that_are_restarted_as_one_are_one() -> None:
         (ERROR, False),
     ],
 )
-def test_what_another_try_may_be_free_of(error: str, transient: bool) -> None:
+def test_transient_errors(error: str, transient: bool) -> None:
     assert is_transient(error) is transient
 
 

@@ -42,7 +42,7 @@ srun: error: n001: task 0: Killed
 """
 
 
-def test_what_srun_says_of_the_newest_start_of_the_job(tmp_path: Path) -> None:
+def test_srun_errors_of_the_newest_start_are_read(tmp_path: Path) -> None:
     path = tmp_path / "slurm-7.out"
     path.write_text(OUTPUT)
     lines = JobOutput(path, "1").news()
@@ -105,7 +105,7 @@ def needing(given: Plan, *nodes: int) -> Plan:
     return given.model_copy(update={"nodes": tuple(needed)})
 
 
-def test_a_job_begins_without_nodes_that_spares_replace(tmp_path: Path) -> None:
+def test_a_job_may_start_without_nodes_that_spares_replace(tmp_path: Path) -> None:
     single, names = needing(plan(tmp_path, group(0, "all", 4)), 3), ("n0", "n1", "n2", "n3")
     assert spares_suffice(single, names, {"n2"})
     assert not spares_suffice(single, names, {"n1", "n2"}), "there is one spare"
@@ -117,7 +117,7 @@ def test_a_job_begins_without_nodes_that_spares_replace(tmp_path: Path) -> None:
     assert not spares_suffice(alone, names, {"n3"}), "Slurm ends a job with a component of one node"
 
 
-def test_the_step_on_the_nodes_that_are_left(tmp_path: Path) -> None:
+def test_the_step_runs_on_the_remaining_nodes(tmp_path: Path) -> None:
     names = ("n0", "n1", "n2", "n3")
     single = ["srun", "--nodes=3", "--ntasks=3", "--nodelist=n0,n2,n3", "--label", "python", "x"]
     assert step_without(plan(tmp_path, group(0, "all", 4)), names, {"n1"}, ["srun", "--label", "python", "x"]) == single
@@ -145,7 +145,7 @@ RECORD = EndRecord("failed", "x", "y", None, requeued=True, why_not_requeued="",
         (None, "RUNNING", {}, "srun ended with exit code 7, and no agent has said why", "job"),
     ],
 )
-def test_a_step_that_failed(
+def test_ending_of_a_failed_step(
     end: EndRecord | None, state: str, unreached: dict[str, str], reason: str | None, suspect: str
 ) -> None:
     expected = None if reason is None else Ending(Outcome.FAILED, reason, suspect)
@@ -177,7 +177,7 @@ NO_MODULE = "ModuleNotFoundError: No module named 'primeslurm'"
         (f"{REQUEUED}\n", "srun ended with exit code 7, and no agent has said why", ""),
     ],
 )
-def test_why_no_agent_ran_is_told_in_sruns_words_or_the_agents(output: str, reason: str, error: str) -> None:
+def test_a_missing_agent_is_explained_by_srun_or_by_its_output(output: str, reason: str, error: str) -> None:
     assert ending_of_step(None, "RUNNING", 7, {}, output) == Ending(Outcome.FAILED, reason, "job", error=error)
 
 
@@ -213,7 +213,7 @@ def stopped(tmp_path: Path) -> Attempt:
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-def test_the_step_starts_again_also_after_a_head_has_assigned_the_others(
+def test_the_step_starts_again_even_after_an_assignment(
     assigned: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
 ) -> None:
     """On a slow machine the head reads what srun says before srun ends it."""

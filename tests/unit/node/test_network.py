@@ -35,7 +35,7 @@ CLAIMS = (
 )
 
 
-def test_agents_that_start_at_once_claim_different_ports() -> None:
+def test_concurrent_agents_claim_different_ports() -> None:
     agents = [subprocess.Popen([sys.executable, "-c", CLAIMS], stdin=-1, stdout=-1, text=True) for _ in range(3)]
     claimed = {int(agent.stdout.readline()) for agent in agents if agent.stdout}
     assert claimed == {FIRST, FIRST + 1, FIRST + 2}
@@ -45,19 +45,19 @@ def test_agents_that_start_at_once_claim_different_ports() -> None:
     assert Ports(ADDRESS).claim(FIRST) == FIRST
 
 
-def test_ports_are_given_back() -> None:
+def test_released_ports_can_be_claimed() -> None:
     first, second = Ports(ADDRESS), Ports(ADDRESS)
     assert [first.claim(FIRST), first.claim(FIRST), second.claim(FIRST)] == [FIRST, FIRST + 1, FIRST + 2]
     first.release()
     assert second.claim(FIRST) == FIRST
 
 
-def test_ports_of_other_addresses_are_not_in_the_way() -> None:
+def test_addresses_have_separate_ports() -> None:
     ports, others = Ports(ADDRESS), Ports("127.0.3.8")
     assert ports.claim(FIRST) == others.claim(FIRST) == FIRST
 
 
-def test_a_port_where_somebody_listens_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_in_use_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_TRIES", 1)
     monkeypatch.setattr(network, "_ELSEWHERE", range(FIRST, FIRST + 1))
     with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"no free port on {ADDRESS} from"):
@@ -81,7 +81,7 @@ def listen_on_all() -> None:
 
 @needs_second_user
 @pytest.mark.parametrize("attack", [claim_all, listen_on_all])
-def test_a_stranger_who_takes_all_ports_to_come_does_not_stop_a_run(attack: Callable[[], None]) -> None:
+def test_another_user_who_takes_the_next_ports_does_not_stop_a_run(attack: Callable[[], None]) -> None:
     with stranger(attack) as done:
         assert done.succeeded, done.trace
         ports = Ports(ADDRESS)
@@ -90,7 +90,7 @@ def test_a_stranger_who_takes_all_ports_to_come_does_not_stop_a_run(attack: Call
 
 
 @needs_second_user
-def test_claims_on_all_ports_there_are_do_not_stop_a_run_either(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_of_another_user_on_all_ports_do_not_stop_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_ELSEWHERE", range(FIRST, FIRST + 2))
     with stranger(claim_all) as done:
         assert done.succeeded, done.trace
@@ -116,7 +116,7 @@ def test_a_kernel_without_ipv6_has_one_table_of_sockets(tmp_path: Path, monkeypa
 
 
 @needs_second_user
-def test_a_port_is_lost_to_a_stranger_but_not_to_ones_own_process() -> None:
+def test_a_port_is_lost_to_another_user_only() -> None:
     ports = Ports(ADDRESS)
     port = ports.claim(FIRST)
     assert not ports.is_lost(port)
@@ -130,7 +130,7 @@ def test_a_port_is_lost_to_a_stranger_but_not_to_ones_own_process() -> None:
 
 
 @needs_second_user
-def test_a_server_whose_port_a_stranger_took_after_it_was_claimed_is_started_on_another(tmp_path: Path) -> None:
+def test_a_server_whose_port_was_taken_starts_on_another(tmp_path: Path) -> None:
     argv = python(SERVER, "${host}", "${port:http}")
     server = Process(name="server", role="engine", node=0, argv=argv, ports={"http": FIRST}, log="logs/server.log")
     plan = plan_of(tmp_path / "run", (server,))
@@ -161,7 +161,7 @@ def test_a_server_whose_port_a_stranger_took_after_it_was_claimed_is_started_on_
     assert [(event.name, event.port, event.instead) for event in told] == [("server", first, other)]
 
 
-def test_a_name_that_does_not_resolve_is_told_with_the_fields_that_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_does_not_resolve_is_an_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(name: str) -> str:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
@@ -175,22 +175,20 @@ def test_a_name_that_does_not_resolve_is_told_with_the_fields_that_help(monkeypa
 
 
 @pytest.mark.parametrize("address", ["127.0.1.1", "127.0.0.1", "0.0.0.0", "169.254.7.9", "224.0.0.1"])
-def test_a_name_that_resolves_to_what_no_other_node_reaches_is_refused(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_address_is_refused(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], [address]))
     with pytest.raises(NetworkError, match=f"node1 resolves to {address} on this node, which no other node can reach"):
         network.own_address("node1", None, {})
     assert network.own_address("node1", None, {"node1": address}) == address, "the site's own words count"
 
 
-def test_the_first_address_that_others_reach_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_reachable_address_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostbyname_ex", lambda name: (name, [], ["127.0.1.1", "10.0.0.7", "10.1.0.7"]))
     assert network.own_address("node1", None, {}) == "10.0.0.7"
     assert network.own_address("node1", None, {}, True) == "127.0.1.1", "a job of one node may use its loopback"
 
 
-def test_the_loopback_interface_connects_no_nodes() -> None:
+def test_the_loopback_interface_is_refused() -> None:
     with pytest.raises(NetworkError, match=r"interface lo has the address 127\.0\.0\.1, which no other node can reach"):
         network.own_address("node1", "lo", {})
     assert network.own_address("node1", "lo", {}, True) == "127.0.0.1"

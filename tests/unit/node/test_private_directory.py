@@ -1,4 +1,4 @@
-"""Directories on the node's disk that no other user has made, nor can replace."""
+"""Local directories that no other user can make first or replace."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.strangers import STRANGER, attempted, needs_second_user, publ
 NAME = "primeslurm-r-1-2-a0-"
 
 
-def test_it_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_only_the_owner_has_access_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         directory = PrivateDirectory(tmp_path / "deep" / "x")
@@ -37,7 +37,7 @@ def test_it_is_its_owners_alone_whatever_the_umask(tmp_path: Path) -> None:
     assert not directory.path.exists()
 
 
-def test_what_is_there_already_is_not_taken(tmp_path: Path) -> None:
+def test_an_existing_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
@@ -50,7 +50,7 @@ def test_what_is_there_already_is_not_taken(tmp_path: Path) -> None:
         assert os.path.lexists(tmp_path / name), "nor removed"
 
 
-def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_a_parent_in_which_everybody_may_rename_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(UnsafeDirectoryError, match=rf"not sticky \(mode 0777\).*chmod \+t {re.escape(str(tmp_path))}"):
         PrivateDirectory(tmp_path / "x").make()
@@ -58,7 +58,7 @@ def test_a_parent_in_which_everybody_may_rename_is_refused_with_what_to_do(tmp_p
     PrivateDirectory(tmp_path / "x").make()
 
 
-def test_only_what_nobody_uses_is_abandoned(tmp_path: Path) -> None:
+def test_only_unlocked_directories_are_abandoned(tmp_path: Path) -> None:
     used = PrivateDirectory(tmp_path / "used")
     used.make()
     (tmp_path / "left").mkdir()
@@ -66,7 +66,7 @@ def test_only_what_nobody_uses_is_abandoned(tmp_path: Path) -> None:
     assert {name for name in ("used", "left", "link", "none") if is_abandoned(tmp_path / name)} == {"left"}
 
 
-def test_leftovers_of_this_run_are_removed_but_not_what_still_runs(tmp_path: Path) -> None:
+def test_leftovers_of_ended_agents_of_this_run_are_removed(tmp_path: Path) -> None:
     running = PrivateDirectory(tmp_path / "primeslurm-r-1-1-a1-bbbbbb")
     running.make()
     for name in (
@@ -92,7 +92,7 @@ def test_sockets_of_the_longest_run_fit_below_it(parent: str) -> None:
     assert not socket_checks(directory)
 
 
-def test_a_temporary_directory_too_long_for_sockets_is_told() -> None:
+def test_a_temporary_directory_too_long_for_sockets_fails_preflight() -> None:
     parent = Path("/scratch", "s" * 40)
     directory = directory_of(parent, "r" * 63 + "-12345678", 99, 9999, random_word())
     (found,) = socket_checks(directory)
@@ -113,10 +113,9 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], N
 
 
 @needs_second_user
-def test_a_stranger_who_knows_run_and_attempt_cannot_make_an_agents_directory_beforehand(
+def test_another_user_cannot_make_an_agents_directory_first(
     agent: Callable[[Path], NodeAgent],
 ) -> None:
-    """What engines wrote through its links, while the name could be guessed."""
     with public_directory() as tmp, public_directory() as target:
 
         def attack() -> None:
@@ -137,7 +136,7 @@ def test_a_stranger_who_knows_run_and_attempt_cannot_make_an_agents_directory_be
 
 
 @needs_second_user
-def test_clearing_up_follows_no_link_of_a_stranger_and_is_not_held_up_by_one(tmp_path: Path) -> None:
+def test_clean_up_ignores_links_of_another_user(tmp_path: Path) -> None:
     with public_directory() as tmp:
         (tmp_path / "mine").mkdir()
 
@@ -154,7 +153,7 @@ def test_clearing_up_follows_no_link_of_a_stranger_and_is_not_held_up_by_one(tmp
 
 
 @needs_second_user
-def test_a_lock_of_a_stranger_on_their_own_directory_stops_nothing(agent: Callable[[Path], NodeAgent]) -> None:
+def test_a_lock_of_another_user_stops_nothing(agent: Callable[[Path], NodeAgent]) -> None:
     def attack() -> None:
         import fcntl
 

@@ -52,14 +52,14 @@ def test_a_stopped_child_stops_its_parent(family: tuple[int, int, int]) -> None:
     reaches(lambda: not condition_of(parent).stopped)
 
 
-def test_a_program_in_a_session_of_its_own_does_not(family: tuple[int, int, int]) -> None:
+def test_a_child_in_another_session_does_not_count(family: tuple[int, int, int]) -> None:
     parent, _, apart = family
     os.kill(apart, signal.SIGSTOP)
     reaches(lambda: condition_of(apart).stopped)
     assert not condition_of(parent).stopped
 
 
-def test_a_process_that_is_gone_is_in_no_condition(family: tuple[int, int, int]) -> None:
+def test_a_process_that_has_ended_has_no_condition(family: tuple[int, int, int]) -> None:
     gone = subprocess.Popen(["true"])
     gone.wait()
     assert condition_of(gone.pid) == (False, False, 0.0)

@@ -26,7 +26,7 @@ from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create, missing_variables
 from primeslurm.slurm.render import render
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport import curve, secret
 from primeslurm.wire.transport.addresses import Addresses
 from tests.support.plans import plan_of
 from tests.support.recipes import site, write_recipe
@@ -54,7 +54,7 @@ def test_a_run_keeps_its_secret_to_its_owner_and_in_one_file(tmp_path: Path) -> 
     assert secret.read(run) == own  # a resumed run keeps it
 
 
-def test_every_run_has_another(tmp_path: Path) -> None:
+def test_every_run_has_its_own_secret(tmp_path: Path) -> None:
     assert made(tmp_path / "a")[1] != made(tmp_path / "b")[1]
 
 
@@ -80,7 +80,7 @@ def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses
 READS = """
 import multiprocessing, subprocess, sys, time
 from pathlib import Path
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport import curve, secret
 
 def own(place):
     (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         child = multiprocessing.get_context(method).Process(target=own, args=(method,))
         child.start(); child.join()
-    code = "from primeslurm.wire.transport import secret; print(secret.own())"
+    code = "from primeslurm.wire.transport import curve, secret; print(secret.own())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (Path(sys.argv[1]) / "done").write_text(told.stderr)
     time.sleep(60)
@@ -105,7 +105,7 @@ def started(pid: int) -> list[Path]:
     return [Path(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "cmdline")]
 
 
-def test_processes_are_handed_it_and_proc_never_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_get_the_secret_and_proc_never_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, "of the one who submits")
     (tmp_path / "reads.py").write_text(READS)
     argv = (sys.executable, str(tmp_path / "reads.py"), str(tmp_path))
@@ -132,7 +132,7 @@ def test_processes_are_handed_it_and_proc_never_shows_it(tmp_path: Path, monkeyp
         processes.children["p"].kill()
 
 
-def test_a_descriptor_that_is_something_else_by_now_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unrelated_descriptor_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(secret.VARIABLE)
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -145,7 +145,7 @@ def test_a_descriptor_that_is_something_else_by_now_is_not_read(monkeypatch: pyt
         assert theirs.recv(1) == b"x"
 
 
-def test_a_command_line_cannot_hold_it(tmp_path: Path) -> None:
+def test_a_command_line_cannot_contain_the_secret(tmp_path: Path) -> None:
     process = Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log")
     processes, addresses = crew_of(tmp_path, process)
     with pytest.raises(UnknownPlaceholder):
@@ -166,23 +166,24 @@ def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Sock
         return True
 
 
-def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
+def test_zmq_peers_need_the_secret() -> None:
     def wrong(client: zmq.Socket[Any]) -> None:
-        client.plain_username, client.plain_password = b"primeslurm", b"wrong"
+        public, private = zmq.curve_keypair()
+        client.curve_publickey, client.curve_secretkey, client.curve_serverkey = public, private, public
 
     with zmq.Context.instance().socket(zmq.ROUTER) as server:
         server.linger = 0
-        secret.demand(server)
+        curve.secure_server(server)
         address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
         assert not reaches(server, address, lambda client: None)
         assert not reaches(server, address, wrong)
-        assert reaches(server, address, secret.present)
+        assert reaches(server, address, curve.secure_client)
 
 
-def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_without_a_handshake_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(secret, "HANDSHAKE_S", 0.1)
     with zmq.Context.instance().socket(zmq.ROUTER) as server:
-        secret.demand(server)
+        curve.secure_server(server)
         port = server.bind_to_random_port("tcp://127.0.0.1")
         with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
             while silent.recv(64):  # the beginning of a greeting
@@ -191,7 +192,7 @@ def test_a_peer_that_shows_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch
 
 def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(secret.VARIABLE, own := secret.own())
-    monkeypatch.setattr(secret, "_kept", "")
+    monkeypatch.setattr(secret, "_secret", "")
     secret.keep()
     assert secret.VARIABLE not in os.environ
     assert secret.header() == {"Authorization": f"Bearer {own}"}
@@ -199,7 +200,7 @@ def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_kept_secret_is_not_what_the_process_was_started_with() -> None:
     code = (
-        "from primeslurm.wire.transport import secret; from pathlib import Path; secret.keep();"
+        "from primeslurm.wire.transport import curve, secret; from pathlib import Path; secret.keep();"
         " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
     )
     env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}
@@ -213,9 +214,7 @@ def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) ->
         secret.header()
 
 
-def test_a_variable_to_pass_on_must_be_set_and_its_value_is_in_no_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_passed_variables_must_be_set_and_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_recipe(tmp_path / "r.yaml", pass_env=["WANDB_API_KEY"])
     recipe = load_recipe(path)
     plan = derive(recipe, site(pass_env=["HF_TOKEN"]), tmp_path / "run")

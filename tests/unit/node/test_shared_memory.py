@@ -53,7 +53,7 @@ def killed(process: subprocess.Popen[str]) -> SharedMemory:
     return memory
 
 
-def test_a_process_that_maps_a_file_whose_name_is_no_text_is_looked_at(name: Path, tmp_path: Path) -> None:
+def test_maps_with_undecodable_names_are_read(name: Path, tmp_path: Path) -> None:
     """Any process of the user may have such a file, and all are looked at before anything is removed."""
     other = start(MAP, os.fsdecode(os.fsencode(tmp_path) + b"/\xff"))
     process = start(MAP, str(name))
@@ -66,7 +66,7 @@ def test_a_process_that_maps_a_file_whose_name_is_no_text_is_looked_at(name: Pat
         other.wait()
 
 
-def test_a_killed_process_leaves_nothing(name: Path) -> None:
+def test_files_of_a_killed_process_are_removed(name: Path) -> None:
     process = start(MAP, str(name))
     memory = killed(process)
     assert name.exists()
@@ -74,7 +74,7 @@ def test_a_killed_process_leaves_nothing(name: Path) -> None:
     assert not name.exists()
 
 
-def test_a_semaphore_has_another_name_where_it_is_mapped() -> None:
+def test_semaphores_are_found_by_inode() -> None:
     process = start(SEMAPHORE)
     mapped = mapped_by([process.pid])[process.pid]
     memory = killed(process)
@@ -84,7 +84,7 @@ def test_a_semaphore_has_another_name_where_it_is_mapped() -> None:
     assert not left.exists()
 
 
-def test_what_another_process_has_mapped_stays(name: Path) -> None:
+def test_files_mapped_by_other_processes_stay(name: Path) -> None:
     process = start(MAP, str(name))
     with name.open("r+b") as file:
         other = mmap.mmap(file.fileno(), 0)
@@ -97,7 +97,7 @@ def test_what_another_process_has_mapped_stays(name: Path) -> None:
     assert not name.exists()
 
 
-def test_what_the_group_did_not_map_stays(name: Path) -> None:
+def test_files_that_the_group_did_not_map_stay(name: Path) -> None:
     name.write_bytes(b"somebody else's")
     process = start(SEMAPHORE)
     memory = killed(process)

@@ -1,4 +1,4 @@
-"""Agents and head on a file system that fails for a moment, and on nodes whose clocks are set."""
+"""Agents and head during outages of the file system, and with wall clocks that jump."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def process(name: str, node: int) -> Process:
 
 
 class Nodes:
-    """A head and two agents, the seconds of whose monotonic clock the test counts. They run nothing."""
+    """A head and two agents without processes, whose monotonic clock the test advances."""
 
     def __init__(self, root: Path) -> None:
         plan = plan_of(root / "run", (process("a", 0),), (process("b", 1),), node_silent_s=NODE_SILENT_S)
@@ -44,8 +44,8 @@ class Nodes:
         for agent in self.agents:
             agent.preflight._done = True
 
-    def turn(self, seconds: float = 1.0) -> None:
-        """Let some seconds pass; everybody has a turn at the end of each."""
+    def tick(self, seconds: float = 1.0) -> None:
+        """Let seconds pass. Agents and head tick after each of them."""
         for _ in range(int(seconds)):
             self.now += 1.0
             for agent in self.agents:
@@ -68,44 +68,41 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     monkeypatch.setattr("primeslurm.node.agent.node_agent.own_address", lambda *_: "127.0.0.1")
     monkeypatch.setattr("primeslurm.node.agent.process_manager.ProcessManager._start", lambda *_: None)
     made = Nodes(tmp_path)
-    made.turn(3)
+    made.tick(3)
     assert made.well and made.head.fleet.assignment.generation
     return made
 
 
 @pytest.mark.parametrize("step_s", [-600.0, -1800.0, -86400.0 * 3, 900.0])
-def test_a_clock_that_is_set_makes_nobody_mute_and_loses_no_node(
-    step_s: float, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wall_clock_that_jumps_loses_no_node(step_s: float, nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
-    for who in (nodes.agents[1], nodes.head, nodes.agents[0]):
-        who.wall = lambda: real() + step_s
+    for each in (nodes.agents[1], nodes.head, nodes.agents[0]):
+        each.wall = lambda: real() + step_s
         monkeypatch.setattr(time, "time", lambda: real() + step_s)
         before = nodes.heartbeat(1).number, json.loads(nodes.attempt.fleet_file.read_text())["time"]
-        nodes.turn(2 * NODE_SILENT_S + 10)
+        nodes.tick(2 * NODE_SILENT_S + 10)
         assert nodes.well
         assert nodes.heartbeat(1).number > before[0] + NODE_SILENT_S / nodes.head.plan.heartbeat_s
         assert json.loads(nodes.attempt.fleet_file.read_text())["time"] != before[1]
 
 
-def test_a_node_that_is_silent_is_still_lost(nodes: Nodes) -> None:
+def test_a_node_without_heartbeats_is_lost(nodes: Nodes) -> None:
     agent = nodes.agents.pop()
-    nodes.turn(NODE_SILENT_S + 2)
+    nodes.tick(NODE_SILENT_S + 2)
     assert agent.rank in nodes.head.fleet.gone
 
 
-def test_clocks_that_show_the_same_all_the_time_make_nobody_silent(nodes: Nodes) -> None:
-    for who in (*nodes.agents, nodes.head):
-        who.wall = partial(float, 1000.0)
-    nodes.turn(2 * NODE_SILENT_S + 10)
+def test_a_wall_clock_that_stops_loses_no_node(nodes: Nodes) -> None:
+    for each in (*nodes.agents, nodes.head):
+        each.wall = partial(float, 1000.0)
+    nodes.tick(2 * NODE_SILENT_S + 10)
     assert nodes.well
 
 
-def test_nobody_is_silent_while_the_machine_is_suspended(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The monotonic clock stands still meanwhile, and wall clocks jump."""
+def test_a_suspended_machine_loses_no_node(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     real = time.time
     monkeypatch.setattr(time, "time", lambda: real() + 7 * 86400.0)
-    nodes.turn(5)
+    nodes.tick(5)
     assert nodes.well
 
 
@@ -114,7 +111,7 @@ def test_every_file_operation_of_every_agent_may_fail_twice(number: int, nodes: 
     nodes.attempt.path.joinpath("state", "trainer-rank-0.json").write_text(json.dumps({"step": 1}))
     for _ in range(5):
         with FaultyStorage(tmp_path, once(number, number)).installed():
-            nodes.turn(3)
+            nodes.tick(3)
     assert nodes.well
 
 
@@ -128,35 +125,35 @@ def test_a_file_that_cannot_be_read_for_a_while_ends_nothing(
     nodes.attempt.path.joinpath("state", "trainer-rank-0.json").write_text(json.dumps({"step": 1}))
     away = FaultyStorage(tmp_path, lambda operation, path: number if names in path else None)
     with away.installed():
-        nodes.turn(2 * NODE_SILENT_S + 30)
+        nodes.tick(2 * NODE_SILENT_S + 30)
         assert nodes.well
-    nodes.turn(5)
+    nodes.tick(5)
     assert nodes.well and nodes.head.fleet.waits_for == "" == nodes.head._waits_for
     nodes.attempt.cancel_file.touch()
-    nodes.turn(1)
+    nodes.tick(1)
     assert nodes.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
 
 
-def test_the_run_says_that_it_waits_for_its_file_system(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_head_reports_that_the_run_waits_for_its_file_system(nodes: Nodes, tmp_path: Path) -> None:
     with FaultyStorage(tmp_path, lambda operation, path: errno.EIO if "cancel" in path else None).installed():
-        nodes.turn(3)
+        nodes.tick(3)
         fleet = nodes.attempt.fleet()
         assert fleet is not None and "Input/output error" in fleet.waits_for and "cancel" in fleet.waits_for
-    nodes.turn(3)
+    nodes.tick(3)
     fleet = nodes.attempt.fleet()
     assert fleet is not None and fleet.waits_for == ""
-    told = [event.what for event in all_events(nodes.run) if isinstance(event, FileSystemFault)]
-    assert len(told) == 2 and told[1] == ""
+    faults = [event.what for event in all_events(nodes.run) if isinstance(event, FileSystemFault)]
+    assert len(faults) == 2 and faults[1] == ""
 
 
-def test_a_heartbeat_that_stays_unreadable_excuses_its_node_for_a_while_only(nodes: Nodes, tmp_path: Path) -> None:
-    patience_s = int(1.5 * nodes.head.plan.stall_timeout_s)
+def test_an_unreadable_heartbeat_excuses_its_node_for_a_limited_time(nodes: Nodes, tmp_path: Path) -> None:
+    excuse_s = int(1.5 * nodes.head.plan.stall_timeout_s)
     away = FaultyStorage(tmp_path, lambda operation, path: errno.EIO if path.endswith("agents/1.json") else None)
     with away.installed():
         for _ in range(2):
             nodes.now += 1.0
             nodes.head.tick(nodes.now)
-        nodes.head._unread = {1: nodes.now - patience_s}
+        nodes.head._unreadable_since = {1: nodes.now - excuse_s}
         for _ in range(NODE_SILENT_S + 2):
             nodes.now += 1.0
             nodes.agents[0].tick(nodes.now)
@@ -164,27 +161,25 @@ def test_a_heartbeat_that_stays_unreadable_excuses_its_node_for_a_while_only(nod
     assert list(nodes.head.fleet.gone) == [1]
 
 
-def test_a_turn_does_not_wait_long_for_a_file_system(nodes: Nodes, tmp_path: Path, storage_time: FakeTime) -> None:
+def test_a_tick_does_not_wait_long_for_a_file_system(nodes: Nodes, tmp_path: Path, storage_time: FakeTime) -> None:
     with FaultyStorage(tmp_path, lambda operation, path: errno.EIO).installed():
-        for turn in (nodes.agents[1].tick, nodes.head.tick):
+        for tick in (nodes.agents[1].tick, nodes.head.tick):
             nodes.now += 1.0
             began = storage_time.now
-            turn(nodes.now)
+            tick(nodes.now)
             assert storage_time.now - began < 10.0
     assert nodes.well
 
 
-def test_a_process_whose_log_cannot_be_opened_for_a_while_is_started_afterwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_starts_once_its_log_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primeslurm.node.agent.node_agent.own_address", lambda *_: "127.0.0.1")
     nodes = Nodes(tmp_path)
     with FaultyStorage(tmp_path, lambda operation, path: errno.EIO if path.endswith("a.log") else None).installed():
-        nodes.turn(5)
+        nodes.tick(5)
         processes = nodes.agents[0].processes
         assert processes is not None and processes.supervised["a"].state == "waiting"
     try:
-        nodes.turn(2)
+        nodes.tick(2)
         assert processes.supervised["a"].running and processes.supervised["a"].restarts == 0
     finally:
         for agent in nodes.agents:
@@ -193,7 +188,7 @@ def test_a_process_whose_log_cannot_be_opened_for_a_while_is_started_afterwards(
             agent.processes.close()
 
 
-def test_the_state_of_a_process_that_cannot_be_read_is_an_error_and_no_absence(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_unreadable_state_is_an_error(nodes: Nodes, tmp_path: Path) -> None:
     with FaultyStorage(tmp_path, lambda operation, path: errno.ESTALE if operation == "open" else None).installed():
         with pytest.raises(OSError, match="Stale file handle"):
             nodes.attempt.end()

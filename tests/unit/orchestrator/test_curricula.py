@@ -25,8 +25,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.task_order import first_epoch
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.curriculum import Curriculum
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.decoding import value
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.decoding import decode_msgpack
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import rollout
 
@@ -52,9 +52,7 @@ def test_first_epoch_has_every_task_once(tasks: int, window: int, seed: int) -> 
     assert sorted(order) == list(range(tasks))
     assert all(abs(task - position) < window for position, task in enumerate(order))
     whole = tasks // window * window
-    assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], (
-        "whether or not the end is known"
-    )
+    assert order[:whole] == [first_epoch(position, seed, window) for position in range(whole)], "known end or not"
 
 
 def test_solve_rate_decides_the_pool() -> None:
@@ -306,7 +304,7 @@ def test_outcomes_are_on_disk_before_a_checkpoint_counts_them(tmp_path: Path, mo
     monkeypatch.setattr(durable, "sync", flush)
     asyncio.run(save_and_record())
     assert done == ["outcomes.jsonl", "events", "checkpoint", "outcomes.jsonl", "rollouts"]
-    part = value((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
+    part = decode_msgpack((tmp_path / "checkpoint" / "part").read_bytes(), RunProgress)
     lines = (tmp_path / OUTCOMES).read_bytes().splitlines(keepends=True)
     assert (part.next_step, part.outcomes) == (1, len(lines[0])), "outcomes learned meanwhile count in the next record"
     assert (file.now.next_step, file.now.outcomes) == (2, sum(map(len, lines)))

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from primeslurm.inference.version_gate import GateState
+from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
 from primeslurm.orchestrator.weight_transfer.damaged_answers import (
     FEW,
     MANY,
@@ -25,13 +26,7 @@ from primeslurm.orchestrator.weight_transfer.damaged_answers import (
 )
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.weight_update_loop import MISSED_UPDATES, WeightUpdateLoop
-from primeslurm.orchestrator.worker.generate_endpoint import (
-    AnswerCounts,
-    AnswerTally,
-    GenerateEndpoint,
-    NoAnswerError,
-    completion_of,
-)
+from primeslurm.orchestrator.worker.generate_endpoint import AnswerTally, GenerateEndpoint, NoAnswerError, completion_of
 from primeslurm.records.journal import Journal
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.weight_transfer.messages import EngineStatus
@@ -288,7 +283,7 @@ class Loop:
         for name, engine in self.engines.items():
             clients[name] = EngineClient(lambda name=name: f"http://{name}:1", "/m")  # type: ignore[misc]
             transport = httpx.AsyncClient(transport=httpx.MockTransport(engine))
-            clients[name]._http = clients[name]._looking = transport
+            clients[name]._http = clients[name]._polling = transport
         urls = {name: f"http://{name}:1" for name in clients}
         self.journal = Journal(directory / "attempts" / "1", "o")
         self.loop = WeightUpdateLoop(clients, self.journal, 60, poll_s=0.01, after_update=self._after, urls=urls)

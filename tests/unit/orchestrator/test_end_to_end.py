@@ -13,7 +13,7 @@ import pytest
 
 from primeslurm.orchestrator.environments import reverse_text
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import RankShard, Row
+from primeslurm.wire.batches.batch import RankShard, Row
 from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from tests.support.runs import check_staleness
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
@@ -155,9 +155,7 @@ def test_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     link = run.begin(2)
     finish(run, link, 3)
     salts = [request["cache_salt"].split(":")[0] for request in run.engine.requests]
-    assert salts == sorted(salts) and salts[0] == "test-1.1", (
-        "no request of the first attempt follows one of the second"
-    )
+    assert salts == sorted(salts) and salts[0] == "test-1.1", "attempts do not overlap"
     assert set(salts) <= {"test-1.1", "test-1.2"}  # the first attempt may have sampled everything
     assert [path for path in run.run_dir.glob("batches/**/*") if path.is_file()] == [], "all steps are committed"
 

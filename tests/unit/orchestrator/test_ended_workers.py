@@ -26,7 +26,7 @@ from tests.support.verifiers_restored import restored
 from tests.support.worker_pools import CallbackPool
 
 PATIENCE_S = 280.0
-PATIENT = "from primeslurm.orchestrator.rollouts import worker; worker.ENDING_S = 250; worker.main()"
+PATIENT = "from primeslurm.orchestrator.worker import main; main.EXIT_S = 250; main.main()"
 """How fast this machine ends a worker is not what is asked."""
 HARBOR = Path(__file__).parents[3] / "examples" / "harbor"
 MINE = {"verifiers.run": "run-1", "primeslurm.worker": "harbor-local-0"}
@@ -169,7 +169,7 @@ async def test_it_leaves_nothing_of_its_own_and_takes_nothing_of_others(tmp_path
 
 
 def test_it_has_ended_before_its_agent_kills_it() -> None:
-    assert AgentTimings().term_grace_s > main.ENDING_S
+    assert AgentTimings().term_grace_s > main.EXIT_S
 
 
 def test_podman_has_the_labels_and_apptainer_names(stand_in: Path, monkeypatch: pytest.MonkeyPatch) -> None:

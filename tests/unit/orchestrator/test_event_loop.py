@@ -24,14 +24,15 @@ from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
 from primeslurm.orchestrator.rollouts import worker_pool
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Status, encode_result
-from primeslurm.orchestrator.rollouts.message_chunks import PIECE, cut
+from primeslurm.orchestrator.rollouts.message_chunks import CHUNK_BYTES, split_frames
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.teacher import client
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import TakenOverError
-from primeslurm.wire.batches.rollouts import RankShard, Rollout
-from primeslurm.wire.link.trainer_link import StepDone
-from primeslurm.wire.transport import secret
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.link.messages import StepDone
+from primeslurm.wire.transport import curve
 from tests.support.recipes import recipe_data
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
@@ -59,7 +60,7 @@ def elsewhere(watched: FileWatcher) -> bool:
 
 def long_rollout() -> Rollout:
     """Return a rollout whose arrays travel in chunks."""
-    one, size = group([3], [1.0]).rollouts[0][0], 2 * PIECE
+    one, size = group([3], [1.0]).rollouts[0][0], 2 * CHUNK_BYTES
     return replace(
         one,
         token_ids=np.arange(size, dtype=np.int32),
@@ -83,26 +84,26 @@ async def test_chunked_rollout_is_joined_in_a_thread(tmp_path: Path, monkeypatch
         lambda job: heard.append((job, "lost")),
         lambda *unusable: pytest.fail(str(unusable)),
     )
-    watched, held, joined = FileWatcher(worker_pool.joined), threading.Event(), worker_pool.joined
-    monkeypatch.setattr(worker_pool, "joined", watched)
+    watched, held, joined = FileWatcher(worker_pool.join_frames), threading.Event(), worker_pool.join_frames
+    monkeypatch.setattr(worker_pool, "join_frames", watched)
     watched._function = lambda parts: (held.wait(60), joined(parts))[1]
     serving = asyncio.create_task(pool.serve())
     worker = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-    secret.present(worker)
+    curve.secure_client(worker)
     worker.connect(f"ipc://{tmp_path}/envs")
     status = partial(Status, LABEL, 0, "1", node="n")
     await worker.send(msgspec.msgpack.encode(status([])))
     await until(lambda: pool.available)
     await pool.send(Job("j", "g", LABEL, 0, 0, "router-0", "salt"))
     number = msgspec.msgpack.decode(await worker.recv(), type=Job).number
-    await worker.send_multipart(cut(encode_result("j", [long_rollout()])))
+    await worker.send_multipart(split_frames(encode_result("j", [long_rollout()])))
     await worker.send(msgspec.msgpack.encode(status([], seen=number)))  # the job has ended
     await until(lambda: watched.threads)
     assert elsewhere(watched) and not heard, "the event loop is free"
     held.set()
     await until(lambda: heard)
     ((job, outcome),) = heard
-    assert job == "j" and isinstance(outcome, tuple) and len(outcome[0].token_ids) == 2 * PIECE
+    assert job == "j" and isinstance(outcome, tuple) and len(outcome[0].token_ids) == 2 * CHUNK_BYTES
     serving.cancel()
     await asyncio.wait([serving])
     worker.close(linger=0)

@@ -22,7 +22,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Orchestrator
 from primeslurm.records.journal import Journal
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
 LABEL = "reverse-text"
@@ -99,9 +99,7 @@ def test_gibberish_is_an_unlikely_rare_token(tmp_path: Path) -> None:
     ]
     assert applies(options, *tried, model=str(tmp_path)) == [True, False, False, False]
     assert applies({**options, "vocabulary": 10_000}, *tried) == [False] * 4
-    assert applies(options, *tried) == [True, False, True, False], (
-        "without a known vocabulary, the token id is its size"
-    )
+    assert applies(options, *tried) == [True, False, True, False], "the token id stands in for the size"
 
 
 def test_actions_mask_or_drop_a_rollout() -> None:

@@ -13,7 +13,9 @@ from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutError
 from primeslurm.orchestrator.worker.image_files import stored
-from primeslurm.wire.batches.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.batches.batch import Batch, BatchInfo
+from primeslurm.wire.batches.inline_images import ImageSpan
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack
 
 PAD = 7

@@ -112,9 +112,7 @@ def test_carried_rollout_is_adopted_after_its_group_is_trained() -> None:
     assert (part.id, part.jobs) == ("a-00000000.2001", {jobs[2].id: 0, jobs[3].id: 1})
     assert not part.to_dispatch, "`at_least` rollouts complete it"
     more, *others = (msgspec.structs.replace(jobs[2], id=f"{group.id}/{n}-c") for n in (4, 5, 6))
-    assert trained.adopt_job(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3, (
-        "the continuation grows"
-    )
+    assert trained.adopt_job(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3
     for job in [*jobs[2:], more]:
         last = trained.finished(job.id, rollout(job))
     assert last is not None and last.id == part.id and trained.add_ready(last)

@@ -16,19 +16,19 @@ import pytest
 import zmq
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.rollouts import job_protocol
+from primeslurm.orchestrator.rollouts import job_runner
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
     Job,
-    JobRunner,
     Result,
     RolloutError,
     encode_result,
     nearest,
     on_this_node,
 )
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.transport import secret
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.transport import curve, secret
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
@@ -38,9 +38,8 @@ def address() -> Iterator[str]:
     """Where somebody listens who asks for this process's secret."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
         server.linger = 0
-        secret.demand(server)
+        curve.secure_server(server)
         yield f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
-        secret._authenticators.pop(context.underlying).stop()
 
 
 async def rollout(job: Job) -> tuple[Rollout, ...]:
@@ -102,10 +101,10 @@ async def test_whatever_a_rollout_raises_makes_it_a_failed_one(error: Any, words
     async def say(message: Any) -> None:
         said.append(msgspec.msgpack.decode(message[0], type=Result))
 
-    worker._say = say  # type: ignore[method-assign]
-    worker._handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
-    await asyncio.wait(list(worker._jobs.values()), timeout=60)
-    assert not worker._jobs and not worker._known
+    worker._send = say  # type: ignore[method-assign]
+    worker.handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
+    await asyncio.wait(list(worker._running.values()), timeout=60)
+    assert not worker._running and not worker._running
     assert [each.job for each in said] == ["j"] and (said[0].error or "").startswith(words)
 
 
@@ -119,13 +118,13 @@ async def test_a_job_that_is_cancelled_has_no_result(address: str) -> None:
     async def say(message: Any) -> None:
         said.append(message)
 
-    worker._say = say  # type: ignore[method-assign]
-    worker._handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
-    (task,) = worker._jobs.values()
+    worker._send = say  # type: ignore[method-assign]
+    worker.handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
+    (task,) = worker._running.values()
     await asyncio.sleep(0)
-    worker._handle(Cancel(["j"]))
+    worker.handle(Cancel(["j"]))
     await asyncio.wait([task], timeout=60)
-    assert task.cancelled() and not said and not worker._known
+    assert task.cancelled() and not said and not worker._running
 
 
 async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
@@ -142,24 +141,24 @@ async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch:
             raise RolloutError("it is")
         return made
 
-    monkeypatch.setattr(job_protocol, "HELD_BYTES", 2 * sum(len(bytes(part)) for part in encode_result("j", made)))
+    monkeypatch.setattr(job_runner, "HELD_BYTES", 2 * sum(len(bytes(part)) for part in encode_result("j", made)))
     worker = JobRunner("e", 0, address, finished)
     for name in ("a", "b", "c", "bad"):
-        worker._handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
-        await asyncio.wait(list(worker._jobs.values()), timeout=60)
-    assert list(worker._unsent) == list(worker._known) == ["a", "b", "c"], "a failure is not kept"
+        worker.handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
+        await asyncio.wait(list(worker._running.values()), timeout=60)
+    assert list(worker._unsent) == list(worker._running) == ["a", "b", "c"], "a failure is not kept"
     for name in ("a", "b", "c", "bad"):
-        await worker._send(name)
+        await worker._send_result(name)
     assert not worker._unsent
-    assert list(worker._held) == list(worker._known) == ["b", "c"], "the oldest is given up"
-    worker._handle(Cancel(["b"]))
-    assert list(worker._held) == list(worker._known) == ["c"] and worker._held_bytes == job_protocol.HELD_BYTES // 2
-    worker._handle(Cancel(["c"]))
+    assert list(worker._held) == list(worker._running) == ["b", "c"], "the oldest is given up"
+    worker.handle(Cancel(["b"]))
+    assert list(worker._held) == list(worker._running) == ["c"] and worker._held_bytes == job_runner.HELD_BYTES // 2
+    worker.handle(Cancel(["c"]))
     assert not worker._held and worker._held_bytes == 0
-    worker._handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
-    await asyncio.wait(list(worker._jobs.values()), timeout=20)
-    worker._handle(Cancel(["unasked"]))
-    assert not worker._unsent and not worker._known and worker._held_bytes == 0
+    worker.handle(Job("unasked", "g", "e", 0, 0, "router-0", "salt"))
+    await asyncio.wait(list(worker._running.values()), timeout=20)
+    worker.handle(Cancel(["unasked"]))
+    assert not worker._unsent and not worker._running and worker._held_bytes == 0
 
 
 async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

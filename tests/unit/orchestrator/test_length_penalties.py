@@ -16,7 +16,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.sections.orchestrator import Environment
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
 relaxed = settings(deadline=None)

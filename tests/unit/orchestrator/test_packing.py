@@ -15,7 +15,8 @@ from primeslurm.orchestrator.batching.batches import Batches, StepShard, documen
 from primeslurm.orchestrator.batching.packing import Document, cost
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.batches.rollouts import RankShard, Rollout, RolloutInfo, Row
+from primeslurm.wire.batches.batch import RankShard, Row
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.batches import pack, received
 
 SEQ_LEN = 32
@@ -76,7 +77,7 @@ def test_pieces_are_the_rows_and_one_more_token(lengths: list[int], pieces: int,
     for number, row in enumerate(whole):
         length = len(row.positions) // pieces
         for cp in range(pieces):
-            mine, expected = cut[cp][number], row.piece(cp, pieces)
+            mine, expected = cut[cp][number], row.cp_shard(cp, pieces)
             assert np.array_equal(mine.positions, row.positions), "positions are of the whole row"
             assert len(mine.token_ids) == length + (cp < pieces - 1), "with the target of the last token"
             for name, array in expected.arrays().items():

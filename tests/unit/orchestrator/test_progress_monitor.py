@@ -15,24 +15,24 @@ import zmq.asyncio
 
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
-    Claims,
     Describe,
     Job,
+    JobDescriptions,
     JobFailure,
     Result,
-    Send,
+    SendResults,
     Status,
     ToWorker,
-    give_notice,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, UNSEEN_S
+from primeslurm.orchestrator.rollouts.job_runner import give_notice
+from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.progress_monitor import ProgressMonitor, StallError
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.transport import secret
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.transport import curve
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 
@@ -201,12 +201,14 @@ class Peers:
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        secret.present(socket)
+        curve.secure_client(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self.address)
         return socket
 
-    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result | Claims, *frames: bytes) -> None:
+    async def tell(
+        self, socket: zmq.asyncio.Socket, message: Status | Result | JobDescriptions, *frames: bytes
+    ) -> None:
         await socket.send_multipart([msgspec.msgpack.encode(message), *frames])
         identity, head, *rest = await self.workers._socket.recv_multipart()
         await self.workers._receive(identity, head, rest)
@@ -249,12 +251,12 @@ async def test_what_a_worker_does_not_run_is_lost_and_what_nobody_wants_is_cance
     socket = peers.connect()
     await peers.tell(socket, Status("e", 0, "x", ["old"]))
     assert await heard(socket) == Describe(["old"])
-    await peers.tell(socket, Claims([job("old")]))
+    await peers.tell(socket, JobDescriptions([job("old")]))
     assert await heard(socket) == Cancel(["old"]) and peers.claims == [job("old")]
     await peers.workers.send(job("a"))
     await peers.tell(socket, Status("e", 0, "x", []))
     assert peers.lost == [], "the status may have been written before the job arrived"
-    peers.clock.now += UNSEEN_S + 1
+    peers.clock.now += DELIVERY_TIMEOUT_S + 1
     await peers.tell(socket, Status("e", 0, "x", []))
     assert peers.lost == ["a"]
 
@@ -267,7 +269,7 @@ async def test_a_dead_workers_jobs_are_lost(peers: Peers, end: str) -> None:
     if end == "restart":
         await peers.tell(peers.connect(), Status("e", 0, "y", []))
     else:
-        for _ in range(int(GIVEN_UP_S) + 1):
+        for _ in range(int(GIVE_UP_S) + 1):
             assert peers.lost == []
             peers.clock.now += 1.0
             peers.workers.expire()
@@ -298,12 +300,12 @@ async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> N
     await peers.tell(socket, status)
     assert await heard(socket) == Describe(["ended", "runs"]) and peers.results == []
     assert peers.workers.settled({"e"}) == 0
-    await peers.tell(socket, Claims([runs, ended]))
-    await peers.tell(socket, Claims([runs, ended]))
+    await peers.tell(socket, JobDescriptions([runs, ended]))
+    await peers.tell(socket, JobDescriptions([runs, ended]))
     assert [claimed.id for claimed in peers.claims] == ["runs", "ended"], "a second answer claims nothing"
     assert peers.workers.load == {"": 2}
     await peers.tell(socket, status)
-    assert await heard(socket) == Send(["ended"]) and peers.workers.settled({"e"}) == 1
+    assert await heard(socket) == SendResults(["ended"]) and peers.workers.settled({"e"}) == 1
     await peers.tell(socket, status)  # written before the worker was asked: it is not asked twice
     await peers.tell(socket, Result("ended", error="e"))
     assert peers.results == [("ended", JobFailure("e"))]
@@ -320,7 +322,7 @@ async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> N
 async def test_a_claimed_job_that_its_worker_has_not_any_more_is_lost(peers: Peers) -> None:
     socket = peers.connect()
     await peers.tell(socket, Status("e", 0, "x", ["a"], seen=7))
-    await peers.tell(socket, Claims([msgspec.structs.replace(job("a"), sender="killed", number=7)]))
+    await peers.tell(socket, JobDescriptions([msgspec.structs.replace(job("a"), sender="killed", number=7)]))
     await peers.tell(socket, Status("e", 0, "x", [], seen=7))
     assert peers.lost == ["a"]
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.orchestrator.rollouts.job_protocol import Ended, Job, JobRunner, Result, Send, Status
+from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, ResultReady, SendResults, Status
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.rollouts.receive_window import ReceiveWindow
-from primeslurm.orchestrator.rollouts.worker_pool import RESENT_S
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.orchestrator.rollouts.worker_pool import RESEND_S
+from primeslurm.wire.batches.rollout import Rollout
 from tests.support.worker_pools import CallbackPool
 from tests.unit.orchestrator.test_packing import group
 from tests.unit.orchestrator.test_worker_pool import Pool, job
@@ -67,15 +68,15 @@ async def test_results_of_all_workers_share_one_window(pool: Pool) -> None:
         await pool.pool.send(job(name))
     for name, worker in (("a", 0), ("b", 1), ("c", 0)):
         assert isinstance(found := await pool.given(worker), Job) and found.id == name
-        await pool.tell(pool.sockets[worker], Ended(name, 60))
-    assert await pool.given(0) == Send(["a"]) and list(pool.pool._window._coming) == ["a"]
+        await pool.tell(pool.sockets[worker], ResultReady(name, 60))
+    assert await pool.given(0) == SendResults(["a"]) and list(pool.pool._window._in_flight) == ["a"]
     await pool.tell(pool.sockets[0], Result("a", error="e"))
-    assert await pool.given(1) == Send(["b"]) and list(pool.pool._window._coming) == ["b"]
+    assert await pool.given(1) == SendResults(["b"]) and list(pool.pool._window._in_flight) == ["b"]
     await pool.pool.cancel(["b"])
     await pool.hear(0, "c")
-    assert await pool.given(0) == Send(["c"]), "what is not wanted any more keeps no room"
-    await pool.tell(pool.sockets[1], Ended("b", 60))
-    assert list(pool.pool._window._coming) == ["c"] and not pool.pool._window._offered
+    assert await pool.given(0) == SendResults(["c"]), "what is not wanted any more keeps no room"
+    await pool.tell(pool.sockets[1], ResultReady("b", 60))
+    assert list(pool.pool._window._in_flight) == ["c"] and not pool.pool._window._offered
 
 
 async def test_a_result_that_was_lost_with_its_connection_is_asked_for_at_once(pool: Pool) -> None:
@@ -84,16 +85,16 @@ async def test_a_result_that_was_lost_with_its_connection_is_asked_for_at_once(p
     assert isinstance(await pool.given(0), Job)
     status = Status("e", 0, "1", [], held={"a": 60})
     await pool.tell(pool.sockets[0], status)
-    assert await pool.given(0) == Send(["a"]), "also if nobody has said that it ended"
+    assert await pool.given(0) == SendResults(["a"]), "also if nobody has said that it ended"
     await pool.tell(pool.sockets[0], status)
     assert not await pool.sockets[0].poll(0), "it is on its way"
     pool.sockets[0].close()
     pool.sockets[0] = pool.connect()
     await pool.tell(pool.sockets[0], status)
-    assert await pool.given(0) == Send(["a"])
-    pool.clock.now += RESENT_S + 1
+    assert await pool.given(0) == SendResults(["a"])
+    pool.clock.now += RESEND_S + 1
     await pool.tell(pool.sockets[0], status)
-    assert await pool.given(0) == Send(["a"]), "it was asked for long ago"
+    assert await pool.given(0) == SendResults(["a"]), "it was asked for long ago"
 
 
 async def test_rollouts_that_end_together_all_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +108,7 @@ async def test_rollouts_that_end_together_all_come(tmp_path: Path, monkeypatch: 
     def admitted() -> list[str]:
         nonlocal most
         found = admit()
-        most = max(most, len(pool._window._coming))
+        most = max(most, len(pool._window._in_flight))
         return found
 
     monkeypatch.setattr(pool._window, "admit", admitted)

@@ -27,7 +27,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from tests.support.batches import batch_of
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses

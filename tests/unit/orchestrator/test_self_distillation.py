@@ -24,7 +24,7 @@ from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import Rollout, TeacherPrompt
+from primeslurm.wire.batches.rollout import Rollout, TeacherPrompt
 from primeslurm.wire.transport.addresses import AddressBook
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses

@@ -13,7 +13,6 @@ from weakref import ReferenceType, ref
 import numpy as np
 import pytest
 
-from primeslurm.base import durable
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
 from primeslurm.orchestrator.batching.shard_files import ShardFiles
@@ -22,8 +21,10 @@ from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.rollouts import Frame, RankShard
-from primeslurm.wire.link.trainer_link import LARGEST_BATCH, Answer, LinkError
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.frames import Frame
+from primeslurm.wire.link.messages import LARGEST_BATCH, Answer, GetBatch, Request
+from primeslurm.wire.link.trainer_link import LinkError
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
@@ -91,9 +92,7 @@ def test_shard_is_written_once(tmp_path: Path) -> None:
         assert set(paths) == {paths[0]}
         restarted = files_of(tmp_path, Batches(RECIPE, from_recipe(RECIPE)))  # without any group
         assert await path_of(restarted, shard) == paths[0]
-        assert await path_of(restarted, shard, unreadable=True) == paths[0], (
-            "the file is whole; the reader had a temporary fault"
-        )
+        assert await path_of(restarted, shard, unreadable=True) == paths[0], "the file itself is whole"
         assert paths[0].stat().st_ino == first.st_ino
         assert await restarted.answer(StepShard(5, RankShard(0, 2)), unreadable=False, within_s=60) is None
         restarted.close()
@@ -151,11 +150,9 @@ def test_write_waits_for_a_full_or_read_only_disk(
         assert [record.message for record in caplog.records].count(
             f"a shard of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
-        assert durable.fill_reserve(tmp_path, 1 << 20) and files.release_reserve(tmp_path)
+        (tmp_path / ".reserve").write_bytes(b"")  # released
         full[0] = False
-        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), (
-            "the reserve is for records"
-        )
+        assert (await files.answer(shard, unreadable=False, within_s=0.2)) == Answer("wait"), "records come first"
         (tmp_path / ".reserve").unlink()
         assert (await path_of(files, shard)).exists()
 
@@ -237,7 +234,7 @@ def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     from tests.unit.wire.test_wire import Server
 
     class Naming(Server):
-        async def answer(self, request: trainer_link.Request) -> Answer:
+        async def answer(self, request: Request) -> Answer:
             self.seen.append(request)
             return Answer("file", path=str(tmp_path / "share"))
 
@@ -250,7 +247,7 @@ def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     batch_files.write(tmp_path / "share", frames)
     with pytest.raises(LinkError, match="it holds BatchInfo"):
         client.get_batch(2, RankShard(0, 2), timeout_s=0)
-    unreadable = [request.unreadable for request in server.seen if isinstance(request, trainer_link.GetBatch)]
+    unreadable = [request.unreadable for request in server.seen if isinstance(request, GetBatch)]
     assert client.get_batch(1, RankShard(0, 2), timeout_s=0) is not None and unreadable == [False, False]
     client.close()
     ahead = Prefetch(client, RankShard(0, 2, 0, 1), 60)
@@ -259,5 +256,5 @@ def test_unreadable_file_is_named_in_the_error(tmp_path: Path) -> None:
     ahead._fetch._thread.join(60)
     batch = ahead.take(1)
     assert batch is not None and [*map(bytes, batch.encode())] == [*map(bytes, received(frames).encode())]
-    assert isinstance(last := server.seen[-1], trainer_link.GetBatch) and last.ahead
+    assert isinstance(last := server.seen[-1], GetBatch) and last.ahead
     server.stop()

@@ -59,9 +59,7 @@ def test_dropped_example_is_sampled_again() -> None:
     assert group is not None and dispatcher.exists(group.id), "its new file must not be deleted"
     assert dispatcher.add_ready(group) and dispatcher.exists(group.id)
     dispatcher.step = 3
-    assert [group.id for group in dispatcher.take_batch() or []] == [jobs[0].group], (
-        "the id of a group that was given up is free again"
-    )
+    assert [group.id for group in dispatcher.take_batch() or []] == [jobs[0].group], "a dropped group's id is free"
 
 
 def test_batch_waits_for_groups_that_are_being_written() -> None:
@@ -95,9 +93,7 @@ def test_example_is_dropped_only_once(done: int, restarted: bool) -> None:
     if done == 1:
         assert not early and [group.version for group in dispatcher.open.values()] == [5], "the group continues"
     else:
-        assert [group.size for group in early] == [3] and list(dispatcher.open) == ["a-00000000.1001"], (
-            "the rest continues in another group"
-        )
+        assert [group.size for group in early] == [3] and list(dispatcher.open) == ["a-00000000.1001"]
 
 
 def test_returned_example_is_recorded_until_its_commit() -> None:
@@ -143,29 +139,18 @@ def test_example_that_takes_longer_than_the_age_limit_is_trained(rule: str) -> N
     assert {f"a-{example:08d}" for example in range(10)} <= set(trained)
 
 
-def test_stale_complete_group_is_sampled_again() -> None:
-    dispatcher = make_dispatcher()
-    group = finish(dispatcher, run_all(dispatcher))
-    assert group is not None and dispatcher.add_ready(group)
-    assert dispatcher.apply_age_limit(3).stale == [group] and dispatcher.unfinished == [("a", 0)]
-
-
 def test_group_completes_early_at_its_last_chance() -> None:
     dispatcher = make_dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(dispatcher)
     finish(dispatcher, [*jobs[:3], jobs[4]])
-    assert dispatcher.apply_age_limit(2).early == [], (
-        "one rollout is too few for a group, and the other group is no batch"
-    )
+    assert dispatcher.apply_age_limit(2).early == [], "one rollout is too few, and the other group is no batch"
     finish(dispatcher, jobs[5:6])
     assert dispatcher.apply_age_limit(1).early == [], "a later batch may train them"
     first, second = (result := dispatcher.apply_age_limit(2)).early
     assert (first.size, second.size) == (3, 2) and dispatcher.inflight == 0
     assert result.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
     dispatcher.step = 2
-    assert dispatcher.add_ready(first) and dispatcher.take_batch() is None, (
-        "it fills only as many slots of the batch as it has rollouts"
-    )
+    assert dispatcher.add_ready(first) and dispatcher.take_batch() is None, "the batch needs four rollouts"
     assert dispatcher.add_ready(second) and dispatcher.take_batch() == [first, second], "the batch is oversized instead"
 
 
@@ -181,15 +166,6 @@ def test_oversized_batch_is_preferred_to_dropping_a_group() -> None:
     assert dispatcher.next_batch() == groups[::2], "although one group of four would suffice"
 
 
-def test_no_group_completes_early_unless_a_batch_forms() -> None:
-    dispatcher = make_dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
-    jobs = run_all(dispatcher)
-    finish(dispatcher, [*jobs[:2], *jobs[4:5]])
-    assert dispatcher.apply_age_limit(2).early == [] and dispatcher.inflight == 5
-    finish(dispatcher, jobs[5:6])
-    assert len(dispatcher.apply_age_limit(2).early) == 2
-
-
 @pytest.mark.parametrize("done", [2, 3])
 def test_running_rollouts_continue_in_another_group(done: int) -> None:
     dispatcher = make_dispatcher(batch=2, rule="carry", at_least=2)
@@ -199,9 +175,7 @@ def test_running_rollouts_continue_in_another_group(done: int) -> None:
     (early,) = (result := dispatcher.apply_age_limit(2)).early
     assert early.size == done and not result.cancelled and dispatcher.inflight == 4 - done
     (later,) = dispatcher.open.values()
-    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), (
-        "the continuation needs no more than it lacks"
-    )
+    assert (later.id, later.version, later.size) == ("a-00000000.1001", 1, 2), "it needs no more than it lacks"
     assert dispatcher.unfinished == [("a", 0)], "the group is not on disk yet"
     assert dispatcher.add_ready(early)
     assert not dispatcher.unfinished, "the example counts as trained"
@@ -332,9 +306,7 @@ def test_cold_start_fills_the_engines() -> None:
                 if done is not None:
                     dispatcher.add_ready(done)
         run_all(dispatcher)
-    assert dispatcher.ready_rollouts == 16 and not dispatcher.open, (
-        "only the rollouts that started before durations were known"
-    )
+    assert dispatcher.ready_rollouts == 16 and not dispatcher.open, "those that started before the forecast"
 
 
 @pytest.mark.parametrize("rule", ["drop", "mask", "partial", "carry"])

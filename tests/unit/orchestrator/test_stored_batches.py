@@ -18,10 +18,12 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.file_ranges import FileRange, Part, StoredArray, loaded
-from primeslurm.wire.batches.rollouts import RankShard, Rollout
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.batches.file_ranges import FileRange, FrameSource, StoredArray, loaded
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import trainer_link
+from primeslurm.wire.link import orchestrator_link, trainer_link
+from primeslurm.wire.link.messages import Answer, GetBatch, Request
 from tests.support.batches import received
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
@@ -78,7 +80,7 @@ def stored(tmp_path: Path, groups: list[RolloutGroup]) -> Iterator[Batches]:
     made.close()
 
 
-def parts_of(batches: Batches, shard: RankShard) -> list[Part]:
+def parts_of(batches: Batches, shard: RankShard) -> list[FrameSource]:
     parts = batches.get(StepShard(1, shard))
     assert parts is not None
     return parts
@@ -126,7 +128,7 @@ async def test_rank_waits_while_a_batch_is_read(stored: Batches, monkeypatch: py
     monkeypatch.setattr(SpooledGroup, "_read", held)
     shards = [StepShard(1, shard) for shard in SHARES]
     for _ in range(3):
-        assert [await stored.answer(shard, 0) for shard in shards] == [trainer_link.Answer("wait")] * len(shards)
+        assert [await stored.answer(shard, 0) for shard in shards] == [Answer("wait")] * len(shards)
     may_read.set()
     answers = [await stored.answer(shard, 60) for shard in shards]
     assert answers == [stored.encoded(shard) for shard in shards] and None not in answers
@@ -149,15 +151,15 @@ class Giving(Server):
 
     batches: Batches
 
-    async def answer(self, request: trainer_link.Request) -> Sequence[Part] | trainer_link.Answer:
-        assert isinstance(request, trainer_link.GetBatch)
+    async def answer(self, request: Request) -> Sequence[FrameSource] | Answer:
+        assert isinstance(request, GetBatch)
         self.seen.append(request)
         return await self.batches.answer(StepShard(request.step, request.shard), 60) or []
 
 
 @pytest.fixture
 def giving(stored: Batches, monkeypatch: pytest.MonkeyPatch) -> Iterator[Giving]:
-    monkeypatch.setattr(trainer_link, "CHUNK", 50)
+    monkeypatch.setattr(orchestrator_link, "CHUNK_BYTES", 50)
     made = Giving()
     made.batches = stored
     yield made

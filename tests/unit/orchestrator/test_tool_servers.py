@@ -16,7 +16,7 @@ from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
+from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_problem
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.orchestrator.worker.tool_servers import serve_in_runtime
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
@@ -67,7 +67,7 @@ async def test_a_module_that_serves_nothing_is_told_what_it_lacks(
     )
 
 
-@pytest.mark.skipif(bool(bubblewrap_works()), reason="needs bubblewrap")
+@pytest.mark.skipif(bool(bubblewrap_problem()), reason="needs bubblewrap")
 async def test_a_server_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ROOT)
     with restored(monkeypatch):
@@ -105,7 +105,7 @@ async def test_a_server_that_says_what_is_no_port(
     with bounded(0, beside=32 << 20):
         async with provision_runtime(SubprocessConfig()) as runtime:
             text, seconds = await outcome(runtime, monkeypatch, HostileTools)
-    assert text == f"tool server 'hostile_tools' says that its port is {shown!r}"
+    assert text == f"tool server 'hostile_tools' reports an invalid port: {shown!r}"
     assert seconds < LONG_S
     assert looked_at == {str(own / f"vf-port-{name.hex}")}, "who is killed leaves it in the agent's directory"
     assert not any(own.iterdir()), "nothing is left in a directory that all rollouts share"

@@ -25,7 +25,7 @@ from primeslurm.orchestrator.rendering.conversation_cache import ConversationCac
 from primeslurm.orchestrator.rendering.renderer_selection import Rendering, renderer_config
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.worker.trace_sequences import sequences
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from tests.support.conversations import (
     START,
     TOOL,

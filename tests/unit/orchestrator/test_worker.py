@@ -19,7 +19,7 @@ from primeslurm.orchestrator.worker.main import Worker
 from primeslurm.orchestrator.worker.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport.addresses import AddressBook
 
 

@@ -16,7 +16,7 @@ from primeslurm.orchestrator.rollouts import worker_deaths
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, JobFailure, Result, Status, ToOrchestrator
 from primeslurm.orchestrator.rollouts.worker_deaths import PATH, WorkerDeaths
-from primeslurm.wire.batches.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from tests.support.worker_pools import CallbackPool
 
 SIZE = 4

@@ -18,17 +18,17 @@ from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import (
     Cancel,
-    Claims,
     Describe,
     Job,
+    JobDescriptions,
     Result,
     Status,
     ToOrchestrator,
     ToWorker,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S
-from primeslurm.wire.batches.rollouts import Rollout
-from primeslurm.wire.transport import secret
+from primeslurm.orchestrator.rollouts.worker_pool import DELIVERY_TIMEOUT_S, GIVE_UP_S, NO_NEW_JOBS_S, REASSIGN_S
+from primeslurm.wire.batches.rollout import Rollout
+from primeslurm.wire.transport import curve
 from tests.support.worker_pools import CallbackPool
 
 NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
@@ -62,7 +62,7 @@ class Pool:
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        secret.present(socket)
+        curve.secure_client(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self.address)
@@ -167,8 +167,8 @@ async def test_a_node_that_goes_quiet_gets_no_jobs_and_loses_its_own_when_it_is_
     for name in "wxyz":
         await pool.pool.send(job(name))
     mine = [name for name, owner in pool.pool._owners.items() if owner.number < 2]
-    for _ in range(int(TAKEN_BACK_S / QUIET_S) + 1):
-        pool.wait(QUIET_S)
+    for _ in range(int(REASSIGN_S / NO_NEW_JOBS_S) + 1):
+        pool.wait(NO_NEW_JOBS_S)
         for worker in (2, 3):
             await pool.hear(worker, *(n for n, owner in pool.pool._owners.items() if owner.number == worker), node="b")
         pool.wait(1)
@@ -186,10 +186,10 @@ async def test_nobody_is_given_up_for_what_held_the_orchestrator_up(pool: Pool) 
     await pool.hear(0)
     await pool.pool.send(job("a"))
     pool.wait(2)
-    pool.clock.now += 10 * GIVEN_UP_S
+    pool.clock.now += 10 * GIVE_UP_S
     pool.pool.expire()
     assert pool.lost == [] and pool.pool.available == {"e"}
-    pool.wait(GIVEN_UP_S)
+    pool.wait(GIVE_UP_S)
     assert pool.lost == ["a"]
 
 
@@ -205,7 +205,7 @@ async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_use
         await pool.pool.send(found)
     stopped = [name for name, owner in pool.pool._owners.items() if owner.number == 0]
     assert len(stopped) == 2
-    for _ in range(int(TAKEN_BACK_S) + 1):
+    for _ in range(int(REASSIGN_S) + 1):
         pool.wait(1)
         await pool.hear(1, *(name for name, owner in pool.pool._owners.items() if owner.number == 1))
     assert sorted(pool.lost) == sorted(stopped)
@@ -222,7 +222,7 @@ async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_use
     for _ in stopped:
         await pool.given(0)
     assert await pool.given(0) == Describe(sorted(stopped))
-    await pool.tell(pool.sockets[0], Claims([started[name] for name in sorted(stopped)]))
+    await pool.tell(pool.sockets[0], JobDescriptions([started[name] for name in sorted(stopped)]))
     assert await pool.given(0) == Cancel(sorted(stopped)), "others have them"
     await pool.pool.send(job("new"))
     assert pool.load() == {0: 1, 1: 4} and pool.pool.available == {"e"}
@@ -232,7 +232,7 @@ async def test_the_only_worker_of_an_environment_keeps_its_jobs_for_longer(pool:
     await pool.hear(0)
     await pool.hear(1, label="other")
     await pool.pool.send(job("a"))
-    for _ in range(int(GIVEN_UP_S)):
+    for _ in range(int(GIVE_UP_S)):
         pool.wait(1)
         await pool.hear(1, label="other")
     assert pool.lost == []
@@ -269,7 +269,7 @@ async def test_code_that_keeps_a_worker_from_reporting_costs_its_rollouts_once(p
 
 async def test_one_that_is_only_slow_is_given_jobs_again(pool: Pool) -> None:
     await pool.hear(0)
-    pool.wait(QUIET_S + 1)
+    pool.wait(NO_NEW_JOBS_S + 1)
     assert pool.pool.available == set() and pool.pool.environments == {"e"}
     await pool.hear(0)
     assert pool.pool.available == {"e"}
@@ -282,7 +282,7 @@ async def test_a_job_is_lost_once_its_worker_has_seen_it_and_runs_it_no_more(poo
         await pool.pool.send(job(name))
     first = await pool.given(0, keep_number=True)
     assert isinstance(first, Job)
-    pool.clock.now += UNSEEN_S - 1
+    pool.clock.now += DELIVERY_TIMEOUT_S - 1
     await pool.hear(0)  # written before either came
     assert pool.lost == []
     await pool.tell(pool.sockets[0], Status("e", 0, "1", ["a"], seen=first.number))

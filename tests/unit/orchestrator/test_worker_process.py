@@ -12,7 +12,7 @@ from pathlib import Path
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.testbed.fakes.fake_engine import FakeEngine, write_tokenizer
-from primeslurm.wire.batches.rollouts import Rollout
+from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.transport import secret
 from tests.support.worker_pools import CallbackPool
 

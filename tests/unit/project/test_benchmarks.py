@@ -1,4 +1,4 @@
-"""Benchmarks: one command for all of them, which documents name rightly."""
+"""All benchmarks have one command, which documents name correctly."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """`python -m benchmarks WORDS`."""
+    """Run `python -m benchmarks WORDS`."""
     argv = [sys.executable, "-m", "benchmarks", *words]
     return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def test_each_says_what_it_measures() -> None:
+def test_each_benchmark_describes_its_measurement() -> None:
     known = benchmarks()
     assert {"gpu_run", "training_speed"} <= known.keys() and not {"live_memory", "titan_step"} & known.keys()
     assert all(line.endswith(".") for line in known.values())
@@ -38,18 +38,18 @@ def test_each_says_what_it_measures() -> None:
 
 
 @pytest.mark.parametrize("name", benchmarks())
-def test_each_has_a_help_of_its_own(name: str) -> None:
+def test_each_benchmark_has_help(name: str) -> None:
     assert f'prog="python -m benchmarks {name}"' in (ROOT / "benchmarks" / f"{name}.py").read_text()
 
 
-def test_one_is_run_with_its_words() -> None:
+def test_benchmark_gets_its_arguments() -> None:
     shown = run("training_sweep", "--help")
     assert shown.returncode == 0 and shown.stdout.startswith("usage: python -m benchmarks training_sweep")
     wrong = run("training_sweeep")
     assert wrong.returncode == 1 and "no benchmark is named 'training_sweeep'" in wrong.stderr
 
 
-def test_an_example_may_be_dropped_again_and_again_where_groups_begin_whenever_there_is_room() -> None:
+def test_example_may_be_dropped_repeatedly_with_eager_groups() -> None:
     limits = DispatchLimits({"e": 1}, 1, 1, 0, 100, {"e": 1.0})
     made = WheneverThereIsRoom(limits, ["r"], "s", "i")
     for made.version in (0, 2, 4):
@@ -57,7 +57,7 @@ def test_an_example_may_be_dropped_again_and_again_where_groups_begin_whenever_t
         assert job is not None and job.example == 0 and made.apply_age_limit(made.version + 2).cancelled == [job.id]
 
 
-def test_what_drop_takes_is_what_it_gives_up() -> None:
+def test_bound_of_drop_accounts_for_discarded_work() -> None:
     rows = json.loads(RESULT.read_text())["rows"]
     plain = [row for row in rows if row["inflight"] >= 512 and "bound_with_waste_s" in row]
     assert {row["sigma"] for row in plain} == set(SIGMAS)
@@ -73,7 +73,7 @@ def test_documents_name_benchmarks_that_exist() -> None:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
-def test_none_imports_tests(path: Path) -> None:
+def test_benchmarks_do_not_import_tests(path: Path) -> None:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     modules += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
@@ -81,7 +81,7 @@ def test_none_imports_tests(path: Path) -> None:
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_a_sweep_asks_for_what_training_speed_takes(gpus: int) -> None:
+def test_sweep_options_are_valid_for_training_speed(gpus: int) -> None:
     for settings in (cells(gpus) | compiled(gpus) | deep(gpus)).values():
         asked = arguments([*settings, "--ranks", str(gpus)])
         assert asked.ep in (1, gpus) and asked.cp in (1, gpus) and (asked.experts or gpus) % gpus == 0
@@ -96,7 +96,7 @@ def test_the_order_of_a_visit_names_cells_that_exist() -> None:
         assert asked and {word for words in asked for word in words.split()} <= set(there), command
 
 
-def test_a_fault_table_is_what_tests_recorded(tmp_path: Path) -> None:
+def test_fault_table_contains_recorded_costs(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(
         "import pytest\n@pytest.mark.parametrize('n', [1, 2])\n"
         "def test_it(n, record_property):\n    record_property('cost', f'{{\"fault\": \"f{n}\"}}')\n    assert n == 1\n"

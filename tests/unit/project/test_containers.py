@@ -1,4 +1,4 @@
-"""Images for GPU nodes: both descriptions have the same content, which is that of set-up."""
+"""Images for GPU nodes: both definitions have the same content, which is that of the set-up."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ DEFINITION = (ROOT / "containers" / "primeslurm.def").read_text()
 
 
 def packages(text: str) -> list[str]:
-    """What is installed by apt."""
+    """Return the packages that apt installs."""
     found = re.search(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text)
     assert found
     return [word for word in found[1].partition("&&")[0].split() if re.fullmatch(r"[a-z0-9-]+", word)]
 
 
-def test_both_start_from_the_same_and_install_the_same() -> None:
+def test_both_images_have_the_same_base_and_packages() -> None:
     assert re.findall(r"nvidia/cuda:\S+", DOCKERFILE) == re.findall(r"nvidia/cuda:\S+", DEFINITION)
     wanted = packages(DOCKERFILE)
     assert len(wanted) > 5 and packages(DEFINITION)[: len(wanted)] == wanted
@@ -34,7 +34,7 @@ def test_uv_and_nccl_have_one_version_everywhere() -> None:
     assert nccl and f"nvidia-nccl-cu13=={nccl[1]}" in DOCKERFILE
 
 
-def test_what_is_copied_exists() -> None:
+def test_copied_files_exist() -> None:
     for source in re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.MULTILINE):
         assert (ROOT / source).exists(), source
     section = DEFINITION[DEFINITION.index("%files") : DEFINITION.index("%post")]

@@ -1,4 +1,4 @@
-"""Every command that README and docs show exists with those options; links lead somewhere."""
+"""Every command in README and docs exists with its options, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
 
 
 def commands() -> list[tuple[str, str]]:
-    """(page, command) of every primeslurm or just command shown; docs/reference/cli.md is generated."""
+    """Return (page, command) for every primeslurm or just command. docs/reference/cli.md is generated."""
     found = []
     for page in PAGES:
         if page.name == "cli.md":

@@ -1,4 +1,4 @@
-"""Figures of the explanation pages can be read by everyone: with a screen reader, and in dark mode."""
+"""Figures of the explanation pages are accessible: to a screen reader, and in dark mode."""
 
 from __future__ import annotations
 

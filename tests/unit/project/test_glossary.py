@@ -1,4 +1,4 @@
-"""The glossary defines words that users meet on other pages or in messages."""
+"""The glossary defines words of other pages or messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of the demos on GPUs, as far as it goes without any: its runs are planned and contradict nothing."""
+"""The benchmark of demo runs on GPUs, as far as possible without GPUs: its runs have valid plans."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_warm_start_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert in_order(cells) == cells
 
 
-def test_idle_is_what_was_not_done() -> None:
+def test_idle_share_is_the_rest_of_the_time() -> None:
     steps = [
         {"trainer/seconds/wait": 1.0, "trainer/seconds/publish": 1.0, "engines/decode/busy_mean": busy}
         for busy in (1.0, 0.5)
@@ -60,7 +60,7 @@ def test_a_run_is_cancelled_when_the_benchmark_is_ended(tmp_path: Path, monkeypa
 
     def python(*words: str, **_: object) -> int:
         called.append(words[2])
-        return sys.exit(143) if words[2] == "submit" else 0  # as `timeout` has it
+        return sys.exit(143) if words[2] == "submit" else 0  # as `timeout` does
 
     monkeypatch.setattr(gpu_run, "python", python)
     monkeypatch.setattr(gpu_run, "start", lambda *_: {})
@@ -69,7 +69,7 @@ def test_a_run_is_cancelled_when_the_benchmark_is_ended(tmp_path: Path, monkeypa
     assert called == ["submit", "cancel"]
 
 
-def test_what_is_ended_ends_what_it_started() -> None:
+def test_ended_benchmark_ends_its_processes() -> None:
     code = "import time; print('up', flush=True); time.sleep(600)"
     imports = "from benchmarks.__main__ import end_in_order; from benchmarks.gpu_run import python"
     words = [sys.executable, "-c", f"{imports}; end_in_order(); python('-c', {code!r})"]
@@ -77,4 +77,4 @@ def test_what_is_ended_ends_what_it_started() -> None:
     assert process.stdout is not None and process.stdout.readline() == "up\n"
     process.terminate()
     assert process.wait(60) == 143
-    assert process.stdout.read() == ""  # its end: nobody holds the pipe any more
+    assert process.stdout.read() == ""  # the end of the output, so nobody holds the pipe

@@ -1,4 +1,4 @@
-"""The benchmark of KV cache in host memory, as far as it goes without an engine."""
+"""The benchmark of KV offload, as far as possible without an engine."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from primeslurm.plan.commands.engine import ALONE, Engines
 
 
 def test_conversations_outgrow_the_gpu_and_fit_into_host_memory() -> None:
-    gpu, host = 87_381, 349_525  # 8 and 32 GiB of Qwen3-30B-A3B's
+    gpu, host = 87_381, 349_525  # 8 and 32 GiB of Qwen3-30B-A3B's KV cache
     load = load_for(8192, 3, gpu, host)
     assert load.longest == 8192 + 2 * 512 + 3 * 128
     assert 2 * gpu < load.conversations * load.longest < host
-    # Others that were served since a conversation's last turn have taken all of the GPU's room.
+    # other conversations have filled the GPU's cache since a conversation's last turn
     assert (load.conversations - 2 * load.at_once) * load.prompt > gpu > load.at_once * load.longest
     with pytest.raises(ValueError, match="raise --kv-gib"):
         load_for(8192, 3, 8192, host)
@@ -24,7 +24,7 @@ def test_conversations_outgrow_the_gpu_and_fit_into_host_memory() -> None:
         load_for(8192, 3, gpu, 2 * gpu)
 
 
-def test_an_engine_has_the_tier_that_its_cell_asks_for(tmp_path: Path) -> None:
+def test_engine_has_the_offload_tier_of_its_cell(tmp_path: Path) -> None:
     def argv(host_bytes: int | None) -> list[str]:
         asked = recipe(tmp_path, "bfloat16", 10_240, 2**33, host_bytes)
         return list(Engines(asked, "cuda", "engine", "python").command(ALONE).argv)

@@ -1,4 +1,4 @@
-"""The learning curve and the numbers that the README shows are those of the recorded run."""
+"""The learning curve and the README's numbers are those of the recorded run."""
 
 from __future__ import annotations
 

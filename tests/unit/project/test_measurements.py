@@ -1,4 +1,4 @@
-"""The pages of measurements show what benchmarks/results holds, all of it or with a reason."""
+"""The measurement pages show all of benchmarks/results, except what is excluded with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_pages_of_measurements_are_current() -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_a_results_file_is_on_a_page_or_left_out_for_a_reason() -> None:
+def test_every_results_file_is_shown_or_excluded() -> None:
     shown = {name for table in TABLES for name in table["files"]}
     assert shown | NOT_SHOWN.keys() == {path.stem for path in RESULTS.glob("*.json")}
     assert not shown & NOT_SHOWN.keys()
@@ -39,7 +39,7 @@ def test_a_table_has_rows_and_names_its_origin(table: Row) -> None:
 
 
 def test_every_path_of_the_tables_leads_to_a_value() -> None:
-    """Tables share sets of columns, so a path may be missing from one table, but not from all."""
+    """Tables share column sets, so a path may be missing from one table but not from all."""
     found, named = set(), set()
     for table in TABLES:
         paths = {path for text in table["columns"].values() for _, path, _, _ in string.Formatter().parse(text) if path}

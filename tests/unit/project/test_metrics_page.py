@@ -1,4 +1,4 @@
-"""Every metric that a run writes is explained on the page of metrics."""
+"""The metrics page explains every metric of a run."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ PACKAGE = ROOT / "primeslurm"
 PAGE = ROOT / "docs" / "reference" / "metrics.md"
 WRITERS = (
     ("orchestrator/telemetry/batch_metrics.py", "", None),
-    ("orchestrator/telemetry/watch.py", "", {"step_metrics"}),
+    ("orchestrator/telemetry/progress_monitor.py", "", {"step_metrics"}),
     ("orchestrator/teacher/scoring.py", "", {"take_metrics"}),
     ("orchestrator/dispatch/curricula.py", "", {"take_metrics"}),
-    ("orchestrator/batching/admission.py", "env/*/", {"take_metrics"}),
+    ("orchestrator/batching/group_filter.py", "env/*/", {"take_metrics"}),
     ("trainer/components/loss.py", "trainer/", {"from_recipe", "cross_entropy", "_mismatch", "_policy_gradient"}),
     ("trainer/components/loss.py", "trainer/", {"_reference_kl"}),
     ("trainer/loops/step.py", "trainer/", {"train"}),
     ("trainer/loops/compilations.py", "trainer/", {"take"}),
 )
-"""Module, prefix of the names that it writes, and the functions that do so; None: all of them."""
+"""Module, prefix of its metric names, and the functions that write them; None for all."""
 PLACEHOLDERS = {"E", "A", "R", "*"}
 
 
 def pattern(node: ast.AST) -> str | None:
-    """Return a literal or f-string with * in place of what is computed; None for any other expression."""
+    """Return a literal or f-string with * for its variable parts; None for any other expression."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -52,7 +52,7 @@ def keys(function: ast.AST) -> Iterator[str]:
 
 
 def emitted() -> set[str]:
-    """Return the names of all metrics, with * for what differs between runs."""
+    """Return the names of all metrics, with * for parts that differ between runs."""
     found = {f"engines/*/{name}" for name in progress_monitor._ROW_LOADS}
     for module, prefix, functions in WRITERS:
         for node in ast.walk(ast.parse((PACKAGE / module).read_text())):
@@ -83,7 +83,7 @@ def documented() -> list[list[str]]:
 
 
 def is_documented(name: str) -> bool:
-    """Compare part by part: only a placeholder stands for a part that differs between runs."""
+    """Compare part by part. Only a placeholder matches a variable part."""
     parts = name.split("/")
     return any(
         len(parts) == len(shown)

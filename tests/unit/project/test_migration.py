@@ -1,4 +1,4 @@
-"""The migration pages name the keys that readers of other tools bring along."""
+"""The migration pages name the keys of other tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One word for one thing: no two public classes of the package have the same name."""
+"""No two public classes have the same name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ PACKAGE = Path(__file__).resolve().parents[3] / "primeslurm"
 MIRRORED = {
     "Config": "torchtitan's convention: what a module is made from, within its class",
 }
-"""Names that several classes have, and why."""
+"""Names of several classes, and why."""
 
 
 def classes() -> dict[str, list[str]]:
-    """Modules by the names of the public classes that they define."""
+    """Return the modules by the names of their public classes."""
     found: dict[str, list[str]] = defaultdict(list)
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -23,7 +23,7 @@ def classes() -> dict[str, list[str]]:
     return found
 
 
-def test_public_classes_have_names_of_their_own() -> None:
+def test_public_class_names_are_unique() -> None:
     doubles = {name: modules for name, modules in classes().items() if len(modules) > 1}
     assert {name: modules for name, modules in doubles.items() if name not in MIRRORED} == {}
     assert MIRRORED.keys() <= doubles.keys(), "they have one now"

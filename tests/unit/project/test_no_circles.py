@@ -1,4 +1,4 @@
-"""No modules import one another in a circle, not even within functions."""
+"""Modules do not import each other in a circle, not even within functions."""
 
 from __future__ import annotations
 

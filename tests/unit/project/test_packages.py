@@ -1,4 +1,4 @@
-"""Packages stay small enough to overlook, and the architecture page says what is in them."""
+"""Packages have few entries, and the architecture page describes their contents."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ PAGE = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
 PACKAGES = sorted(path.parent for path in SOURCE.rglob("__init__.py"))
 MOST = 15
 LARGER = {
+    ".": "all packages",
     "api": "one module for each thing that a command does",
     "models": "one folder for each family",
     "recipe/sections": "one module for each section",
-    ".": "all packages, and the modules below them",
 }
 """Packages with more entries, and why."""
 
 
 def entries(package: Path) -> list[str]:
-    """Names of the modules and packages in a package."""
+    """Return the names of the modules and packages in a package."""
     return [
         path.name
         for path in package.iterdir()
@@ -33,28 +33,28 @@ def entries(package: Path) -> list[str]:
 
 
 def table(header: str) -> list[list[str]]:
-    """Cells of the table of the page that has this header."""
+    """Return the cells of the page's table with this header."""
     rows = PAGE[PAGE.index(header) :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows]
 
 
-def test_no_package_has_more_entries_than_one_can_overlook() -> None:
+def test_packages_have_few_entries() -> None:
     crowded = {str(path.relative_to(SOURCE)) for path in PACKAGES if len(entries(path)) > MOST}
     assert crowded <= LARGER.keys()
     assert len(PACKAGES) > 50
 
 
-def test_every_package_and_layer_is_in_the_table_of_packages() -> None:
+def test_table_names_every_package_and_layer() -> None:
     named = {name for row in table("| Package |") for name in re.findall(r"`([\w/]+)`", row[0])}
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract["layers"] for contract in contracts if contract.get("containers") == ["primeslurm"]]
+    (layers,) = [each["layers"] for each in contracts if each.get("containers") == ["primeslurm"]]
     shown = re.search(r"^```text\n(cli\n.*?)```$", PAGE, re.MULTILINE | re.DOTALL)
     assert shown is not None and shown[1].splitlines() == layers
     assert {name for layer in layers for name in layer.split(" | ")} == named
     assert {path.name for path in PACKAGES if path.parent == SOURCE} <= named
 
 
-def test_packages_that_the_table_names_within_a_package_exist() -> None:
+def test_subpackages_in_the_table_exist() -> None:
     for names, contents in table("| Package |"):
         outer = [SOURCE / name for name in re.findall(r"`([\w/]+)`", names)]
         for inner in re.findall(r"`(\w+)`", contents):
@@ -62,12 +62,12 @@ def test_packages_that_the_table_names_within_a_package_exist() -> None:
 
 
 @pytest.mark.parametrize(("flow", "modules"), table("| Flow |"), ids=[row[0] for row in table("| Flow |")])
-def test_a_data_flow_is_one_of_modules_that_exist(flow: str, modules: str) -> None:
+def test_modules_of_data_flows_exist(flow: str, modules: str) -> None:
     names = re.findall(r"`([\w.]+)`", modules)
     assert len(names) > 3 and len(names) == len(set(names))
     assert [name for name in names if not (SOURCE / f"{name.replace('.', '/')}.py").is_file()] == []
 
 
-def test_files_that_answer_questions_exist() -> None:
+def test_files_in_the_table_of_questions_exist() -> None:
     for _, where in table("| Question |"):
         assert [name for name in re.findall(r"`([\w/.]+)`", where) if not (SOURCE / name).exists()] == []

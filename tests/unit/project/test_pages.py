@@ -1,4 +1,4 @@
-"""Every code block of the pages that a reader follows does what the page says (`tests.support.pages`)."""
+"""Every code block of the pages for readers does what the page says (`tests.support.pages`)."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<bos>assistant:{% endif %}"
 )
 FEW = 0.12
-"""Largest share of blocks that may be skipped."""
+"""Largest share of skipped blocks."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with a chat template, which stands for all models that pages download."""
+    """Yield a small model with a chat template, for all models that pages download."""
     directory = make_model(tmp_path_factory.mktemp("pages") / "model")
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     return directory
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_blocks_of_a_page_do_what_it_says(page: Path, model: Path, tmp_path: Path) -> None:
+def test_blocks_of_a_page_work(page: Path, model: Path, tmp_path: Path) -> None:
     reader = Reader(tmp_path, model)
     for block in blocks_of(page):
         assert not block.problem(), f"{block.where}: {block.problem()}"
@@ -59,13 +59,13 @@ def test_few_blocks_are_skipped() -> None:
         "<!-- docs-test: exit, two -->\n```bash\nls\n```",
     ],
 )
-def test_a_block_that_cannot_be_tested_is_refused(text: str, tmp_path: Path) -> None:
+def test_untestable_block_is_refused(text: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"# A page\n\n{text}\n")
     assert [block.problem() != "" for block in blocks_of(page)] == [True]
 
 
-def test_a_page_that_says_something_wrong_is_found(model: Path, tmp_path: Path) -> None:
+def test_wrong_page_is_detected(model: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(
         "```bash\ncd recipes\nexport WORD=two\n```\n\n```bash\necho one; echo $WORD  three; basename $PWD\n```\n\n"

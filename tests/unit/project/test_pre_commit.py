@@ -1,4 +1,4 @@
-"""The hooks for commits find nothing in the whole tree."""
+"""The pre-commit hooks pass on the whole tree."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ LINT = {
     "hadolint": "hadolint",
     "docs": "docs-site",
 }
-"""Hooks that `./just lint` runs, too, by another way of its own: minutes that need not be spent twice."""
+"""Hooks that `./just lint` also runs, and which need not run twice."""
 
 
 def _is_checkout() -> bool:
-    """Whether git may read this tree: not one that was unpacked, or belongs to another user."""
+    """Return whether git can read this tree, which may be unpacked or belong to another user."""
     asked = ["git", "-C", str(ROOT), "rev-parse", "--show-toplevel"]
     return shutil.which("git") is not None and subprocess.run(asked, capture_output=True, check=False).returncode == 0
 
 
-def test_what_is_left_out_here_is_what_lint_runs() -> None:
+def test_skipped_hooks_run_in_lint() -> None:
     hooks = set(re.findall(r"\{id: ([\w-]+)", CONFIG.read_text()))
     recipe = re.search(r"^lint:.*\n((    .*\n)+)", (ROOT / "Justfile").read_text(), re.MULTILINE)
     assert recipe is not None and hooks > LINT.keys() and len(hooks) > len(LINT) + 5

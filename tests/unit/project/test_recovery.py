@@ -1,4 +1,4 @@
-"""The benchmark of recoveries, as far as it goes without a run: its recipe is planned, and events become seconds."""
+"""The recovery benchmark, as far as possible without a run: its recipe has a valid plan, and events become seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from primeslurm.records.events.training import CheckpointLoaded, StepTrained
 from tests.support.planning import reviewed
 
 
-def test_its_run_is_planned_on_four_gpus(tmp_path: Path) -> None:
+def test_run_is_planned_on_four_gpus(tmp_path: Path) -> None:
     model = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
     (tmp_path / "config.json").write_text(json.dumps(model))
     for gpu in range(4):
@@ -30,7 +30,7 @@ def test_its_run_is_planned_on_four_gpus(tmp_path: Path) -> None:
     assert plan.totals.gpus == 4 and plan.max_attempts > 1
 
 
-def test_an_engine_is_back_when_it_serves() -> None:
+def test_engine_has_recovered_when_it_serves() -> None:
     steps = [StepTrained(number, time=90.0 + 2 * number) for number in range(1, 8)]  # 92, 94, ... 104
     faults = [
         EngineUpdated("engine-r1-0", 4, time=99.0),
@@ -48,7 +48,7 @@ def test_an_engine_is_back_when_it_serves() -> None:
     }
 
 
-def test_a_trainer_is_back_when_it_trains_what_it_had_not() -> None:
+def test_trainer_has_recovered_with_its_first_new_step() -> None:
     happened = [
         CheckpointLoaded(0, time=10.0),
         *(EngineUpdated(engine, 4, time=99.0) for engine in ("engine-r0-0", "engine-r1-0")),
@@ -60,7 +60,7 @@ def test_a_trainer_is_back_when_it_trains_what_it_had_not() -> None:
         CheckpointLoaded(4, time=110.0),
         CheckpointLoaded(4, time=111.0),
         EngineUpdated("engine-r0-0", 4, time=112.0),
-        StepTrained(5, time=116.0),  # of rollouts that the last attempt had finished
+        StepTrained(5, time=116.0),  # with rollouts that the previous attempt had finished
         EngineUpdated("engine-r0-0", 5, time=117.0),
     ]
     late, step = EngineUpdated("engine-r1-0", 5, time=118.0), StepTrained(6, time=119.0)

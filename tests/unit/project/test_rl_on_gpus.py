@@ -1,4 +1,4 @@
-"""The benchmark of whole loops on GPUs, as far as it goes without any: its runs are planned and contradict nothing."""
+"""The benchmark of the RL loop on GPUs, as far as possible without GPUs: its runs have valid plans."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
 
 
-def test_shared_gpus_are_planned_as_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_gpus_are_planned_as_separate_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text('#!/bin/sh\necho "$*"\n')
     program.chmod(0o755)

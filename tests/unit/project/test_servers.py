@@ -1,4 +1,4 @@
-"""Servers that tests and benchmarks start are ended with all that they have started, and nothing else is."""
+"""Servers of tests and benchmarks are ended together with their child processes, and nothing else is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAVES_ONE = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:]).pid, 
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended within some seconds; whose child it was, nobody may have asked."""
+    """Return whether a process ends within some seconds. It may remain a zombie."""
     deadline = time.monotonic() + 30
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         if time.monotonic() > deadline:
@@ -41,17 +41,17 @@ def test_a_server_is_ended(process: subprocess.Popen[bytes]) -> None:
     assert not server.alive() and gone(process.pid)
 
 
-def test_a_later_process_with_its_number_is_left_alone(process: subprocess.Popen[bytes]) -> None:
+def test_later_process_with_the_same_pid_is_not_killed(process: subprocess.Popen[bytes]) -> None:
     server = Server(process.pid, "", Path())
     assert server.started is not None
-    server.started -= 1  # as if that one had ended long ago
+    server.started -= 1  # as if the original process had ended
     assert not server.alive()
     server.kill()
     server.stop()
     assert process.poll() is None
 
 
-def test_what_a_server_leaves_is_ended() -> None:
+def test_child_processes_of_a_server_are_ended() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", LEAVES_ONE, *SLEEP], stdout=subprocess.PIPE, start_new_session=True, text=True
     ) as process:

@@ -1,4 +1,4 @@
-"""What tests and benchmarks leave in their temporary directory when they are killed is removed."""
+"""Temporary files of killed tests and benchmarks are removed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PATIENCE_S = 60.0
 
 
 @pytest.mark.parametrize("code", [TESTS, BENCHMARK], ids=["tests", "benchmark"])
-def test_they_have_a_temporary_directory_of_their_own_that_goes_when_they_are_killed(code: str) -> None:
+def test_temporary_directory_is_removed_after_a_kill(code: str) -> None:
     argv = [sys.executable, "-c", code]
     killed = Path(subprocess.run(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False).stdout.strip())
     assert killed.parent.parent == Path(tempfile.gettempdir()) and killed.parent.name.startswith("ps")
@@ -44,12 +44,12 @@ def test_they_have_a_temporary_directory_of_their_own_that_goes_when_they_are_ki
     assert not killed.parent.exists()
 
 
-def test_tests_keep_nothing_in_the_directory_of_all() -> None:
+def test_tests_leave_nothing_in_the_shared_temporary_directory() -> None:
     assert Path(tempfile.gettempdir()).name.startswith("ps")
 
 
 def made_elsewhere(path: Path) -> Iterator[str]:
-    """Where a file has `tempfile` make something in a directory that it names."""
+    """Return the calls by which a file makes temporary files in a directory that it names."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("tempfile."):
             named = [word.value for word in node.keywords if word.arg == "dir"]
@@ -57,5 +57,5 @@ def made_elsewhere(path: Path) -> Iterator[str]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}"
 
 
-def test_no_test_names_the_directory_of_all() -> None:
+def test_no_test_uses_the_shared_temporary_directory() -> None:
     assert [place for path in sorted(Path(ROOT, "tests").rglob("*.py")) for place in made_elsewhere(path)] == []

@@ -1,4 +1,4 @@
-"""Build scripts: pinned, verified, repeatable. What they fetch is not to be had here; how they do it is."""
+"""Build scripts are pinned, verified and repeatable. Their downloads are replaced here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_manifest_pins_what_is_fetched(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_check_shows_every_command_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_check_prints_commands_and_changes_nothing(name: str, tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "third_party")
     directory = tmp_path / "third_party" / name
     before = sorted(tmp_path.rglob("*"))
@@ -58,7 +58,7 @@ def test_shellcheck_passes() -> None:
 
 
 def small_release(directory: Path) -> tuple[Path, str]:
-    """A tarball that is built as UCX is, in no time, and its checksum."""
+    """Return a tarball that builds like UCX, but quickly, and its checksum."""
     source = directory / "ucx-9"
     (source / "contrib").mkdir(parents=True)
     configure = (
@@ -76,7 +76,7 @@ def small_release(directory: Path) -> tuple[Path, str]:
 
 
 @pytest.mark.skipif(shutil.which("make") is None or shutil.which("curl") is None, reason="needs make and curl")
-def test_a_build_verifies_installs_and_is_not_repeated(tmp_path: Path) -> None:
+def test_build_verifies_and_installs_once(tmp_path: Path) -> None:
     shutil.copytree(ROOT, tmp_path / "third_party", ignore=shutil.ignore_patterns("lib", "bin", ".built"))
     directory = tmp_path / "third_party" / "ucx"
     tarball, checksum = small_release(tmp_path)
@@ -143,7 +143,7 @@ def test_a_build_lets_uv_install_a_missing_pip(programs: tuple[str, ...], code: 
 
 
 class Sources:
-    """A repository with a submodule, both cloned by nobody yet, and a folder that builds DeepEP from them."""
+    """A repository with a submodule, not cloned yet, and a directory that builds DeepEP from them."""
 
     def __init__(self, directory: Path) -> None:
         shutil.copytree(ROOT, directory / "third_party", ignore=shutil.ignore_patterns(".built", "wheels", "nvshmem"))
@@ -161,12 +161,12 @@ class Sources:
 
     @staticmethod
     def git(directory: Path, *args: str) -> str:
-        """Run git as nobody in particular."""
+        """Run git with an anonymous author."""
         who = ["-c", "user.name=n", "-c", "user.email=e"]
         return subprocess.run(["git", "-C", directory, *who, *args], check=True, capture_output=True, text=True).stdout
 
     def commit(self, directory: Path, name: str, submodule: str = "") -> str:
-        """Commit one more file, and maybe a submodule."""
+        """Commit one more file, and optionally a submodule."""
         directory.mkdir(exist_ok=True)
         self.git(directory, "init", "--quiet")
         (directory / name).touch()
@@ -177,18 +177,18 @@ class Sources:
         return self.git(directory, "rev-parse", "HEAD").strip()
 
     def pin(self, commit: str) -> None:
-        """Have the manifest name a commit."""
+        """Set the commit in the manifest."""
         manifest = self.build / "manifest.toml"
         manifest.write_text(re.sub(r'(?m)^commit = ".*"', f'commit = "{commit}"', manifest.read_text()))
 
     def run(self, *sources: Path) -> subprocess.CompletedProcess[str]:
-        """Run DeepEP's build script with its sources there."""
+        """Run DeepEP's build script with sources."""
         words = [word for source in sources for word in ("--source", str(source))]
         argv = ["env", f"PATH={self.tools}:/usr/bin:/bin", "bash", str(self.build / "build.sh"), *words]
         return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
 
     def built(self) -> str:
-        """What the wheel was built from."""
+        """Return the files from which the wheel was built."""
         return (self.build / "wheels" / "deep_ep.whl").read_text()
 
 
@@ -208,7 +208,7 @@ def test_sources_that_are_there_are_built_at_the_pinned_commit(tmp_path: Path) -
 
 @needs_git
 @pytest.mark.parametrize("bare", [False, True], ids=["checkout", "git directory"])
-def test_a_checkout_brings_its_submodules_and_a_git_directory_none(tmp_path: Path, bare: bool) -> None:
+def test_checkout_source_includes_submodules(tmp_path: Path, bare: bool) -> None:
     sources = Sources(tmp_path)
     sources.git(sources.main, "clone", "--quiet", str(sources.library), "third-party/fmt")
     source = sources.main / ".git" if bare else sources.main
@@ -222,7 +222,7 @@ def test_a_checkout_brings_its_submodules_and_a_git_directory_none(tmp_path: Pat
 
 
 @needs_git
-def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
+def test_problems_of_sources_are_reported(tmp_path: Path) -> None:
     sources = Sources(tmp_path)
     sources.pin("0" * 40)
     done = sources.run(sources.main, sources.library)

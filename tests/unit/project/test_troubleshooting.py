@@ -1,4 +1,4 @@
-"""The messages that the troubleshooting page quotes are those of the code."""
+"""The messages on the troubleshooting page exist in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = ROOT / "docs" / "how-to" / "troubleshooting.md"
 CELLS = re.findall(r"^\| (`.+?) \|", PAGE.read_text(), re.MULTILINE)
 MESSAGES = [message for cell in CELLS for message in re.findall(r"`(.+?)`", cell)]
 SLURM_OWN = {"sinfo: error", "AssocGrp...", "QOSMax..."}
-"""What Slurm's commands print, and reasons that the code knows by a pattern."""
+"""Output of Slurm's commands, and reasons that the code matches by a pattern."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One version everywhere."""
+"""The version is the same everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wheel, without a checkout: it has all files that commands read, and no command tells its user to run `./just`."""
+"""The wheel without a checkout has all files that commands read, and no message suggests `./just`."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the content of the wheel, for PYTHONPATH."""
+    """Yield a directory with the content of the wheel, for PYTHONPATH."""
     place = tmp_path_factory.mktemp("wheel")
-    # Set-up has built the project with the same back end, which is in uv's cache since then.
+    # The set-up has built the project with the same back end, which is in uv's cache.
     build = [sys.executable, "-m", "uv", "build", "--wheel", "--offline", "--quiet", "--out-dir", str(place), str(ROOT)]
     done = subprocess.run(build, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -42,7 +42,7 @@ def run(
     return done.returncode, done.stdout, done.stderr
 
 
-def test_the_first_commands_of_a_user_work_and_name_no_checkout(installed: Path, tmp_path: Path) -> None:
+def test_first_commands_work_without_a_checkout(installed: Path, tmp_path: Path) -> None:
     site = str(installed / "primeslurm" / "shipped" / "sites" / "h200.yaml")
     local = ("--local",)
     for words, expected in (
@@ -51,7 +51,7 @@ def test_the_first_commands_of_a_user_work_and_name_no_checkout(installed: Path,
         (("check", "recipe.yaml", *local), 0),
         (("plan", "recipe.yaml", *local), 0),
         (("submit", "recipe.yaml", *local, "--dry-run"), 0),
-        (("submit", "recipe.yaml", *local), 2),  # the model is not there: the message says how to make it
+        (("submit", "recipe.yaml", *local), 2),  # the model is missing, and the message says how to make it
         (("check", "reverse_text", *local), 0),
         (("recipes",), 0),
         (("recipes", "show", "reverse_text_sft"), 0),
@@ -74,13 +74,13 @@ def test_the_first_commands_of_a_user_work_and_name_no_checkout(installed: Path,
             assert not [each for each in wrong if each["part"] == "primeslurm"], wrong
 
 
-def test_its_locks_are_those_of_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_wheel_has_the_checkouts_locks(installed: Path, tmp_path: Path) -> None:
     code = "import json; from primeslurm.slurm.inventory import lock; print(json.dumps([lock('cuda'), lock('cpu')]))"
     _, out, err = run(installed, tmp_path, code=code)
     assert json.loads(out) == [inventory.lock("cuda"), inventory.lock("cpu")], err
 
 
-def test_it_holds_what_a_checkout_ships(installed: Path) -> None:
+def test_wheel_has_all_shipped_files(installed: Path) -> None:
     shipped = installed / "primeslurm" / "shipped"
     for directory in ("recipes", "sites", "templates", "examples", "requirements", "scripts/models"):
         there = {path.relative_to(shipped) for path in (shipped / directory).rglob("*") if path.is_file()}
@@ -90,7 +90,7 @@ def test_it_holds_what_a_checkout_ships(installed: Path) -> None:
         if tracked.returncode == 0:
             assert {Path(line) for line in tracked.stdout.split()} <= there
         assert there and not [path for path in there if "__pycache__" in path.parts]
-    # What only a checkout can use is not in it.
+    # files that only a checkout can use
     assert not (installed / "tests").exists() and not (installed / "benchmarks").exists()
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of experts spread over GPUs, as far as it goes without any."""
+"""The benchmark of wide expert parallelism, as far as possible without GPUs."""
 
 from __future__ import annotations
 

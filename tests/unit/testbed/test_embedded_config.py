@@ -35,7 +35,7 @@ from tests.support.strangers import needs_second_user, stranger
 SPEC = ClusterSpec("demo", Path("/tmp/demo"), Path("/tmp/runs"), nodes=4, gpus_per_node=2, cpus_per_node=8)
 
 
-def test_a_cluster_is_found_again_and_a_damaged_record_of_it_is_an_error(tmp_path: Path) -> None:
+def test_cluster_is_loaded_from_its_directory_unless_damaged(tmp_path: Path) -> None:
     daemons = [OsProcess("slurmctld", 7, 1)]
     made = cluster.Cluster(replace(SPEC, directory=tmp_path), LoopbackPlace(3), daemons)
     made._save()
@@ -87,13 +87,13 @@ def test_check_refuses(field: str, spec: ClusterSpec) -> None:
     assert [violation.field for violation in caught.value.violations] == [field]
 
 
-def test_check_names_everything_at_once() -> None:
+def test_check_reports_all_problems_at_once() -> None:
     with pytest.raises(UsageError) as caught:
         replace(SPEC, name="", nodes=0, cpus_per_node=0).check()
     assert [violation.field for violation in caught.value.violations] == ["name", "nodes", "cpus_per_node"]
 
 
-def test_places_share_nothing() -> None:
+def test_places_share_no_address_or_port() -> None:
     largest = replace(SPEC, nodes=200, control_nodes=50)
     for a, b in combinations([LoopbackPlace(index) for index in range(PLACES)], 2):
         assert not set(a.ports(largest)) & set(b.ports(largest))
@@ -107,7 +107,7 @@ def test_ports_stay_below_those_of_runs() -> None:
     assert max(narrow) < min(wide) and max(wide) < port_base
 
 
-def test_a_large_cluster_has_a_place_of_its_own() -> None:
+def test_large_cluster_uses_the_extra_place() -> None:
     large, place = replace(SPEC, nodes=512, control_nodes=200), LoopbackPlace(PLACES)
     found = addresses(large, place)
     assert len(set(found.values())) == 712 and len(set(place.ports(large))) == 713
@@ -143,7 +143,7 @@ def test_every_node_has_its_address_and_port(nodes: int) -> None:
     ("nodes", "silent_s", "start_s", "expire_s", "message_s", "threads"),
     [(4, 30, 300, 10, 30, 2), (64, 68, 300, 10, 30, 2), (512, 516, 1032, 516, 516, 10)],
 )
-def test_large_clusters_are_given_time(
+def test_time_limits_grow_with_the_cluster(
     nodes: int, silent_s: int, start_s: int, expire_s: int, message_s: int, threads: int
 ) -> None:
     spec = replace(SPEC, nodes=nodes, control_nodes=4)
@@ -155,7 +155,7 @@ def test_large_clusters_are_given_time(
     assert spec.munge_threads == threads
 
 
-def test_no_gpus_no_gres() -> None:
+def test_nodes_without_gpus_have_no_gres() -> None:
     spec = replace(SPEC, gpus_per_node=0)
     assert gres_conf(spec) == ""
     assert "Gres=" not in slurm_conf(spec, LoopbackPlace(0), "host", 1000)
@@ -180,13 +180,13 @@ def test_sockets_of_job_steps_fit_whatever_the_name() -> None:
         ClusterSpec("emulated", Path("/" + "d" * 60), Path("/runs")).check()
 
 
-def test_clusters_with_long_names_have_nodes_of_their_own() -> None:
+def test_node_names_of_clusters_with_long_names_differ() -> None:
     first, second = (ClusterSpec(f"emulate-glm5-{end}", Path("/a"), Path("/runs")) for end in ("pd", "r3"))
     assert not set(first.gpu_names) & set(second.gpu_names)
 
 
 @needs_second_user
-def test_a_stranger_does_not_keep_clusters_from_starting() -> None:
+def test_stranger_cannot_block_the_start_lock() -> None:
     """An abstract socket as lock could be taken by anybody."""
     held: list[Any] = []
 

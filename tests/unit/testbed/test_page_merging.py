@@ -29,7 +29,7 @@ def switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.skipif(not merges_pages(), reason="the kernel has no PR_SET_MEMORY_MERGE")
-def test_processes_that_ask_have_equal_pages() -> None:
+def test_processes_with_page_merging_have_equal_pages() -> None:
     # coverage would begin with data that differs between processes
     argv, env = [sys.executable, "-c", LAYOUT], unmeasured()
     same = env | page_merging.SAME_HASHES
@@ -40,7 +40,7 @@ def test_processes_that_ask_have_equal_pages() -> None:
 
 
 @pytest.mark.parametrize(("says", "merged"), [("1\n", True), ("0\n", False), ("2\n", False), (None, False)])
-def test_a_cluster_asks_where_the_kernel_merges(says: str | None, merged: bool, switch: Path) -> None:
+def test_cluster_requests_page_merging_if_enabled(says: str | None, merged: bool, switch: Path) -> None:
     if says is not None:
         switch.write_text(says)
     spec = emulation.cluster_for(Recipe.model_validate(recipe_data()))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from primeslurm.wire.batches import batch_files
-from primeslurm.wire.batches.rollouts import ImageSpan
+from primeslurm.wire.batches.inline_images import ImageSpan
 from primeslurm.wire.decoding import DamagedError
 from tests.unit.wire.test_wire import batch
 
@@ -23,7 +23,7 @@ def empty(size: int) -> NDArray[np.uint8]:
 
 
 def test_arrays_are_read_to_where_they_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_files, "PIECE", 7)
+    monkeypatch.setattr(batch_files, "READ_BYTES", 7)
     frames, rooms, pieces = batch(1).encode(), list[NDArray[np.uint8]](), list[int]()
     batch_files.write(tmp_path / "share", frames)
     assert sum(map(len, frames)) < (tmp_path / "share").stat().st_size < sum(map(len, frames)) + 150

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from primeslurm.wire.batches.data_uri import decode, is_inline, shown
+from primeslurm.wire.batches.inline_images import decode, is_inline, shown
 
 DATA = bytes(range(256))
 
@@ -24,8 +24,8 @@ def test_an_image_is_decoded_with_and_without_line_breaks() -> None:
         ("images/a.png", "images/a.png: an image must be a data URI"),
         ("data:text/plain;base64,QUFB", "data:text/plain;base64,QUFB: an image must be a data URI"),
         ("data:image/svg+xml,<svg/>", "data:image/svg+xml,<svg/>: an image must be in base64"),
-        ("data:image/png;base64,QUF", "data:image/png;base64,QUF: an image is no base64: Incorrect padding"),
-        ("data:image/png;base64,Q*F=", "an image is no base64: "),
+        ("data:image/png;base64,QUF", "data:image/png;base64,QUF: an image has invalid base64: Incorrect padding"),
+        ("data:image/png;base64,Q*F=", "an image has invalid base64: "),
         ("data:image/png;base64", "an image must be in base64"),
     ],
 )
@@ -38,6 +38,6 @@ def test_messages_name_files_whole_and_no_more_than_the_beginning_of_data_uris()
     path, source = "a/" * 100, "data:image/png;base64," + "A" * 1000
     assert shown(path) == path and shown("data:image/png,A") == "data:image/png,A"
     assert len(shown(source)) == 83 and source.startswith(shown(source).removesuffix("..."))
-    with pytest.raises(ValueError, match="an image is no base64") as raised:
+    with pytest.raises(ValueError, match="an image has invalid base64") as raised:
         decode(source + "*")
     assert len(str(raised.value)) < 200

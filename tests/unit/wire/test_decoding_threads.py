@@ -7,14 +7,14 @@ import sys
 
 PROGRAM = """
 import sys, threading, msgspec
-from primeslurm.wire.decoding import decode_json, value
+from primeslurm.wire.decoding import decode_json, decode_msgpack
 
 sys.setswitchinterval(1e-6)
 for number in range(60):
     fields = [(f"a{i}", "int") for i in range(20)]
     inner = msgspec.defstruct(f"Inner{number}", fields, namespace={"__module__": "builtins"})
     outer = msgspec.defstruct(f"Outer{number}", [("x", list[inner])], namespace={"__module__": "builtins"})
-    encoding, decoded = ((msgspec.msgpack, value), (msgspec.json, decode_json))[number % 2]
+    encoding, decoded = ((msgspec.msgpack, decode_msgpack), (msgspec.json, decode_json))[number % 2]
     raw = encoding.encode({"x": [{name: 1 for name, _ in fields}]})
     gate, found = threading.Barrier(6), []
 

@@ -160,7 +160,7 @@ def test_nothing_is_set_aside_without_a_reason(run: Path) -> None:
 
 def test_a_checkpoint_that_was_removed_on_purpose_needs_its_name_removed(run: Path) -> None:
     shutil.rmtree(checkpoints.step_dir(run, 80))
-    with pytest.raises(NotVisibleError, match=r"Was it removed on purpose\? Then remove that file, too"):
+    with pytest.raises(NotVisibleError, match=r"If the checkpoint was removed on purpose, remove that file, too"):
         checkpoints.newest_whole(run)
     (run / "checkpoints" / NEWEST).unlink()
     assert checkpoints.newest_whole(run) == 78

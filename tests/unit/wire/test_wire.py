@@ -30,24 +30,16 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire.batches import routed_experts
-from primeslurm.wire.batches.rollouts import (
-    Batch,
-    BatchInfo,
-    Frame,
-    IncomingArrays,
-    RankShard,
-    Rollout,
-    RolloutInfo,
-    Row,
-    assembled,
-    from_frames,
-    to_frames,
-)
+from primeslurm.wire.batches.batch import Batch, BatchInfo, RankShard, Row
+from primeslurm.wire.batches.frames import Frame, IncomingArrays, assembled, from_frames, to_frames
+from primeslurm.wire.batches.rollout import Rollout, RolloutInfo
 from primeslurm.wire.decoding import DamagedError
-from primeslurm.wire.link import trainer_link
-from primeslurm.wire.link.trainer_link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link import orchestrator_link
+from primeslurm.wire.link.messages import Answer, GetBatch, Request
+from primeslurm.wire.link.orchestrator_link import OrchestratorLink
+from primeslurm.wire.link.trainer_link import LinkError, TrainerLink
 from primeslurm.wire.stored import checkpoints
-from primeslurm.wire.transport import secret
+from primeslurm.wire.transport import curve
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -221,7 +213,7 @@ def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path) == 5
     assert checkpoints.damage(first) == []
     (first / "trainer" / "part").unlink()
-    assert checkpoints.damage(first) == [f"{first}/trainer/part: is not there"]
+    assert checkpoints.damage(first) == [f"{first}/trainer/part: does not exist"]
     (first / "trainer" / "part").write_text("xy")
     assert checkpoints.damage(first) == [f"{first}/trainer/part: differs from its record: 2 bytes instead of 1"]
     (first / "trainer" / "part").write_text("y")
@@ -363,7 +355,7 @@ def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_
     request = GetBatch(1, RankShard(0, 1))
     sockets = [zmq.Context.instance().socket(zmq.REQ) for _ in range(3)]
     for number, socket in enumerate(sockets, 1):
-        secret.present(socket)
+        curve.secure_client(socket)
         socket.connect(server.address)
         socket.send(msgspec.msgpack.encode(request))
         while len(received) < number:
@@ -380,7 +372,7 @@ def test_what_is_asked_for_again_while_it_is_answered_is_sent_once_to_who_asked_
 def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     frames = batch(1).encode()
     size = sum(map(len, frames[1:]))
-    monkeypatch.setattr(trainer_link, "CHUNK", 10)
+    monkeypatch.setattr(orchestrator_link, "CHUNK_BYTES", 10)
     link_ = TrainerLink(server.address)
     found = link_.get_batch(1, RankShard(0, 1), timeout_s=60)
     assert found is not None
@@ -395,7 +387,7 @@ def test_a_batch_is_not_fetched_twice_if_it_is_formed_while_a_prefetch_waits_tha
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = batch(1).encode()
-    monkeypatch.setattr(trainer_link, "CHUNK", 10)
+    monkeypatch.setattr(orchestrator_link, "CHUNK_BYTES", 10)
     server.formed.clear()
     link_ = TrainerLink(server.address)
     ahead = Prefetch(link_, RankShard(0, 1), timeout_s=60)

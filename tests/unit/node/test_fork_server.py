@@ -1,4 +1,4 @@
-"""Processes of a node that are forked from one that has imported what they need."""
+"""Processes that a fork server has forked, which share its imports."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    """One that has imported the program."""
+    """A server that has imported the program."""
     started = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
     wait_for(lambda: started.imported)
     yield started
     started.close()
 
 
-def forked(server: ForkServer, directory: Path, *words: str, env: dict[str, str] = ENV, **handed: int) -> ProcessGroup:
-    return server.fork([sys.executable, "-m", PROGRAM, *words], env, directory / "a.log", directory, handed)
+def forked(server: ForkServer, directory: Path, *args: str, env: dict[str, str] = ENV, **passed: int) -> ProcessGroup:
+    return server.fork([sys.executable, "-m", PROGRAM, *args], env, directory / "a.log", directory, passed)
 
 
 def ended(child: ProcessGroup) -> int:
@@ -55,28 +55,28 @@ def ended(child: ProcessGroup) -> int:
     return code
 
 
-def said(server: ForkServer, directory: Path, env: dict[str, str] = ENV, **handed: int) -> dict[str, Any]:
+def report_of(server: ForkServer, directory: Path, env: dict[str, str] = ENV, **passed: int) -> dict[str, Any]:
     out = directory / "said.json"
-    assert ended(forked(server, directory, "say", str(out), env=env, **handed)) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    assert ended(forked(server, directory, "say", str(out), env=env, **passed)) == 0
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
 
 
-def test_it_is_a_process_of_its_own(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_process_leads_its_own_group(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     env = {**ENV, "A_VARIABLE": "x", "TMPDIR": str(tmp_path / "other")}
-    found, again = said(server, tmp_path, env), said(server, tmp_path, env)
-    assert found["session"] == found["pid"] != again["pid"]
-    assert found["directory"] == str(tmp_path)
-    assert found["words"] == ["say", str(tmp_path / "said.json")]
-    assert found["variable"] == "x" and found["temporary"] == str(tmp_path / "other")
-    assert found["usr2"] and found["child"]
-    assert found["random"] != again["random"]
+    report, again = report_of(server, tmp_path, env), report_of(server, tmp_path, env)
+    assert report["session"] == report["pid"] != again["pid"]
+    assert report["directory"] == str(tmp_path)
+    assert report["words"] == ["say", str(tmp_path / "said.json")]
+    assert report["variable"] == "x" and report["temporary"] == str(tmp_path / "other")
+    assert report["usr2"] and report["child"]
+    assert report["random"] != again["random"]
     log = (tmp_path / "a.log").read_text()
     assert f"{sys.executable} -m {PROGRAM} say" in log and log.count("an error\n") == 2
 
 
-def test_it_is_forked_from_one_that_imported(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_process_does_not_import_again(server: ForkServer, tmp_path: Path) -> None:
     child = forked(server, tmp_path, "wait")
     assert psutil.Process(child.pid).ppid() != os.getpid()
     assert psutil.Process(psutil.Process(child.pid).ppid()).ppid() == os.getpid()
@@ -86,13 +86,13 @@ def test_it_is_forked_from_one_that_imported(server: ForkServer, tmp_path: Path)
     assert ended(child) == -signal.SIGKILL
 
 
-def test_it_gets_what_is_handed_over(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_process_inherits_descriptors(server: ForkServer, tmp_path: Path) -> None:
     env = {name: value for name, value in ENV.items() if name != secret.VARIABLE}
     page = heartbeats.HeartbeatPage("a")
-    with secret.handing_over("s3cret") as (descriptor, told):
+    with secret.handing_over("s3cret") as (descriptor, variables):
         more = {heartbeats.VARIABLE: str(page.descriptor)}
-        handed = {secret.HANDED_OVER: descriptor, heartbeats.VARIABLE: page.descriptor}
-        child = forked(server, tmp_path, "say", str(tmp_path / "said"), env={**env, **told, **more}, **handed)
+        passed = {secret.HANDED_OVER: descriptor, heartbeats.VARIABLE: page.descriptor}
+        child = forked(server, tmp_path, "say", str(tmp_path / "said"), env={**env, **variables, **more}, **passed)
     assert ended(child) == 0
     assert json.loads((tmp_path / "said").read_text())["secret"] == "s3cret"
     assert page.read().number == 1
@@ -100,11 +100,11 @@ def test_it_gets_what_is_handed_over(server: ForkServer, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_its_exit_code(code: int, server: ForkServer, tmp_path: Path) -> None:
+def test_the_exit_code_is_passed_on(code: int, server: ForkServer, tmp_path: Path) -> None:
     assert ended(forked(server, tmp_path, "exit", str(code))) == code
 
 
-def test_it_takes_signals(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_process_gets_signals(server: ForkServer, tmp_path: Path) -> None:
     child = forked(server, tmp_path, "wait")
     assert child.poll() is None
     child.send(signal.SIGINT)
@@ -114,7 +114,7 @@ def test_it_takes_signals(server: ForkServer, tmp_path: Path) -> None:
     child.kill()
 
 
-def test_it_ends_in_its_own_way_when_slurm_ends_all(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_process_handles_the_signals_that_its_server_ignores(server: ForkServer, tmp_path: Path) -> None:
     waits = tmp_path / "waits"
     child = forked(server, tmp_path, "wait for the end", str(waits))
     wait_for(waits.exists)
@@ -126,7 +126,7 @@ def test_it_ends_in_its_own_way_when_slurm_ends_all(server: ForkServer, tmp_path
     assert ended(forked(server, tmp_path, "exit", "3")) == 3
 
 
-def test_it_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
+def test_a_forked_process_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
     child = forked(server, tmp_path, "wait")
     process = psutil.Process(child.pid)
     psutil.Process(process.ppid()).kill()
@@ -136,7 +136,7 @@ def test_it_ends_with_its_server(server: ForkServer, tmp_path: Path) -> None:
         forked(server, tmp_path, "wait")
 
 
-def test_a_server_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_answer_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_client, "ANSWER_S", 0.1)
     server = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
     wait_for(lambda: server.imported)
@@ -146,7 +146,7 @@ def test_a_server_that_does_not_answer_is_ended(tmp_path: Path, monkeypatch: pyt
     wait_for(lambda: server.failed)
 
 
-def test_processes_wait_until_all_is_imported(tmp_path: Path) -> None:
+def test_processes_wait_for_the_imports_of_their_server(tmp_path: Path) -> None:
     servers = ForkServers(tmp_path, tmp_path)
     assert servers.importing((PROGRAM,), sys.executable, ENV)
     wait_for(lambda: not servers.importing((PROGRAM,), sys.executable, ENV))
@@ -159,7 +159,7 @@ def test_processes_wait_until_all_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["no.such.module", "this"])
-def test_where_that_fails_they_import_it_themselves(module: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_processes_import_by_themselves_if_the_server_fails(module: str, tmp_path: Path, monkeypatch: Any) -> None:
     servers, modules = ForkServers(tmp_path, tmp_path), (PROGRAM, module)
     if module == "this":  # it is imported, but far too slowly
         monkeypatch.setattr(fork_client, "IMPORT_S", 0.0)
@@ -172,18 +172,18 @@ def test_where_that_fails_they_import_it_themselves(module: str, tmp_path: Path,
     assert not servers.importing(modules, sys.executable, ENV)
 
 
-def test_no_interpreter(tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_no_server(tmp_path: Path) -> None:
     servers = ForkServers(tmp_path, tmp_path)
     assert not servers.importing((PROGRAM,), "/no/python", ENV)
     assert servers.of((PROGRAM,)) is None
 
 
 def waiting(name: str, node: int, *imports: str) -> Process:
-    words = ("${python}", "-m", PROGRAM, "wait")
-    return process(name, node, words, imports=imports, env={"PYTHONPATH": str(ROOT)}, role="environment")
+    argv = ("${python}", "-m", PROGRAM, "wait")
+    return process(name, node, argv, imports=imports, env={"PYTHONPATH": str(ROOT)}, role="environment")
 
 
-def test_an_agent_forks_processes_that_import_the_same(start: Callable[..., Running]) -> None:
+def test_an_agent_forks_processes_with_the_same_imports(start: Callable[..., Running]) -> None:
     running = start((waiting("a", 0, PROGRAM), waiting("b", 0, PROGRAM), waiting("c", 0)), (waiting("d", 1, PROGRAM),))
     running.wait(lambda: all(running.report(name).state == "ready" for name in "abcd"))
     starters = [psutil.Process(running.report(name).pid).ppid() for name in "abcd"]
@@ -199,7 +199,7 @@ def test_an_agent_forks_processes_that_import_the_same(start: Callable[..., Runn
     assert psutil.Process(running.report("b").pid).ppid() not in (server.pid, os.getpid())
 
 
-def test_what_cannot_be_imported_is_said_by_the_process(start: Callable[..., Running]) -> None:
+def test_a_failing_import_is_in_the_log_of_the_process(start: Callable[..., Running]) -> None:
     running = start((waiting("a", 0, PROGRAM, "no.such.module"), waiting("b", 0, PROGRAM, "no.such.module")))
     running.wait(lambda: running.report("a").state == "ready")
     assert psutil.Process(running.report("a").pid).ppid() == os.getpid()
@@ -209,6 +209,6 @@ def test_what_cannot_be_imported_is_said_by_the_process(start: Callable[..., Run
     "value", ["x" * 300_000, "caf\udce9", "日本 \x01"], ids=["larger than a message", "not UTF-8", "control characters"]
 )
 def test_any_environment_reaches_a_forked_process(server: ForkServer, tmp_path: Path, value: str) -> None:
-    found = said(server, tmp_path, {**ENV, "A_VARIABLE": value})
-    assert found["variable"] == value
-    assert said(server, tmp_path, {**ENV, "A_VARIABLE": "y"})["variable"] == "y", "the server forks no more"
+    report = report_of(server, tmp_path, {**ENV, "A_VARIABLE": value})
+    assert report["variable"] == value
+    assert report_of(server, tmp_path, {**ENV, "A_VARIABLE": "y"})["variable"] == "y"

@@ -1,8 +1,8 @@
 """Messages that another user of a node may send to the ports of a run, and the responses.
 
-listeners = listeners_of(run)
-answers = attempted(lambda: send_all(listeners)).value
-with stranger(lambda: half_open(listeners)): ...  # connections that begin a message and never end it
+ports = ports_of(run)
+answers = attempted(lambda: send_all(ports)).value
+with stranger(lambda: half_open(ports)): ...  # connections that begin a message and never end it
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import msgspec
 import psutil
 
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.batches.rollouts import RankShard
-from primeslurm.wire.link.trainer_link import GetBatch
+from primeslurm.wire.batches.batch import RankShard
+from primeslurm.wire.link.messages import GetBatch
 
 WRONG = "0" * 64
 """Has the form of a run's secret."""
 FLOOD = 100
 """Connections per port."""
-PATIENCE_S = 10.0
+TIMEOUT_S = 10.0
 """Longest wait for a response [s]. A closed connection counts as a response."""
 _NAMED_MECHANISM = slice(12, 32)
 _GREETING_BYTES = 64
@@ -37,7 +37,7 @@ _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 
 
 @dataclass(frozen=True)
-class Door:
+class Port:
     """A TCP port on which a process listens."""
 
     owner: str
@@ -51,7 +51,7 @@ def role(owner: str) -> str:
     return re.sub(r"-r?\d+", "", owner)
 
 
-def doors(run: RunDirectory) -> list[Door]:
+def ports_of(run: RunDirectory) -> list[Port]:
     """Return all ports on which processes of the newest attempt listen, including agents and child processes."""
     owners, names = {}, {}
     for report in run.latest().heartbeats():
@@ -63,41 +63,41 @@ def doors(run: RunDirectory) -> list[Door]:
     for each in psutil.net_connections("tcp"):
         if each.status == psutil.CONN_LISTEN and each.pid and (owner := _owner(each.pid, owners)):
             at = (each.laddr.ip, each.laddr.port)
-            found.add(Door(names.get(at, f"{owner}/?"), *at))
-    return sorted(found, key=lambda door: (door.owner, door.port))
+            found.add(Port(names.get(at, f"{owner}/?"), *at))
+    return sorted(found, key=lambda each: (each.owner, each.port))
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """Response to a message."""
 
-    door: str
+    port: str
     message: str
-    words: str
+    description: str
     """Description of the response."""
     text: str
 
 
-def said(found: list[Door], patience_s: float = PATIENCE_S) -> list[Answer]:
+def send_all(found: list[Port], timeout_s: float = TIMEOUT_S) -> list[Response]:
     """Send every message to every port, all at the same time."""
     _many_connections()
-    return asyncio.run(_said(found, patience_s))
+    return asyncio.run(_send_all(found, timeout_s))
 
 
-def half_open(found: list[Door]) -> int:
+def half_open(found: list[Port]) -> int:
     """Open FLOOD connections to each port, begin a message on each, and keep them open. Return their number."""
     _many_connections()
     for number in range(FLOOD):
-        for door in found:
+        for port in found:
             with contextlib.suppress(OSError):
                 client = socket.socket()  # `create_connection` loads files that a stranger may not read
                 client.settimeout(30)
-                client.connect((door.host, door.port))
+                client.connect((port.host, port.port))
                 client.sendall(_BEGUN[number % len(_BEGUN)])
                 _kept.append(client)
     return len(_kept)
 
 
-def in_words(answer: bytes) -> str:
+def describe(answer: bytes) -> str:
     """Describe a response: `HTTP 401`, `ZMTP PLAIN`, `64 bytes`, `nothing`."""
     if not answer:
         return "nothing"
@@ -127,15 +127,15 @@ def _many_connections() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _said(found: list[Door], patience_s: float) -> list[Answer]:
-    return await asyncio.gather(*(_exchange(door, name, patience_s) for name in MESSAGES for door in found))
+async def _send_all(found: list[Port], timeout_s: float) -> list[Response]:
+    return await asyncio.gather(*(_exchange(port, name, timeout_s) for name in MESSAGES for port in found))
 
 
-async def _exchange(door: Door, name: str, patience_s: float) -> Answer:
+async def _exchange(port: Port, name: str, timeout_s: float) -> Response:
     answer, writer = bytearray(), None
     try:
-        async with asyncio.timeout(patience_s):
-            reader, writer = await asyncio.open_connection(door.host, door.port)
+        async with asyncio.timeout(timeout_s):
+            reader, writer = await asyncio.open_connection(port.host, port.port)
             first, then = MESSAGES[name], b""
             if first.startswith(_SIGNATURE):  # ZMQ disconnects from a client that does not wait for its greeting
                 first, then = first[:_GREETING_BYTES], first[_GREETING_BYTES:]
@@ -148,9 +148,9 @@ async def _exchange(door: Door, name: str, patience_s: float) -> Answer:
     except OSError:  # includes a time-out
         pass
     if writer is None:
-        return Answer(door.owner, name, "no connection", "")
+        return Response(port.owner, name, "no connection", "")
     writer.close()
-    return Answer(door.owner, name, in_words(bytes(answer)), answer.decode(errors="replace"))
+    return Response(port.owner, name, describe(bytes(answer)), answer.decode(errors="replace"))
 
 
 def _http(method: str, path: str, body: object = None, token: str = "") -> bytes:

@@ -1,8 +1,4 @@
-"""Loads plugins early in the processes that vLLM spawns for data-parallel ranks.
-
-These processes connect to each other before vLLM loads plugins, or without loading them, so sockets and stores would
-not be protected yet.
-"""
+"""Loads plugins early in the processes that vLLM spawns for data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,18 +7,16 @@ from typing import Any
 
 from primeslurm.inference import guards
 
+# Option of an engine that is one of several data-parallel ranks.
 OPTION = "--data-parallel-size"
-"""Option of an engine that is one of several data-parallel ranks."""
+# vLLM's own functions.
 _originals: dict[str, Any] = {}
-"""vLLM's own functions."""
 
 
 def use(argv: Sequence[str]) -> None:
-    """Patch the entry points of vLLM's processes if `argv` is the command line of a data-parallel rank.
-
-    Raises:
-        RuntimeError: vLLM's code has changed.
-    """
+    """Patch vLLM's processes if `argv` belongs to a data-parallel rank. Raise RuntimeError if vLLM has changed."""
+    # These processes connect to each other before vLLM loads plugins, or without loading them. Their sockets and stores
+    # would not be protected.
     if not any(word.partition("=")[0] == OPTION for word in argv):
         return
     from vllm.v1.engine.coordinator import DPCoordinatorProc

@@ -1,8 +1,7 @@
 """Encrypts vLLM's ZMQ sockets between nodes (data-parallel ranks, NIXL's side channel) with keys from the run's secret.
 
 Without this, any process that reaches such a socket can act as an engine, and an invalid message kills the coordinator
-of a data-parallel group. CURVE rejects clients that do not know the server's public key. Password authentication would
-need a thread per ZMQ context, and vLLM ends contexts at any time.
+of a data-parallel group.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ import zmq
 from zmq.utils import z85
 
 from primeslurm.inference import guards
-from primeslurm.wire.transport.handshake import key_for
+from primeslurm.wire.transport.secret import key_for
 
+# Socket types that connect if vLLM does not say whether to bind or connect.
 _CONNECT = (zmq.PUSH, zmq.SUB, zmq.XSUB)
-"""Socket types that connect if vLLM does not say whether to bind or connect."""
 
 
 @functools.cache
@@ -28,7 +27,7 @@ def _keys() -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-class GatedContext:
+class EncryptedContext:
     """Wraps a ZMQ context and makes encrypted sockets. `serves`: the sockets bind rather than connect."""
 
     def __init__(self, context: Any, serves: bool) -> None:
@@ -36,6 +35,8 @@ class GatedContext:
 
     def socket(self, kind: int) -> Any:
         socket = self._context.socket(kind)
+        # CURVE rejects clients that do not know the server's public key. Password authentication would need a thread
+        # per ZMQ context, and vLLM ends contexts at any time.
         socket.curve_publickey, socket.curve_secretkey = _keys()
         if self._serves:
             socket.curve_server = True
@@ -53,7 +54,7 @@ def use() -> None:
     @functools.wraps(make)
     def gated(ctx: Any, path: str, socket_type: int, bind: bool | None = None, *rest: Any, **others: Any) -> Any:
         if path.startswith("tcp://"):
-            ctx = GatedContext(ctx, socket_type not in _CONNECT if bind is None else bind)
+            ctx = EncryptedContext(ctx, socket_type not in _CONNECT if bind is None else bind)
         return make(ctx, path, socket_type, bind, *rest, **others)
 
     # Many modules have imported the function by name. `vars` avoids triggering modules that import lazily.

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from primeslurm.inference.gated_sockets import GatedContext
+from primeslurm.inference.encrypted_sockets import EncryptedContext
 from primeslurm.wire.transport import secret
-from tests.support.doors import Door, said
+from tests.support.port_messages import Port, send_all
 
 HOST = "127.0.0.1"
 OTHER = """
 import sys, zmq
-from primeslurm.inference.gated_sockets import GatedContext
-with zmq.Context() as context, GatedContext(context, False).socket(zmq.DEALER) as client:
+from primeslurm.inference.encrypted_sockets import EncryptedContext
+with zmq.Context() as context, EncryptedContext(context, False).socket(zmq.DEALER) as client:
     client.linger = 0
     client.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
     client.send(b"from another process")
@@ -34,7 +34,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 def serve(context: zmq.Context[zmq.Socket[bytes]], kind: int = zmq.ROUTER) -> tuple[zmq.Socket[bytes], int]:
-    found = GatedContext(context, True).socket(kind)
+    found = EncryptedContext(context, True).socket(kind)
     return found, found.bind_to_random_port(f"tcp://{HOST}")
 
 
@@ -43,11 +43,11 @@ def other(port: int, patience_ms: int) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_processes_of_a_run_speak_and_others_are_not_heard(
+def test_only_processes_of_the_run_can_send(
     context: zmq.Context[zmq.Socket[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server, port = serve(context)
-    said([Door("r", HOST, port)], 1.0)
+    send_all([Port("r", HOST, port)], 1.0)
     with zmq.Context() as theirs, theirs.socket(zmq.DEALER) as stranger:
         stranger.linger = 0
         stranger.connect(f"tcp://{HOST}:{port}")
@@ -61,9 +61,9 @@ def test_processes_of_a_run_speak_and_others_are_not_heard(
         assert not server.poll(0), "nobody else was heard"
 
 
-def test_what_is_published_is_not_shown_to_strangers(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_published_messages_do_not_reach_strangers(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     publisher, port = serve(context, zmq.XPUB)
-    ours = GatedContext(context, False).socket(zmq.SUB)
+    ours = EncryptedContext(context, False).socket(zmq.SUB)
     theirs = context.socket(zmq.SUB)
     for reader in (theirs, ours):
         reader.subscribe(b"")

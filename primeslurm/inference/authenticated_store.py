@@ -16,22 +16,16 @@ from primeslurm.inference import guards
 from primeslurm.wire.transport import rendezvous
 from primeslurm.wire.transport.rendezvous_store import serve_store
 
+# Default of torch.
 _TIMEOUT = timedelta(seconds=300)
-"""Default of torch."""
+# Stores that this process serves. They must live until the process ends.
 _stores: list[dist.TCPStore] = []
-"""Stores that this process serves. They must live until the process ends."""
 
 
-class GatedStore(dist.TCPStore):
-    """Replaces torch's TCPStore: a client that reaches the store through an authenticating gate.
+class AuthenticatedStore(dist.TCPStore):
+    """Replaces torch's TCPStore: a client that reaches the store through an authenticating gate at `port`.
 
-    `port` is the port of the gate, 0 for any free one. The rank with `is_master` also serves the store and the gate.
-    It connects as a client, too, because NCCL's groups clone their stores, and a clone connects again. The arguments
-    `wait_for_workers`, `multi_tenant` and `use_libuv` have no effect.
-
-    Raises:
-        OSError: the port is taken.
-        RendezvousError: another process had connected to the store before.
+    The rank with `is_master` also serves the store and the gate. Arguments that are not used below have no effect.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class GatedStore(dist.TCPStore):
             gate = _listening(host_name, port, master_listen_fd)
             self._gate = int(gate.getsockname()[1]) if gate else port
             _stores.append(serve_store(host_name, self._gate, gate))
-        local_port = rendezvous.passage(host_name, self._gate, timeout.total_seconds())
+        local_port = rendezvous.tunnel(host_name, self._gate, timeout.total_seconds())
         super().__init__("127.0.0.1", local_port, world_size, False, timeout, False)
 
     @property
@@ -68,9 +62,9 @@ def _listening(host: str, port: int, fd: int | None) -> socket.socket | None:
 
 
 def use() -> None:
-    """Make vLLM and torch use `GatedStore` in this process. Raise RuntimeError if vLLM's code has changed."""
+    """Make vLLM and torch use `AuthenticatedStore` in this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import utils
 
     guards.expect(utils, "create_tcp_store", ["host", "port", "listen_socket"])
-    utils.TCPStore = GatedStore
-    sys.modules["torch.distributed.rendezvous"].TCPStore = GatedStore  # type: ignore[attr-defined]
+    utils.TCPStore = AuthenticatedStore
+    sys.modules["torch.distributed.rendezvous"].TCPStore = AuthenticatedStore  # type: ignore[attr-defined]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from benchmarks.support.ports import free_port
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
 from primeslurm.wire.transport import rendezvous, secret
-from primeslurm.wire.transport.handshake import NONCE_BYTES as NONCE
-from primeslurm.wire.transport.handshake import proof
+from primeslurm.wire.transport.rendezvous import NONCE_BYTES as NONCE
+from primeslurm.wire.transport.rendezvous import proof
 from tests.unit.fuzz.mutations import fuzzed, texts
 
 HOST = "127.0.0.1"
@@ -97,7 +97,7 @@ def door() -> Iterator[tuple[RouterHealthEndpoint, int]]:
 
 @fuzzed()
 @given(texts(LOOK) | st.binary(max_size=64))
-def test_a_door_answers_or_hangs_up_and_counts_no_stranger(door: tuple[RouterHealthEndpoint, int], data: bytes) -> None:
+def test_endpoint_answers_or_disconnects_strangers(door: tuple[RouterHealthEndpoint, int], data: bytes) -> None:
     made, port = door
     found = exchange(port, data)
     assert not found or found.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 404 "))
@@ -107,7 +107,7 @@ def test_a_door_answers_or_hangs_up_and_counts_no_stranger(door: tuple[RouterHea
 
 @fuzzed()
 @given(texts(secret.header()["Authorization"].encode()))
-def test_a_door_takes_no_other_token(door: tuple[RouterHealthEndpoint, int], token: bytes) -> None:
+def test_endpoint_accepts_only_the_secret(door: tuple[RouterHealthEndpoint, int], token: bytes) -> None:
     made, _ = door
     right = secret.header()["Authorization"].encode()
     assert made._judge(token) == (200 if token == right else 401)
@@ -147,7 +147,7 @@ def enter(port: int, first: bytes, flipped: int | None = None) -> bytes:
 
 @fuzzed()
 @given(texts(bytes(NONCE)), st.integers(0, 8 * NONCE - 1))
-def test_a_gate_lets_nobody_in_without_a_proof(gate: tuple[Listener, int], first: bytes, flipped: int) -> None:
+def test_gate_requires_a_proof(gate: tuple[Listener, int], first: bytes, flipped: int) -> None:
     store, port = gate
     before = store.accepted
     assert enter(port, first, flipped) == b""
@@ -157,7 +157,7 @@ def test_a_gate_lets_nobody_in_without_a_proof(gate: tuple[Listener, int], first
 
 @fuzzed()
 @given(st.binary(max_size=8 * NONCE))
-def test_a_gate_that_is_shown_anything_serves_the_next_one(gate: tuple[Listener, int], data: bytes) -> None:
+def test_gate_serves_the_next_client_after_any_input(gate: tuple[Listener, int], data: bytes) -> None:
     store, port = gate
     before = store.accepted
     assert len(exchange(port, data)) <= (2 * NONCE if len(data) >= NONCE else 0)
@@ -194,13 +194,13 @@ class Impostor:
 def passage() -> Iterator[tuple[Impostor, int]]:
     impostor = Impostor()
     listener = Listener(impostor)
-    yield impostor, rendezvous.passage(HOST, listener.port, 60)
+    yield impostor, rendezvous.tunnel(HOST, listener.port, 60)
     listener.close()
 
 
 @fuzzed()
 @given(texts(bytes(2 * NONCE)) | st.integers(0, 16 * NONCE - 1))
-def test_a_passage_tells_no_impostor_anything(passage: tuple[Impostor, int], said: bytes | int) -> None:
+def test_passage_sends_nothing_to_an_impostor(passage: tuple[Impostor, int], said: bytes | int) -> None:
     impostor, way = passage
     impostor.says, impostor.flipped = (said, None) if isinstance(said, bytes) else (None, said)
     assert exchange(way, ASKED) == b""
@@ -212,7 +212,7 @@ def test_a_passage_tells_no_impostor_anything(passage: tuple[Impostor, int], sai
 
 
 @pytest.mark.parametrize("name", ["door", "gate"])
-def test_strangers_do_not_fill_its_memory(name: str, request: pytest.FixtureRequest) -> None:
+def test_strangers_cannot_exhaust_a_workers_memory(name: str, request: pytest.FixtureRequest) -> None:
     _, port = request.getfixturevalue(name)
     before = psutil.Process().memory_info().rss
     with socket.create_connection((HOST, port), timeout=60) as peer, contextlib.suppress(OSError):

@@ -1,0 +1,142 @@
+"""Arrays on the wire: a message is `[header, buffer, buffer, ...]`.
+
+The header is msgpack with metadata and the name, dtype and shape of each array, in the order of the buffers. Buffers
+are the raw bytes of the arrays. Neither sender nor receiver copies them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from primeslurm.wire.decoding import DamagedError, Size, decode_msgpack
+
+T = TypeVar("T")
+Frame = bytes | memoryview
+Arrays = dict[str, NDArray[Any]]
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+MAX_AXES = 8
+"""Maximum number of axes of an array. The largest used is 3: [tokens, layers, top_k]."""
+
+
+class ArraySpec(msgspec.Struct, frozen=True):
+    """Name, dtype and shape of one buffer."""
+
+    name: str
+    dtype: Annotated[str, msgspec.Meta(pattern=r"^[<|][biuf][1248]$")]
+    """Numpy's notation of a number type. The pattern excludes objects and structured types."""
+    shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MAX_AXES)]
+
+
+class ArraysHeader(msgspec.Struct, frozen=True):
+    """The first frame of a message."""
+
+    meta: msgspec.Raw
+    arrays: tuple[ArraySpec, ...]
+
+
+def to_frames(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]:
+    """Encode `meta` and named arrays as frames for `send_multipart(copy=False)`. Contiguous arrays are not copied."""
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    specs = tuple(ArraySpec(name, array.dtype.str, array.shape) for name, array in contiguous.items())
+    return [encode_header(meta, specs), *(array.reshape(-1).view(np.uint8).data for array in contiguous.values())]
+
+
+def encode_header(meta: Any, specs: Sequence[ArraySpec]) -> bytes:
+    """Encode the first frame of a message."""
+    return msgspec.msgpack.encode(ArraysHeader(msgspec.Raw(msgspec.msgpack.encode(meta)), tuple(specs)))
+
+
+def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
+    """Decode a message into metadata of type `kind` and arrays, which are read-only views of the frames.
+
+    Raises:
+        DamagedError: The header is damaged, or the frames do not match it.
+    """
+    if not frames:
+        raise DamagedError("a message without a header")
+    header = decode_msgpack(frames[0], ArraysHeader)
+    if len(frames) != len(header.arrays) + 1:
+        raise DamagedError(f"{len(frames) - 1} buffers, but the header names {len(header.arrays)}")
+    arrays: Arrays = {}
+    for spec, frame in zip(header.arrays, frames[1:], strict=True):
+        if spec.name in arrays:
+            raise DamagedError(f"two arrays {spec.name[:40]!r}")
+        arrays[spec.name] = _array(spec, frame)
+    return decode_msgpack(header.meta, kind), arrays
+
+
+def _array(spec: ArraySpec, frame: Any) -> NDArray[Any]:
+    raw, name = np.frombuffer(frame, np.uint8), spec.name[:40]
+    try:
+        dtype = np.dtype(spec.dtype)
+        fits = len(raw) == math.prod(spec.shape) * dtype.itemsize
+        array = raw.view(dtype).reshape(spec.shape) if fits else None
+    except (TypeError, ValueError) as error:  # no dtype of numpy, or more elements than it can count
+        raise DamagedError(f"{name!r}: {error}") from error
+    if array is None:
+        raise DamagedError(f"{len(raw)} bytes for {name!r}, {spec.dtype}{list(spec.shape)}")
+    # Numpy takes any byte for a boolean, and code that relies on 0 and 1 would compute nonsense.
+    if dtype.kind == "b" and raw.max(initial=0) > 1:
+        raise DamagedError(f"{name!r} has booleans other than 0 and 1")
+    return array
+
+
+class IncomingArrays:
+    """Buffers of a message whose bytes arrive in chunks.
+
+    Args:
+        header: The message's first frame.
+        empty: Allocates an array of this many bytes.
+        most: Maximum number of bytes of all arrays.
+
+    Raises:
+        DamagedError: The header is damaged, or announces more than `most` bytes.
+    """
+
+    def __init__(self, header: Any, empty: Callable[[int], NDArray[np.uint8]], most: int) -> None:
+        # dtypes are "<f4" and the like
+        specs = decode_msgpack(header, ArraysHeader).arrays
+        sizes = [math.prod(spec.shape) * int(spec.dtype[2:]) for spec in specs]
+        if sum(sizes) > most:
+            raise DamagedError(f"{sum(sizes)} bytes are announced, of at most {most}")
+        self._header = header
+        self.size = sum(sizes)
+        self.received = 0
+        try:
+            self.buffers = [empty(size) for size in sizes]
+        except MemoryError as error:
+            raise DamagedError(f"there is no memory for {self.size} bytes") from error
+        self._unfilled = [buffer for buffer in self.buffers if len(buffer)]
+
+    def take(self, chunks: Sequence[Any]) -> None:
+        """Copy the next bytes into the buffers. Raise DamagedError for more bytes than were announced."""
+        for chunk in chunks:
+            rest = np.frombuffer(chunk, np.uint8)
+            while len(rest):
+                if not self._unfilled:
+                    raise DamagedError(f"more bytes than the {self.size} that were announced")
+                buffer = self._unfilled[0]
+                count = min(len(buffer), len(rest))
+                buffer[:count] = rest[:count]
+                self.received += count
+                rest = rest[count:]
+                self._unfilled[:1] = [buffer[count:]] if count < len(buffer) else []
+
+    def frames(self) -> list[Any]:
+        """Return the whole message."""
+        return [self._header, *self.buffers]
+
+
+def assembled(frames: Sequence[Any]) -> list[Any]:
+    """Return a message whose buffers were split into frames of other sizes as one buffer per array."""
+    incoming = IncomingArrays(frames[0], lambda size: np.empty(size, np.uint8), sum(len(frame) for frame in frames[1:]))
+    incoming.take(frames[1:])
+    return incoming.frames()

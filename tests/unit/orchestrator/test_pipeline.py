@@ -1,0 +1,93 @@
+"""The stages of the pipeline, wired as in a run, without workers, engines and a trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from primeslurm.wire.batches.rollouts import RankShard, Rollout
+
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.dispatch import MAX_FAILURES
+from primeslurm.orchestrator.pipeline.orchestrator import OrchestratorPipeline
+from primeslurm.orchestrator.pipeline.progress import restore
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobFailure
+from primeslurm.orchestrator.rollouts.worker_events import JobLost, RolloutEnded, WorkerDied
+from primeslurm.recipe import Recipe
+from primeslurm.wire.link.trainer_link import Answer, GetBatch
+from tests.support.batches import received
+from tests.support.recipes import recipe_data
+from tests.unit.orchestrator.test_dispatch import rollout
+
+RECIPE = Recipe.model_validate(recipe_data(orchestrator={"batch_size": 8, "group_size": 4}))
+LABEL = RECIPE.environments[0].label
+
+
+@pytest.fixture
+async def pipeline(tmp_path: Path) -> AsyncIterator[OrchestratorPipeline]:
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "tcp://127.0.0.1:*", "tcp://127.0.0.1:*", ["router-0"], [])
+    made = OrchestratorPipeline(RECIPE, arguments)
+    made.dispatcher.version = 0
+    finalizing = asyncio.create_task(made.run_finalize())
+    yield made
+    finalizing.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await finalizing
+
+
+def dispatched(pipeline: OrchestratorPipeline, count: int) -> list[Job]:
+    jobs = [pipeline.dispatcher.next_job({LABEL}) for _ in range(count)]
+    assert None not in jobs
+    return [job for job in jobs if job is not None]
+
+
+def end(pipeline: OrchestratorPipeline, jobs: Sequence[Job]) -> None:
+    """Let rollouts end, each with its own reward."""
+    for number, job in enumerate(jobs):
+        pipeline.take_event(RolloutEnded(job.id, rewarded(job, float(number))))
+
+
+def rewarded(job: Job, reward: float) -> tuple[Rollout, ...]:
+    (sequence,) = rollout(job)
+    return (replace(sequence, info=msgspec.structs.replace(sequence.info, reward=reward)),)
+
+
+async def test_rollouts_become_a_recorded_batch_that_is_served(pipeline: OrchestratorPipeline, tmp_path: Path) -> None:
+    jobs = dispatched(pipeline, 8)
+    end(pipeline, jobs)
+    frames = await pipeline.service.handle(GetBatch(1, RankShard(0, 1)))
+    assert not isinstance(frames, Answer)
+    assert received(frames).info.loss_tokens == 8, "each rollout has two tokens, and the first has no loss"
+    groups = sorted({job.group for job in jobs})
+    progress = restore(tmp_path, 1)
+    assert progress.next_step == 2 and sorted(progress.batches[1]) == groups
+    assert sorted(path.stem for path in (tmp_path / "rollouts").glob("*.group")) == groups
+
+
+async def test_lost_job_is_dispatched_again(pipeline: OrchestratorPipeline) -> None:
+    (job,) = dispatched(pipeline, 1)
+    pipeline.take_event(JobLost(job.id))
+    again = [other.id.rpartition("-")[0] for other in dispatched(pipeline, 4)]
+    assert job.id.rpartition("-")[0] in again
+
+
+async def test_failing_task_is_given_up(pipeline: OrchestratorPipeline) -> None:
+    (job, *_) = jobs = dispatched(pipeline, 4)
+    for _ in range(MAX_FAILURES["environment"]):
+        pipeline.take_event(RolloutEnded(job.id, JobFailure("broken")))
+        job = pipeline.dispatcher.next_job({LABEL}) or job
+    assert jobs[0].group not in pipeline.dispatcher.open
+    assert pipeline.dispatcher.counts["groups_dropped_failed"] == 1
+
+
+async def test_task_that_kills_workers_is_not_sampled_again(pipeline: OrchestratorPipeline) -> None:
+    (job,) = dispatched(pipeline, 1)
+    pipeline.workers._deaths.guilty[job.task_key] = 2
+    pipeline.take_event(WorkerDied(LABEL, 0, [job]))
+    assert job.group not in pipeline.dispatcher.open and not pipeline.dispatcher.runs(job.id)
+    assert all(other.group != job.group for other in dispatched(pipeline, 4))
