@@ -83,6 +83,7 @@ def assemble(
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
         convert(draft)
+    # Before sharding: afterwards the adapter sees only this rank's experts.
     hf_names = set(draft.adapter.to_hf(lora.base_weights(draft.model)))
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
     if shared:
@@ -91,6 +92,7 @@ def assemble(
     if files:
         _leave_to_files(model)
     _initialise(model, memory, world)
+    # After the allocation, because the FP8 gather hooks into FSDP's sharded tensors.
     if recipe.trainer.fp8:
         fp8_gather.install(model)
     return PolicyModel(

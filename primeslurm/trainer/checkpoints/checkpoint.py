@@ -229,6 +229,7 @@ class Checkpoints:
         done = self._thread.submit(self._write, write, writer, directory, step)
         self._pending = _PendingWrite(step, start_time, counter, done)
         self._saved_step = step
+        # Without a copy in host memory, the thread reads the live weights, so training waits for it.
         if self._stager is None:
             self._commit_pending(timer)
 

@@ -63,7 +63,7 @@ class _Stack:
         precision: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], None]:
         data = encode_blocks(self.shard, self.local(self.scales), self.dtype)
-        return (data.view(torch.uint8),), None
+        return (data.view(torch.uint8),), None  # NCCL has no FP8 dtype
 
     def _after(
         self, gathered: tuple[torch.Tensor, ...], _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None

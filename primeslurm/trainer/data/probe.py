@@ -134,6 +134,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
     mark, number = next(marks), 0
     with path.open("rb") as file:
         while (start := file.tell()) < size:
+            # Beyond the parsed part, skip to the first line that begins at or after the next mark.
             if start > PARSED_BYTES and start < mark:
                 file.seek(mark - 1)
                 file.readline()
@@ -142,6 +143,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes, bool]]:
             if not line.strip():
                 continue
             number += 1
+            # A long line may pass several marks, but is rendered once.
             passed = start >= mark
             while start >= mark and mark < size:
                 mark = next(marks)

@@ -74,7 +74,7 @@ class TokenFiles:
         place = index - (int(self._last[part - 1]) if part else 0)
         (first, image), (end, image_end) = self._ends[part][place - 1] if place else (0, 0), self._ends[part][place]
         stored = np.array(self._tokens[part][first:end])
-        mask = stored < 0
+        mask = stored < 0  # trained tokens are stored inverted, and ids are never negative
         images: tuple[ImageSpan, ...] = ()
         if image < image_end:
             images = decode_msgpack(self._images[part][image:image_end].tobytes(), tuple[ImageSpan, ...])

@@ -138,7 +138,9 @@ def _ulysses(attend: Attend, group: ProcessGroup) -> Attend:
 
 def _allgather(attend: Attend, group: ProcessGroup) -> Attend:
     def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, attention_masks: Any, **options: Any) -> Any:
+        # One collective for keys and values, because latency dominates for short rows.
         both = compat.all_gather(torch.cat([k, v], dim=-1), 1, group)
+        # Varlen kernels take only the visible keys of each row. A block mask addresses all of them.
         if isinstance(attention_masks, LocalDocuments):
             seen = zip(both, attention_masks.keys, strict=True)
             both = torch.cat([row[first:end] for row, (first, end) in seen]).unsqueeze(0)

@@ -186,6 +186,7 @@ def _by_expert(ids: torch.Tensor, experts: int) -> Copies:
     """Return the copies of rows for their experts `ids` [rows, top_k], sorted by expert. Unowned copies are last."""
     flat = ids.flatten()
     owner = torch.argsort(flat.short(), stable=True)  # radix sort needs fewer passes for short integers
+    # The inverse permutation, by one scatter instead of a second sort.
     place = torch.empty_like(owner).scatter_(0, owner, torch.arange(len(owner), device=owner.device))
     return Copies(torch.where(flat < experts, place, -1).view_as(ids), owner)
 
@@ -193,10 +194,13 @@ def _by_expert(ids: torch.Tensor, experts: int) -> Copies:
 def _by_padded_expert(ids: torch.Tensor, actual: torch.Tensor, counts: torch.Tensor, padding: int) -> Copies:
     """As `_by_expert`, but each expert's `actual` copies are padded to `counts`, with at most `padding` more."""
     chosen, owner = ids.flatten().short().sort(stable=True)  # unowned copies sort last
+    # The padding of earlier experts moves the copies of an expert to later places.
     moved = F.pad((counts.cumsum(0) - counts) - (actual.cumsum(0) - actual), (0, 1))
     place = torch.arange(len(owner), device=owner.device) + moved[chosen.long()]
     most = len(owner) + len(counts) * padding
     owned = chosen < len(counts)
+    # Unowned copies all go to one extra place at the end. The result has its maximum size, because its real size is on
+    # the GPU: the caller cuts it once the host knows the size.
     by_place = owner.new_full((most + 1,), -1).scatter_(0, torch.where(owned, place, most), owner)
     where = torch.empty_like(place).scatter_(0, owner, torch.where(owned, place, -1))
     return Copies(where.view_as(ids), by_place)
@@ -206,6 +210,7 @@ def _by_rank(needed: torch.Tensor) -> Copies:
     """Return the copies of tokens for the ranks that need them [tokens, ranks], sorted by rank, unneeded ones last."""
     tokens, ranks = needed.shape
     wanted = needed.t().flatten()
+    # A cumulative sum of the flags numbers the wanted copies in rank order, without a sort.
     position = torch.where(wanted, wanted.cumsum(0) - 1, tokens * ranks)
     slot = torch.arange(tokens * ranks, device=needed.device).view(tokens, ranks).t().flatten()
     owner = slot.new_empty(tokens * ranks + 1).scatter_(0, position, slot)

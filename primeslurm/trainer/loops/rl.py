@@ -179,6 +179,7 @@ class RlTask:
         if self._recipe.commits(step):
             self._flush(step)
         self._saver.after(step, self._train_step, self._timer)
+        # The first step compiles kernels and creates communicators. From now on a long wait means a hang.
         if self._timer.steps_done == 1:
             self._world.tighten(self._limits.collective_s, self._train_step.policy.dims)
 

@@ -61,13 +61,14 @@ class Muon(torch.optim.Optimizer):
     def _update(self, together: list[Any], group: dict[str, Any]) -> None:
         momenta = [self._momentum(parameter, group["momentum"]) for parameter in together]
         for parameter, direction in zip(together, self._directions(together, momenta), strict=True):
+            # Gives the update the root mean square of a typical AdamW update (arXiv 2502.16982, section 2.2).
             scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
             local = parameter.to_local()
             local.mul_(1 - group["lr"] * group["weight_decay"])
             local.add_(direction, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Any, momentum: float) -> torch.Tensor:
-        """This rank's shard of the averaged gradient, looked ahead by one step (Nesterov)."""
+        """Update the momentum, and return this rank's shard of the Nesterov direction."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)

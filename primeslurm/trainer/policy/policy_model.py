@@ -116,6 +116,7 @@ class PolicyModel:
         local = targets.apply(lambda tensor: to_device(tensor, self.device))
         trained = local.apply(lambda tensor: tensor.flatten().index_select(0, places))
         if self.shared:
+            # Sequence-level losses sum over all ranks that share the sequence.
             trained = replace(trained, documents=replace(trained.documents, group=self.shared.group))
         with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
             return (*self.model(**inputs), trained)
@@ -128,6 +129,7 @@ class PolicyModel:
         self, tokens: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None, images: VisionInput | None
     ) -> dict[str, Any]:
         """Set the routers' replay, and return the model's arguments. `positions` and `images` cover whole rows."""
+        # Masks are built from whole rows and then reduced to this rank's queries.
         masks = self.model.get_attention_masks(positions)
         if self.shared:
             masks = self.shared.masks(masks, positions.shape[1])

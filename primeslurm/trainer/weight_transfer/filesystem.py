@@ -111,11 +111,13 @@ class Publisher:
         files.retrying(partial, lambda: model_directory.write_companions(*companions))
         records = [record for of_rank in written for record in of_rank.records]
         filesystem.complete(partial, version, encoding.dtype_name, records)
+        # An earlier attempt may have left a version of this number, which was damaged or never committed.
         _remove(final)
         files.rename(partial, final)
         filesystem.prune_behind(self._run_dir, self._keep, version)
 
     def _check(self, index: dict[str, str], written: int) -> None:
+        # Errors of the sharded export would otherwise show up as wrong rewards only.
         names = {name for name in index if not name.endswith(tensor_names.FP8_SCALE)}
         if names != self._policy.hf_names:
             raise RuntimeError(f"exported tensors and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")

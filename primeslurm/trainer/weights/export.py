@@ -95,7 +95,7 @@ class _Turns:
     def owns(self, tensor: torch.Tensor) -> bool:
         """Return whether this rank exports a tensor that is its own or sharded."""
         if not isinstance(tensor, DTensor):
-            return self._first_replica
+            return self._first_replica  # an expert of this rank: other replicas have the same
         return self._next(tuple(tensor.device_mesh.mesh.flatten().tolist()))
 
     def takes(self) -> bool:

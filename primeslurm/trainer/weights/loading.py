@@ -145,6 +145,7 @@ class Loader:
         share = rows_per_rank(read)
         first = min(rows, dist.get_rank(read.group) * share)
         count = min(share, rows - first)
+        # The all-gather needs the same size on all ranks. The padding is never read.
         padded = torch.empty(share * columns, dtype=read.place.torch_dtype, device=self._device).view(torch.uint8)
         local = self._open.part(read.name, first * columns, count * columns).view(torch.uint8)
         padded[: len(local)].copy_(local)
