@@ -118,7 +118,7 @@ def test_truncated_example_without_trained_tokens_is_dropped(model: Path, reader
     [
         (conversation("x", "r.png"), False, "model.vlm"),
         (conversation("x", "absent.png"), True, "absent.png"),
-        (conversation("x", "data:image/png;base64,***"), True, r"png;base64,\*\*\*: an image is no base64"),
+        (conversation("x", "data:image/png;base64,***"), True, r"png;base64,\*\*\*: an image has invalid base64"),
         (conversation("x", "data:image/png;base64,AAAA"), True, "image data:image/png;base64,AAAA: not an image"),
         (conversation("x" + IMAGE, "r.png"), True, "1 images, but the chat template renders placeholders for 2"),
         ({"messages": [{"role": "user", "content": [{"type": "video", "video": "v"}]}]}, True, "'video'"),
