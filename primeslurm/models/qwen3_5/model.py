@@ -23,6 +23,7 @@ from primeslurm.nn.layers.common import (
     ends,
     ffn,
     linear,
+    model_spec,
     refuse,
     refuse_other_activations,
 )
@@ -132,15 +133,8 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     layers = [_layer(hf, kind == "full_attention", attention) for kind in hf.layer_types]
     around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
     encoder = None if whole is hf else vision.VisionEncoder.Config(hf=whole.vision_config)
-    return ModelSpec(
-        name="qwen3_5",
-        flavor=whole.model_type,
-        model=Qwen35Decoder.Config(**around, layers=layers, vision=encoder),
-        parallelize_fn=vision.parallelize,
-        pipelining_fn=None,
-        post_optimizer_build_fn=None,
-        state_dict_adapter=Qwen35VisionAdapter if encoder else Qwen35Adapter,
-    )
+    model = Qwen35Decoder.Config(**around, layers=layers, vision=encoder)
+    return model_spec(whole, "qwen3_5", model, Qwen35VisionAdapter if encoder else Qwen35Adapter, vision.parallelize)
 
 
 def _layer(hf: Any, full_attention: bool, backend: str) -> Qwen35Block.Config:
@@ -208,5 +202,4 @@ def _moe(hf: Any) -> MoE.Config:
         w3=linear(hf.hidden_size, width),
         gate=linear(hf.hidden_size, 1),
     )
-    routed_experts = routed(experts, hf.num_experts_per_tok)
-    return softmax_moe(hf, normalize=True, routed_experts=routed_experts, shared_experts=shared)
+    return softmax_moe(hf, hf.num_experts, routed(experts, hf.num_experts_per_tok), shared)
