@@ -104,7 +104,7 @@ QWEN3_VL: dict[str, Any] = COMMON | {
         "rope_theta": 10000.0,
         "mrope_section": [4, 2, 2],
         "mrope_interleaved": True,
-    },
+    }
 }
 DEEPSTACK: dict[str, Any] = VISION | {"depth": 2, "deepstack_visual_indexes": [1, 0]}
 NEMOTRON: dict[str, Any] = {
@@ -205,10 +205,7 @@ CASES = (
             text_config=QWEN3_VL | EXPERTS | {"moe_intermediate_size": 24}, vision_config=dict(DEEPSTACK), **IMAGES
         ),
     ),
-    Case(
-        "llama",
-        lambda: LlamaConfig(**COMMON, attention_bias=True, rope_parameters=LLAMA3),
-    ),
+    Case("llama", lambda: LlamaConfig(**COMMON, attention_bias=True, rope_parameters=LLAMA3)),
     Case("llama-tied", lambda: LlamaConfig(**COMMON | {"tie_word_embeddings": True})),
     Case("glm4", lambda: Glm4Config(**COMMON, attention_bias=True)),
     Case(

@@ -184,10 +184,7 @@ def _net(hf: Any) -> DeltaNet.Config:
         value_dim=hf.linear_value_head_dim,
         conv_width=hf.linear_conv_kernel_dim,
         eps=hf.rms_norm_eps,
-        param_init={
-            **dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_),
-            "norm_weight": nn.init.ones_,
-        },
+        param_init={**dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_), "norm_weight": nn.init.ones_},
     )
 
 

@@ -83,12 +83,7 @@ class GenericModel(nn.Module):
             self._targets = None
 
     def forward(
-        self,
-        tokens: torch.Tensor,
-        *,
-        positions: torch.Tensor,
-        attention_masks: Any,
-        images: VisionInput | None = None,
+        self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any, images: VisionInput | None = None
     ) -> Any:
         """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
         inputs = {"input_ids": tokens, "position_ids": positions}
