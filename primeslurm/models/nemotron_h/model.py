@@ -15,10 +15,10 @@ from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from primeslurm.models.nemotron_h import relu2
+from primeslurm.models.nemotron_h.mamba import Mamba2
 from primeslurm.models.nemotron_h.weights import NemotronHAdapter
-from primeslurm.nn.layers import relu2
 from primeslurm.nn.layers.common import MATRIX, build_parts, ends, linear, model_spec, norm, refuse
-from primeslurm.nn.layers.mamba import Mamba2
 from primeslurm.nn.layers.moe import routed, shard_experts, sigmoid_moe
 from primeslurm.nn.layers.parallelize import parallelize
 

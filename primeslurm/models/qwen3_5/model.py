@@ -15,6 +15,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from primeslurm.models.qwen3_5.delta_net import DeltaNet
 from primeslurm.models.qwen3_5.weights import Qwen35Adapter, Qwen35VisionAdapter
 from primeslurm.nn.layers import vision
 from primeslurm.nn.layers.common import (
@@ -27,7 +28,6 @@ from primeslurm.nn.layers.common import (
     refuse,
     refuse_other_activations,
 )
-from primeslurm.nn.layers.delta_net import DeltaNet
 from primeslurm.nn.layers.moe import routed, shard_experts, softmax_moe
 from primeslurm.nn.layers.rotary import Rotary, rotary
 
