@@ -64,6 +64,7 @@ class Mamba2(Module):
         self.conv_weight = nn.Parameter(torch.empty(sum(self.widths), 1, config.conv_width))
         self.conv_bias = nn.Parameter(torch.empty(sum(self.widths))) if config.conv_bias else None
         self.dt_bias = nn.Parameter(torch.empty(config.heads))
+        # The names follow the checkpoints.
         self.A_log = nn.Parameter(torch.empty(config.heads))
         self.D = nn.Parameter(torch.empty(config.heads))
         self.norm_weight = nn.Parameter(torch.empty(inner))

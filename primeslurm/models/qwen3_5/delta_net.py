@@ -28,6 +28,7 @@ class DeltaScan(HeadScan):
         beta = torch.sigmoid(b)
         if linear_attention.fits(mixed):
             return linear_attention.gated_delta_rule(q, k, v, log_decay, beta, positions, state)
+        # The kernels read shared heads in place. This recurrence needs a copy per head of values.
         q, k = (values.repeat_interleave(v.shape[2] // values.shape[2], dim=2) for values in (q, k))
         return gated_delta_rule(q, k, v, log_decay, beta, positions, state, self.chunk)
 
