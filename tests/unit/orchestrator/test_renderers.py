@@ -153,8 +153,8 @@ def test_template_that_requires_a_system_message_is_accepted(tmp_path: Path) -> 
 
 def test_misspelled_renderer_is_refused_with_a_suggestion() -> None:
     fields = {"name": "test", "seq_len": 64, "model": {"path": "m", "renderer": "Qwen-3"}, "task": "serve"}
-    (found,) = violations(Recipe.model_validate(fields))
-    assert found.field == "model.renderer" and found.fix == "nearest: qwen3"
+    (violation,) = violations(Recipe.model_validate(fields))
+    assert violation.field == "model.renderer" and violation.fix == "nearest: qwen3"
     assert not violations(Recipe.model_validate(fields | {"model": {"path": "m", "renderer": "mine.chat:Renderer"}}))
 
 
