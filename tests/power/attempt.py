@@ -43,8 +43,8 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory, create
 from primeslurm.slurm.held_signals import HeldSignals
 from primeslurm.trainer import main as trainer
+from primeslurm.trainer.base.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
-from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
 from primeslurm.wire import exit_codes
 from primeslurm.wire.batches.rollout import Rollout, RolloutInfo

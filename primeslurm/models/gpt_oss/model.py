@@ -17,7 +17,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
 from primeslurm.models.gpt_oss.weights import EXPERT_PARAMETERS, GptOssAdapter
-from primeslurm.nn.kernels import on_host
+from primeslurm.nn.kernels import host_value_cache
 from primeslurm.nn.layers.common import ends, linear, model_spec, norm, refuse, refuse_other_activations
 from primeslurm.nn.layers.moe import local, routed, shard_experts, softmax_moe
 
@@ -45,7 +45,7 @@ class GptOssExperts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Compute tokens [rows, dim] that are sorted by expert."""
         gate_up, gate_up_bias, down, down_bias = (local(getattr(self, name), x_RD.dtype) for name in EXPERT_PARAMETERS)
-        offsets = on_host.ends(num_tokens_per_expert_E)
+        offsets = host_value_cache.ends(num_tokens_per_expert_E)
 
         def by_row(bias: torch.Tensor) -> torch.Tensor:
             return torch.repeat_interleave(bias, num_tokens_per_expert_E.long(), dim=0, output_size=x_RD.shape[0])

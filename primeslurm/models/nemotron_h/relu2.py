@@ -11,7 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
-from primeslurm.nn.kernels import on_host
+from primeslurm.nn.kernels import host_value_cache
 from primeslurm.nn.layers.common import build_parts
 from primeslurm.nn.layers.moe import local
 
@@ -50,7 +50,7 @@ class Relu2Experts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Compute tokens [rows, dim] that are sorted by expert."""
         w1, w2 = (local(getattr(self, name), x_RD.dtype).transpose(-2, -1) for name in EXPERT_PARAMETERS)
-        offsets = on_host.ends(num_tokens_per_expert_E)
+        offsets = host_value_cache.ends(num_tokens_per_expert_E)
         hidden = F.relu(self._grouped_mm(A=x_RD, B_t=w1, offs=offsets)).square()
         return self._grouped_mm(A=hidden, B_t=w2, offs=offsets)
 

@@ -1,6 +1,10 @@
-"""The header of a safetensors file: what tensors it has, and where.
+"""Read the header of a safetensors file: names, dtypes, shapes and offsets of its tensors.
 
-The format: eight bytes that say how long the header is, the header in JSON, then the tensors, each in C order.
+Format: the length of the header (8 bytes, little-endian), the header in JSON, then the tensors in C order.
+
+The safetensors library maps files into memory. This module gives offsets instead, so that loading can read byte ranges
+into pinned buffers with `preadv`, retry after errors of network file systems (which kill a process that uses a
+mapping), and check all sizes before it allocates memory.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from primeslurm.wire.decoding import DamagedError, Size, decode_json
 
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
-"""As safetensors' own reader has it."""
+"""Limit of the safetensors library."""
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -38,48 +42,41 @@ _DTYPES = {
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is, and what it is."""
+    """Location, shape and dtype of a stored tensor."""
 
     file: str
     offset: int
-    """Bytes from the beginning of the file."""
+    """Offset from the start of the file [bytes]."""
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors writes it."""
+    """Name in the safetensors format, such as BF16."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of what is stored."""
         return _DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 class _Entry(msgspec.Struct, frozen=True):
-    """A tensor in a header."""
+    """A header entry."""
 
     dtype: str
     shape: tuple[Size, ...]
     data_offsets: tuple[Size, Size]
-    """Bytes from the end of the header."""
+    """Begin and end, relative to the end of the header [bytes]."""
 
 
 def read_header(path: Path) -> dict[str, TensorLocation]:
-    """Find the tensors of a file by its header.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is no safetensors file, or is cut short.
-    """
+    """Return the locations of all tensors of a file. Raises OSError, and ValueError if the file is damaged."""
 
     def read(file: BinaryIO) -> tuple[int, int, bytes]:
         size, beginning = os.fstat(file.fileno()).st_size, file.read(_LENGTH)
         length = struct.unpack("<Q", beginning)[0] if len(beginning) == _LENGTH else size
         if length > min(size - _LENGTH, _LONGEST_HEADER):
-            raise ValueError(f"{path}: no safetensors file, or cut short")
+            raise ValueError(f"{path}: not a safetensors file, or truncated")
         return size, length, file.read(length)
 
     size, length, header = files.reading(path, read)
@@ -87,22 +84,25 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
     entries = _entries(path, header)
     end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if size < end:
-        raise ValueError(f"{path}: cut short, {size} bytes of {end}")
+        raise ValueError(f"{path}: truncated, {size} bytes of {end}")
     if unknown := sorted({entry.dtype for entry in entries.values()} - set(_DTYPES)):
-        raise ValueError(f"{path}: tensors of dtype {', '.join(unknown)} are not read")
-    found = {
+        raise ValueError(f"{path}: unsupported dtype {', '.join(unknown)}")
+    locations = {
         name: TensorLocation(path.name, start + entry.data_offsets[0], entry.shape, entry.dtype)
         for name, entry in entries.items()
     }
-    for name, entry in entries.items():  # room is made for what a shape says
-        if found[name].nbytes != entry.data_offsets[1] - entry.data_offsets[0]:
-            raise ValueError(f"{path}: {name} of {entry.dtype}{list(entry.shape)} is not at {list(entry.data_offsets)}")
-    return found
+    for name, entry in entries.items():  # loading allocates memory by the shape, so it must match the stored bytes
+        if locations[name].nbytes != entry.data_offsets[1] - entry.data_offsets[0]:
+            raise ValueError(
+                f"{path}: {name} ({entry.dtype}{list(entry.shape)}) does not fill its "
+                f"offsets {list(entry.data_offsets)}"
+            )
+    return locations
 
 
 def _entries(path: Path, header: bytes) -> dict[str, _Entry]:
     try:
-        found = decode_json(header, dict[str, msgspec.Raw])
-        return {name: decode_json(bytes(raw), _Entry) for name, raw in found.items() if name != "__metadata__"}
+        entries = decode_json(header, dict[str, msgspec.Raw])
+        return {name: decode_json(bytes(raw), _Entry) for name, raw in entries.items() if name != "__metadata__"}
     except DamagedError as error:
-        raise ValueError(f"{path}: its header cannot be read: {error}") from error
+        raise ValueError(f"{path}: cannot read its header: {error}") from error

@@ -1,9 +1,11 @@
-"""Experts' weights travel in FP8: FSDP gathers what their products take, half of the bytes of bfloat16.
+"""FSDP all-gather of expert weights in FP8, which halves the traffic compared to bfloat16.
 
-Each rank quantises its shards, by scales of whole blocks that all ranks work out before a forward pass. What is
-gathered is, bit for bit, what quantising the gathered weights would give, and modules see a `hollow` tensor in
-its place: gradients are in the compute dtype as before. Experts are most of a large model, and their stacks split into
-whole blocks; other weights, whose shards often do not, are gathered in the compute dtype.
+Before a forward pass, all ranks compute the scales of whole blocks together, and each rank quantizes its shards. The
+gathered data equal, bit for bit, the quantization of the gathered weights. Modules see a placeholder tensor instead of
+the weight, so that gradients stay in the compute dtype.
+
+Only experts are gathered in FP8. They hold most of a large model's weights, and their shards consist of whole blocks.
+Other shards often do not.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from primeslurm.nn.expert_splits import whole_blocks
-from primeslurm.nn.kernels.fp8 import hollow
-from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, Quantised, amax_of_blocks, encode_blocks, scales_of
+from primeslurm.nn.kernels.fp8 import placeholder_tensor
+from primeslurm.nn.kernels.fp8.blocks import BLOCK, BLOCKS, Quantized, amax_of_blocks, encode_blocks, scales_of
 from primeslurm.nn.layers.fp8 import FP8Experts
 from primeslurm.trainer.components import lora
 
 
 class _Stack:
-    """A stack of experts' matrices [experts, n, k] that this rank holds a part of. FSDP calls it as its extension."""
+    """A sharded stack of expert matrices [experts, n, k]. FSDP calls its `_before` and `_after` as extension hooks."""
 
     def __init__(self, parameter: Any) -> None:
         self._parameter = parameter
@@ -35,21 +37,20 @@ class _Stack:
         experts, n, k = parameter._orig_size
         self.blocks = torch.Size((experts, n // BLOCK, k // BLOCK))
         share = self.blocks[dimension] // mesh.shard_mesh_size
-        self._own = dimension, mesh.shard_mesh_rank * share, share
+        self._local_slice = dimension, mesh.shard_mesh_rank * share, share
         self.scales = torch.empty(0)
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part."""
         shard: torch.Tensor = self._parameter._sharded_local_tensor
         return shard
 
-    def own(self, of_blocks: torch.Tensor) -> torch.Tensor:
-        """This rank's part of something [experts, blocks, blocks]."""
-        return of_blocks.narrow(*self._own)
+    def local(self, of_blocks: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of per-block values [experts, n / 128, k / 128]."""
+        return of_blocks.narrow(*self._local_slice)
 
     def extend(self) -> None:
-        """Have FSDP call this. What it asks is the tensor that it gathers."""
+        """Install the extension hooks. FSDP looks them up on the sharded tensor."""
         self.shard.fsdp_pre_all_gather = self._before  # type: ignore[attr-defined]
         self.shard.fsdp_post_all_gather = self._after  # type: ignore[attr-defined]
 
@@ -61,58 +62,58 @@ class _Stack:
         module: nn.Module,
         precision: MixedPrecisionPolicy,
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        data = encode_blocks(self.shard, self.own(self.scales), self.dtype)
-        return (data.view(torch.uint8),), None
+        data = encode_blocks(self.shard, self.local(self.scales), self.dtype)
+        return (data.view(torch.uint8),), None  # NCCL has no FP8 dtype
 
     def _after(
         self, gathered: tuple[torch.Tensor, ...], _: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         if out is not None:
-            return None  # it stands for the same memory, which is filled anew
+            return None  # the existing placeholder refers to the same memory, which FSDP has refilled
         size = self._parameter._orig_size
         data = gathered[0].view(size).view(torch.float8_e4m3fn)
-        return hollow.stand_in(Quantised(data, self.scales, BLOCKS), size, dtype, data.device), ()
+        return placeholder_tensor.create(Quantized(data, self.scales, BLOCKS), size, dtype, data.device), ()
 
 
 class FP8Gather:
-    """The stacks of a model's experts, and scales for all of their blocks: those that the same ranks share together."""
+    """All FP8 expert stacks of a model. Scales of stacks with the same ranks are contiguous, for one all-reduce."""
 
     def __init__(self, stacks: list[_Stack]) -> None:
-        groups = {stack.group: [one for one in stacks if one.group is stack.group] for stack in stacks}
-        self._stacks = [stack for alike in groups.values() for stack in alike]
+        by_group = {stack.group: [each for each in stacks if each.group is stack.group] for stack in stacks}
+        self._stacks = [stack for group_stacks in by_group.values() for stack in group_stacks]
         sizes = [stack.blocks.numel() for stack in self._stacks]
         self._scales = torch.ones(sum(sizes), device=stacks[0].shard.device)
         for stack, scales in zip(self._stacks, self._scales.split(sizes), strict=True):
             stack.scales = scales.view(stack.blocks)
             stack.extend()
-        shared = [sum(stack.blocks.numel() for stack in alike) for alike in groups.values()]
-        self._shared = list(zip(groups, self._scales.split(shared), strict=True))
+        counts = [sum(stack.blocks.numel() for stack in group_stacks) for group_stacks in by_group.values()]
+        self._by_group = list(zip(by_group, self._scales.split(counts), strict=True))
 
     @torch.no_grad()
     def refresh(self, *_: Any) -> None:
-        """Work out scales anew, once for a forward pass and its backward pass. All ranks call it together."""
+        """Compute the scales for the next forward and backward pass. A collective."""
         self._scales.zero_()
         for stack in self._stacks:
-            stack.own(stack.scales).copy_(amax_of_blocks(stack.shard, stack.dtype))
-        for group, scales in self._shared:
+            stack.local(stack.scales).copy_(amax_of_blocks(stack.shard, stack.dtype))
+        for group, scales in self._by_group:
             if group.size() > 1:
                 dist.all_reduce(scales, dist.ReduceOp.MAX, group)
         self._scales.copy_(scales_of(self._scales))
 
 
 def install(model: nn.Module) -> FP8Gather | None:
-    """Have a sharded model's FP8 experts gathered in FP8. Call it when it has memory. None: there is nothing to do."""
+    """Install the FP8 all-gather on a sharded, allocated model. Return None if no parameter supports it."""
     stacks = [_Stack(parameter) for parameter in _parameters(model) if _fits(parameter)]
     if not stacks:
         return None
     gather = FP8Gather(stacks)
-    # Before FSDP's own hook, behind which its streams no longer wait for what is computed here.
+    # Before FSDP's own hook: after it, FSDP's streams do not wait for this computation.
     model.register_forward_pre_hook(gather.refresh, prepend=True)
     return gather
 
 
 def _parameters(model: nn.Module) -> Iterator[Any]:
-    """What FSDP knows of each parameter."""
+    """Yield FSDP's internal state of each parameter."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             for group in module._get_fsdp_state()._fsdp_param_groups:
@@ -120,7 +121,7 @@ def _parameters(model: nn.Module) -> Iterator[Any]:
 
 
 def _fits(parameter: Any) -> bool:
-    """Whether a parameter is taken by FP8 products alone, and each rank's shard of it is whole blocks."""
+    """Return whether a parameter is used by FP8 products only, and all of its shards consist of whole blocks."""
     info, size = parameter._module_info, parameter._orig_size
     multiplies = isinstance(info.module, FP8Experts) and type(info.module)._grouped_mm is FP8Experts._grouped_mm
     if not multiplies or lora.is_adapter(info.param_name) or len(size) != 3 or parameter.offload_to_cpu:

@@ -1,4 +1,4 @@
-"""Model directories in Hugging Face format: what they hold, and the files beside the weights."""
+"""Model directories in Hugging Face format: reading the config, and writing the files beside the weights."""
 
 from __future__ import annotations
 
@@ -19,35 +19,30 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def load_config(directory: Path) -> Any:
-    """Read the transformers config of a model directory.
-
-    Raises:
-        ValueError: no such model type, or weights stored in a way that is not read.
-    """
-    # Before transformers reads it: the family's module may register a config that transformers lacks.
+    """Read the transformers config of a model directory. Raises ValueError for unsupported types and formats."""
+    # Importing the family's module first registers configs that transformers lacks.
     model_builder.builder(json.loads(files.read_bytes(directory / "config.json")).get("model_type", ""))
     config = AutoConfig.from_pretrained(directory)
     stored = _quantization(config)
     if stored and not (is_block_fp8(stored) or _reads_four_bits(config.model_type, stored)):
         method = stored.get("quant_method", "an unknown format")
-        raise ValueError(f"{directory}: weights stored in {method} are not read; convert them to bfloat16 first")
+        raise ValueError(f"{directory}: weights stored in {method} are not supported; convert them to bfloat16 first")
     return config
 
 
 def is_quantized(config: Any) -> bool:
-    """Whether a config says that its model's weights are stored in fewer bits than they are computed in."""
+    """Return whether a config declares quantized weights."""
     return bool(_quantization(config))
 
 
 def _quantization(config: Any) -> Mapping[str, Any]:
     stored = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
-    return next((found for found in stored if found), {})
+    return next((config for config in stored if config), {})
 
 
 def _reads_four_bits(model_type: str, stored: Mapping[str, Any]) -> bool:
-    """Whether weights are in a format in four bits that models of this type are released in."""
-    code, able = four_bit_format(stored), model_types().get(model_type)
-    return code is not None and able is not None and bool(getattr(able, f"{code}_checkpoint"))
+    code, family = four_bit_format(stored), model_types().get(model_type)
+    return code is not None and family is not None and bool(getattr(family, f"{code}_checkpoint"))
 
 
 def write_companions(
@@ -58,18 +53,15 @@ def write_companions(
     dtype: str,
     quantization: dict[str, Any] | None = None,
 ) -> None:
-    """Write what a model directory has beside its weights: index, config, tokenizer and generation settings.
+    """Write the files of a model directory beside the weights: index, config, tokenizer and generation config.
 
     Args:
-        source: model directory that the weights were made from.
-        target: directory of the weights.
-        index: name of the file that each tensor is in.
-        total_size: bytes of all tensors.
-        dtype: of the weights; the config names it, whatever that of `source` names.
-        quantization: likewise.
+        source: Model directory that the weights come from.
+        dtype: Dtype of the weights, for the config.
+        quantization: `quantization_config` of the weights, for the config.
 
     Raises:
-        OSError: one cannot be read or written.
+        OSError: A file cannot be read or written.
     """
     for pattern in _COMPANIONS:
         for file in files.listing(source, pattern):

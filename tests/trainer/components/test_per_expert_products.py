@@ -1,4 +1,4 @@
-"""Experts whose products are made one after the other compute what grouped products do."""
+"""Per-expert products match grouped products."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.components.single_products import one_by_one
+from primeslurm.trainer.components.per_expert_products import one_by_one
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, write
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
-def test_logits_and_gradients_are_those_of_grouped_products(
+def test_logits_and_gradients_match_grouped_products(
     name: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(next(case for case in CASES if case.name == name), tmp_path)
@@ -33,7 +33,7 @@ def test_logits_and_gradients_are_those_of_grouped_products(
         torch.testing.assert_close(single, grouped, atol=1e-5, rtol=1e-4)
 
 
-def test_rows_behind_the_last_group_are_nobodys() -> None:
+def test_rows_after_the_last_group_become_zeros() -> None:
     rows, matrices = torch.randn(7, 3), torch.randn(3, 3, 2)
     made = one_by_one(rows, matrices, torch.tensor([2, 2, 5]))
     expected = torch.cat([rows[:2] @ matrices[0], rows[2:5] @ matrices[2], torch.zeros(2, 2)])

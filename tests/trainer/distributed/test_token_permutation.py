@@ -1,4 +1,4 @@
-"""Tokens reach their experts and come back as torchtitan's dispatcher has it, with fewer passes."""
+"""The token dispatcher matches torchtitan's."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from primeslurm.models import model_builder
 from primeslurm.nn.kernels import rows
-from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.distributed.token_order import OrderedDispatcher, _by_expert, _by_filled, convert
+from primeslurm.trainer.base.model_draft import ModelDraft
+from primeslurm.trainer.distributed.token_permutation import OrderedDispatcher, _by_expert, _by_padded_expert, convert
 from tests.support.rows import inverted
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -22,7 +22,7 @@ Found = tuple[torch.Tensor, ...]
 
 
 def mixed(kind: Any, dtype: torch.dtype, **settings: Any) -> Found:
-    """What a layer of linear experts makes of tokens, and the gradients of tokens and scores."""
+    """Return outputs of linear experts, and gradients of tokens and scores."""
     torch.manual_seed(0)
     tokens = torch.randn(TOKENS, DIM, dtype=torch.float64).to(dtype).requires_grad_()
     weights = (torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64) / DIM**0.5).to(dtype)
@@ -39,14 +39,14 @@ def mixed(kind: Any, dtype: torch.dtype, **settings: Any) -> Found:
 
 
 @pytest.mark.parametrize("settings", [{}, {"alignment": 8}], ids=["as they are", "filled up"])
-def test_values_and_gradients_are_those_of_torchtitan(settings: dict[str, Any]) -> None:
+def test_values_and_gradients_match_torchtitan(settings: dict[str, Any]) -> None:
     found = mixed(OrderedDispatcher, torch.float32, **settings)
     expected = mixed(AllToAllTokenDispatcher, torch.float32)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_in_bfloat16_a_token_is_as_near_to_the_exact_one() -> None:
+def test_bfloat16_is_as_exact_as_torchtitan() -> None:
     exact = mixed(AllToAllTokenDispatcher, torch.float32)
     ours, theirs = mixed(OrderedDispatcher, torch.bfloat16), mixed(AllToAllTokenDispatcher, torch.bfloat16)
     for name, one, other, right in zip(("tokens", "grad", "scores"), ours, theirs, exact, strict=True):
@@ -54,7 +54,7 @@ def test_in_bfloat16_a_token_is_as_near_to_the_exact_one() -> None:
         assert (one - right).norm() <= 1.05 * (other - right).norm() + 1e-6 * right.norm(), name
 
 
-def test_rows_and_their_copies_are_each_others_gradients() -> None:
+def test_spread_and_gathered_are_each_others_gradients() -> None:
     owner = torch.tensor([7, 0, 4, 5, 1, 9])  # of 5 rows with 2 slots; row 1 has no copy, some have one
     where = inverted(owner, 5, 2)
     assert torch.equal(where.flatten()[owner], torch.arange(6))
@@ -68,14 +68,14 @@ def test_rows_and_their_copies_are_each_others_gradients() -> None:
     assert not rows.gathered(many, where, owner, weights)[1].any()
 
 
-def test_rows_that_fill_experts_up_are_nobodys_and_change_nothing() -> None:
+def test_padding_rows_change_nothing() -> None:
     torch.manual_seed(0)
     own, top_k = 5, 3
     ids = torch.rand(40, own + 3).topk(top_k).indices.clamp(max=own)  # the last is nobody's
     ids[ids == 2] = own  # an expert without tokens
     actual = torch.bincount(ids.flatten(), minlength=own + 1)[:own]
     counts = (actual + 7) // 8 * 8
-    filled = _by_filled(ids, actual, counts, 7).first(int(counts.sum()))
+    filled = _by_padded_expert(ids, actual, counts, 7).first(int(counts.sum()))
     plain = _by_expert(ids, own).first(int(actual.sum()))
     few, weights = torch.randn(40, 4, dtype=torch.float64), torch.rand(40, top_k, dtype=torch.float64)
     made = []
@@ -92,8 +92,7 @@ def test_rows_that_fill_experts_up_are_nobodys_and_change_nothing() -> None:
         assert ours is not None and torch.equal(ours, theirs)
 
 
-def test_there_may_be_no_rows() -> None:
-    """A rank whose experts nobody chose."""
+def test_no_rows_are_dispatched() -> None:
     where, owner = torch.full((4, 2), -1), torch.empty(0, dtype=torch.int64)
     empty = torch.empty(0, 3, requires_grad=True)
     weights = torch.ones(4, 2, requires_grad=True)
@@ -105,7 +104,7 @@ def test_there_may_be_no_rows() -> None:
 
 
 @pytest.mark.parametrize(("settings", "kind"), [({}, OrderedDispatcher), ({"compile": True}, AllToAllTokenDispatcher)])
-def test_every_layer_with_experts_has_it_unless_compiled(moe_model: Path, settings: dict[str, Any], kind: Any) -> None:
+def test_every_moe_layer_uses_it_unless_compiled_on_cpu(moe_model: Path, settings: dict[str, Any], kind: Any) -> None:
     config = model_builder.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
     draft = ModelDraft(make_recipe(moe_model, trainer=settings), config)
     before = [(found.num_experts, found.top_k) for _, found, _, _ in _dispatchers(draft)]

@@ -15,15 +15,15 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
 from primeslurm.records.heartbeats import liveness
-from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.base.phase_timer import PhaseTimer
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
-from primeslurm.trainer.loops.compilations import Compilations
-from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.optimizers import optimizers
+from primeslurm.trainer.policy.compilation_metrics import CompilationMetrics
+from primeslurm.trainer.policy.policy_model import PolicyModel
 from primeslurm.wire.batches.batch import Batch, Row, stack
 
 MAX_SKIPPED = 3
@@ -33,7 +33,7 @@ weights are broken."""
 log = logging.getLogger(__name__)
 
 
-class Learner:
+class TrainStep:
     """The policy with its loss, optimizer and learning rate schedule.
 
     Args:
@@ -54,7 +54,7 @@ class Learner:
         self._loss = loss
         self._world = world
         self._reader = reader
-        self._compilations = Compilations(policy.compiled, world)
+        self._compilations = CompilationMetrics(policy.compiled, world)
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype, policy.host_states)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
         self._skipped_in_a_row = 0
@@ -62,15 +62,8 @@ class Learner:
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Train one step on this rank's rows of a batch. A collective; all ranks must have the same number of rows.
 
-        If the gradient is not finite, all ranks leave the weights unchanged. The step still counts, and the metric
-        `skipped` is 1.
-
-        Args:
-            batch: This rank's shard of each row, or whole rows.
-            timer: Times the phases of the step.
-
-        Returns:
-            Metrics of the whole batch, the same on every rank.
+        Returns metrics of the whole batch, the same on every rank. If the gradient is not finite, all ranks leave the
+        weights unchanged. The step still counts, and the metric `skipped` is 1.
 
         Raises:
             FloatingPointError: The gradient was not finite in MAX_SKIPPED consecutive steps.
@@ -141,7 +134,7 @@ class Learner:
         targets = Targets(
             labels=following["token_ids"].long(),
             ref_logprobs=following.get("ref_logprobs", torch.zeros_like(following["logprobs"])),
-            documents=replace(documents, index=self.policy.piece(documents.index)),
+            documents=replace(documents, index=self.policy.shard(documents.index)),
             echo_weights=following.get("echo_weights"),
             **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
         )
@@ -149,14 +142,14 @@ class Learner:
         if targets.echo_weights is not None:
             mask = mask | (targets.echo_weights > 0)
         # A next position of 0 starts another document or lies past the end of the row: nothing predicts that token.
-        mask = mask & (self.policy.piece(_next_token(positions)) != 0)
+        mask = mask & (self.policy.shard(_next_token(positions)) != 0)
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole_positions = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
         return self._loss(*self.policy.score(tokens, whole_positions, mask, targets, routed, images))
 
     def _update(self, step: int) -> tuple[float, bool]:
-        """Update the weights if the gradient is finite. Return the gradient norm, and whether the update was skipped."""
+        """Update the weights if the gradient is finite. Return the gradient norm and whether the update was skipped."""
         norm = dist_utils.clip_grad_norm_(
             list(self.policy.model.parameters()),
             self._config.max_norm or math.inf,
@@ -180,7 +173,7 @@ class Learner:
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= MAX_SKIPPED:
             raise FloatingPointError(
-                f"step {step}: the gradient norm is {norm}; no gradient was finite in {MAX_SKIPPED} consecutive steps"
+                f"the gradient norm is {norm} in step {step}: no gradient was finite in {MAX_SKIPPED} consecutive steps"
             )
         log.warning("step %d does not update the weights: the gradient norm is %s", step, norm)
 
@@ -189,7 +182,6 @@ def reduce_after(model: torch.nn.Module, *, last: bool, stays_gathered: bool) ->
     """Set whether FSDP reduces gradients over ranks after the next micro batch. If not, they accumulate in float32.
 
     Args:
-        model: The sharded model.
         last: Whether the next micro batch is the last one of the step. Gradients are reduced only then.
         stays_gathered: Whether weights stay gathered between forward and backward pass. They then stay gathered until
             the last micro batch.

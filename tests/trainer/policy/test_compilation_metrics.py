@@ -1,4 +1,4 @@
-"""What is compiled in a step is counted, and late recompilations are named."""
+"""CompilationMetrics are counted per step, and late recompilations are logged."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.compilations import SETTLED, Compilations
+from primeslurm.trainer.policy.compilation_metrics import WARM_UP_STEPS, CompilationMetrics
 
 
-def test_a_late_recompilation_is_counted_and_named(world: World, caplog: pytest.LogCaptureFixture) -> None:
+def test_late_recompilation_is_counted_and_logged(world: World, caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     double = torch.compile(lambda tensor: tensor * 2, backend="aot_eager", dynamic=False)
-    counted = Compilations(True, world)
+    counted = CompilationMetrics(True, world)
     double(torch.ones(3))
     first = counted.take()
     assert (first["compiles"], first["recompiles"]) == (1, 0) and first["compile_s"] > 0
-    for _ in range(SETTLED):
+    for _ in range(WARM_UP_STEPS):
         double(torch.ones(3))
         assert counted.take() == {"compiles": 0, "recompiles": 0, "compile_s": 0}
     assert not _said(caplog)
@@ -24,11 +24,11 @@ def test_a_late_recompilation_is_counted_and_named(world: World, caplog: pytest.
     late = counted.take()
     assert (late["compiles"], late["recompiles"]) == (1, 1)
     (message,) = _said(caplog)
-    assert "compiled again" in message and "size mismatch" in message
+    assert "recompiled" in message and "size mismatch" in message
 
 
-def test_eager_layers_have_no_such_metrics(world: World) -> None:
-    assert Compilations(False, world).take() == {}
+def test_eager_layers_have_no_compilation_metrics(world: World) -> None:
+    assert CompilationMetrics(False, world).take() == {}
 
 
 def _said(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -1,6 +1,6 @@
-"""Products of experts one after the other instead of in one call, to look at what is wrong with a layer's experts.
+"""Expert products one by one instead of in one grouped call (`trainer.grouped_products: false`).
 
-Where grouped products are suspected, these are what they should be.
+A reference for debugging, if the grouped kernels are suspected of wrong results.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.base.model_draft import ModelDraft
 
 
 def convert(draft: ModelDraft) -> None:
-    """Take grouped products from every layer's experts, if the recipe says so. Call it once the model is built."""
+    """Replace the grouped products of all experts if the recipe disables them. Needs the built model."""
     if draft.recipe.trainer.grouped_products:
         return
     for module in draft.model.modules():
@@ -26,8 +26,6 @@ def convert(draft: ModelDraft) -> None:
 
 @functools.cache
 def _one_by_one(base: Any) -> Any:
-    """`base`, which is GroupedExperts or derived from it."""
-
     class OneByOne(base):
         def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
             return one_by_one(A, B_t, offs)
@@ -36,12 +34,12 @@ def _one_by_one(base: Any) -> Any:
 
 
 def one_by_one(rows: torch.Tensor, matrices: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Multiply each of rows [rows, k], sorted by group, by the matrix [groups, k, n] of its group: [rows, n].
+    """Multiply rows [rows, k], sorted by group, by their group's matrix [groups, k, n]. Returns [rows, n].
 
-    A group ends at its offset; rows behind the last are nobody's, and give zeros.
+    Each group ends at its offset. Rows after the last group result in zeros.
     """
     ends = offsets.tolist()
-    parts = [
+    products = [
         rows[start:end] @ matrix for start, end, matrix in zip([0, *ends[:-1]], ends, matrices.unbind(), strict=True)
     ]
-    return torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])
+    return torch.cat([*products, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])

@@ -25,8 +25,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from primeslurm.nn.layers.vision import VisionInput
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Vlm
+from primeslurm.trainer.assembly.generic_vision import PatchReader, VisionParts
 from primeslurm.trainer.components.logprobs import logit_scores
-from primeslurm.trainer.generic.generic_vision import PatchReader, VisionParts
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -35,7 +35,6 @@ class GenericModel(nn.Module):
     """A model of transformers with the interface of our models: packed rows, and masks made from positions.
 
     Args:
-        hf: Config of transformers.
         vlm: Settings of the vision encoder. None: train on text only, and freeze everything that processes images.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The interrupt signal: SIGUSR1 makes the trainer finish its step, save a checkpoint and exit with code 75 (requeue)."""
+"""The interrupt signal: on SIGUSR1 the trainer ends its step, saves a checkpoint and exits with code 75 (requeue)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ WARM_UP_STEPS = 3
 """Number of steps in which recompilations are expected, because new layer kinds and batch shapes appear."""
 
 
-class Compilations:
+class CompilationMetrics:
     """Counts compilations per step.
 
     Args:

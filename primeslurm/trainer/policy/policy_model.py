@@ -1,4 +1,4 @@
-"""The policy on this rank: its shards, how rows are run through them, and what is known of its checkpoint."""
+"""The policy on this rank: its sharded model, and how packed rows are run through it."""
 
 from __future__ import annotations
 
@@ -20,60 +20,60 @@ from primeslurm.trainer.distributed.world import to_device
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """The sharded model and what is needed to feed, load and export it."""
+    """The sharded model, and everything needed to feed, load and export it."""
 
     model: Any
     adapter: Any
     dims: Dims
     hf_names: set[str]
-    """Every tensor name of the checkpoint in Hugging Face format, over all ranks."""
+    """All tensor names of the checkpoint in Hugging Face format, over all ranks."""
     source: Path
-    """The directory the model was built from."""
+    """Model directory that the model was built from."""
     dtype: torch.dtype
-    """Compute dtype; the parameters are float32."""
+    """Compute dtype. Parameters are float32."""
     device: torch.device
-    """Where it computes; the parameters may be in host memory."""
+    """Compute device. Parameters may be in host memory."""
     shared: ContextParallel | None = None
-    """Who shares rows with this rank, if anyone does."""
+    """Context parallelism. None: this rank has whole rows."""
     lora: Lora | None = None
-    """How adapters are scaled, if adapters are all that is trained."""
+    """LoRA settings. None: all weights are trained."""
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What the checkpoint has beside the model, and engines insist on; on rank 0 alone."""
+    """Tensors of the checkpoint that are not trained, but that engines expect. On rank 0 only."""
     stored_fp8: frozenset[str] = frozenset()
-    """Names of the weights that the source stores in FP8."""
+    """Names of the weights that the source checkpoint stores in FP8."""
     layout: Parallelism = field(kw_only=True)
-    """How its ranks are arranged."""
+    """Parallelism over the ranks."""
     micro_batch_tokens: int = field(kw_only=True)
-    """Tokens that a rank computes at once."""
+    """Tokens per micro batch and rank."""
     compiled: bool = field(default=False, kw_only=True)
-    """Its layers are compiled."""
+    """Whether layers are compiled."""
     host_states: bool = field(default=False, kw_only=True)
-    """The state of its optimizer is in host memory."""
+    """Whether the optimizer state is in host memory."""
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Return the model's own tensors, without adapters."""
+        """Return the model's tensors without LoRA adapters."""
         return lora.base_weights(self.model)
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the batch this rank trains on; context-parallel ranks have the same."""
+        """Index of this rank's shard of the batch. Context-parallel ranks have the same one."""
         mesh = self.dims.get_optional_mesh("batch")
         return 0 if mesh is None else int(mesh.get_local_rank())
 
     @property
     def dp_world(self) -> int:
-        """Into how many shares a batch is split."""
+        """Number of shards of a batch."""
         mesh = self.dims.get_optional_mesh("batch")
         return 1 if mesh is None else int(mesh.size())
 
     @property
     def cp_rank(self) -> int:
-        """Which piece of each row this rank has."""
+        """Index of this rank's shard of each row."""
         return self.shared.group.rank() if self.shared else 0
 
     @property
     def cp_world(self) -> int:
-        """Into how many pieces rows are cut."""
+        """Number of shards of each row."""
         return self.shared.group.size() if self.shared else 1
 
     def logits(
@@ -86,19 +86,13 @@ class PolicyModel:
     ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
-        Args:
-            tokens: [rows, seq_len].
-            positions: [rows, seq_len], restarting at 0 with every document.
-            beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
-            routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.batches.routed_experts`.
-            images: what is in the rows of them. All ranks give some, or none does.
-
-        Returns:
-            Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
+        `tokens`, `positions` and `beside` are [rows, seq_len]; `routed` are experts to replay [rows, seq_len, layers,
+        top_k]. Either all ranks pass `images`, or none does. Returns logits [rows, local_len, vocab], and the shards of
+        `beside` [rows, local_len].
         """
-        replayed = None if routed is None else self.piece(router_replay.narrow(routed))
-        inputs = self._inputs(self.piece(tokens), positions, replayed, images)
-        return (self.model(**inputs), *(self.piece(tensor) for tensor in beside))
+        replayed = None if routed is None else self.shard(router_replay.narrow(routed))
+        inputs = self._inputs(self.shard(tokens), positions, replayed, images)
+        return (self.model(**inputs), *(self.shard(tensor) for tensor in beside))
 
     def score(
         self,
@@ -109,44 +103,39 @@ class PolicyModel:
         routed: torch.Tensor | None = None,
         images: VisionInput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
-        """Run the model on this rank's pieces of packed rows, and return what a loss takes.
+        """Run the model on this rank's shards of packed rows, and return the inputs of a loss.
 
-        Args:
-            tokens: [rows, local_len].
-            positions: of whole rows, as for `logits`.
-            mask: whether the token that a position predicts is trained, [rows, local_len], in host memory: a device
-                would have to be waited for to know how many are.
-            targets: of shape [rows, local_len], in host memory.
-            routed: experts to replay, [rows, local_len, layers, top_k].
-            images: of whole rows, as for `logits`.
-
-        Returns:
-            Log-probabilities, entropies and targets [trained tokens] of this rank's part of the rows.
+        `tokens`, `mask` and `targets` are [rows, local_len], the latter two in host memory. `mask` marks the positions
+        that predict trained tokens. `positions` and `images` are those of whole rows. Returns log-probabilities,
+        entropies and targets [trained tokens].
         """
         replayed = None if routed is None else router_replay.narrow(routed)
         inputs = self._inputs(tokens, positions, replayed, images)
+        # The mask is in host memory, so that the number of trained tokens is known without waiting for the device.
         places = to_device(torch.from_numpy(np.flatnonzero(mask.numpy())), self.device)
         local = targets.apply(lambda tensor: to_device(tensor, self.device))
         trained = local.apply(lambda tensor: tensor.flatten().index_select(0, places))
         if self.shared:
+            # Sequence-level losses sum over all ranks that share the sequence.
             trained = replace(trained, documents=replace(trained.documents, group=self.shared.group))
         with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
             return (*self.model(**inputs), trained)
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this context-parallel rank's part of a tensor [rows, seq_len, ...]."""
-        return self.shared.piece(tensor) if self.shared else tensor
+    def shard(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's shard of a tensor [rows, seq_len, ...]."""
+        return self.shared.shard(tensor) if self.shared else tensor
 
     def _inputs(
         self, tokens: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None, images: VisionInput | None
     ) -> dict[str, Any]:
-        """What the model is called with; routers get theirs. Of this rank's pieces, but for positions and images."""
-        masks = self.model.get_attention_masks(positions)  # needs whole rows
+        """Set the routers' replay, and return the model's arguments. `positions` and `images` cover whole rows."""
+        # Masks are built from whole rows and then reduced to this rank's queries.
+        masks = self.model.get_attention_masks(positions)
         if self.shared:
             masks = self.shared.masks(masks, positions.shape[1])
         router_replay.assign(self.model, routed)
-        inputs = {"tokens": tokens, "positions": self.piece(positions), "attention_masks": masks}
+        inputs = {"tokens": tokens, "positions": self.shard(positions), "attention_masks": masks}
         if images is not None:
-            features, coordinates = self.piece(images.features), self.piece(images.coordinates)
+            features, coordinates = self.shard(images.features), self.shard(images.coordinates)
             inputs["images"] = replace(images, features=features, coordinates=coordinates)
         return inputs

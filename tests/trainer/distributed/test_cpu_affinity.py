@@ -1,4 +1,4 @@
-"""Ranks run on the cores nearest to their GPUs, by a sysfs of our own, with the kernel's real affinities."""
+"""CPU affinity near the GPU, with a fake sysfs and real affinities."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.trainer.distributed.cores import CpuAffinity
+from primeslurm.trainer.distributed.cpu_affinity import CpuAffinity
 
 GPU = "0000:1b:00.0"
 PROGRAM = """
 import json, os, sys, threading
 from pathlib import Path
-from primeslurm.trainer.distributed import cores
+from primeslurm.trainer.distributed import cpu_affinity as cores
 os.sched_setaffinity(0, json.loads(sys.argv[2]))
 done = threading.Event()
 earlier = threading.Thread(target=done.wait)
@@ -32,14 +32,13 @@ CORES = sorted(os.sched_getaffinity(0))
 
 
 def moved(sys_fs: Path, may_use: list[int], ranks: int) -> tuple[list[list[int]], list[int], int, list[int], str]:
-    """What a process does that may use some cores: affinities of its threads, and where it says that it is."""
+    """Return the thread affinities of a process with some allowed cores, and what it logs."""
     argv = [sys.executable, "-c", PROGRAM, str(sys_fs), json.dumps(may_use), str(ranks)]
     seen, cores, threads, allowed, text = json.loads(subprocess.run(argv, check=True, capture_output=True).stdout)
     return seen, cores, threads, allowed, text
 
 
 def sysfs(root: Path, cpulist: str | None) -> Path:
-    """A /sys with one GPU."""
     device = root / "bus/pci/devices" / GPU
     device.mkdir(parents=True)
     if cpulist is not None:
@@ -48,7 +47,7 @@ def sysfs(root: Path, cpulist: str | None) -> Path:
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores, to choose one")
-def test_all_threads_move_to_the_nearest_cores_that_may_be_used(tmp_path: Path) -> None:
+def test_all_threads_move_to_the_nearest_allowed_cores(tmp_path: Path) -> None:
     first, last = CORES[0], CORES[-1]
     near = sysfs(tmp_path / "near", f"{last},{last + 1000}-{last + 1003}")
     seen, cores, threads, allowed, text = moved(near, CORES, 1)
@@ -61,11 +60,11 @@ def test_all_threads_move_to_the_nearest_cores_that_may_be_used(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("cpulist", [None, ""])
-def test_a_node_that_does_not_say_what_is_near_leaves_ranks_where_they_are(cpulist: str | None, tmp_path: Path) -> None:
+def test_affinity_stays_if_the_node_reports_no_near_cores(cpulist: str | None, tmp_path: Path) -> None:
     seen, cores, threads, _, _ = moved(sysfs(tmp_path, cpulist), CORES, 1)
     assert seen == [CORES] * 3 and cores == CORES and threads == len(CORES)
     assert moved(tmp_path, CORES, 2 * len(CORES))[2] == 1, "more ranks than cores"
 
 
-def test_cores_are_written_as_the_kernel_does() -> None:
+def test_core_ranges_are_formatted_like_the_kernel() -> None:
     assert ": cores 0-3,8,10-11 of " in str(CpuAffinity(GPU, frozenset({0, 1, 2, 3, 8, 10, 11}), 4))
