@@ -1,4 +1,4 @@
-"""What a killed agent leaves on its node's disk goes."""
+"""Directories of a killed agent are removed."""
 
 from __future__ import annotations
 
