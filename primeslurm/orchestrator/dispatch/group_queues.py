@@ -159,7 +159,7 @@ class OpenGroups(Mapping[str, OpenGroup]):
             del self._rollouts[group.version]
 
 
-class ReadyGroups(Collection[RolloutGroup]):
+class ReadyGroups(Iterable[RolloutGroup]):
     """Complete groups that wait for a batch. `version_of` returns the version from which the age of a group counts."""
 
     def __init__(self, version_of: Callable[[RolloutGroup], int]) -> None:
@@ -168,9 +168,6 @@ class ReadyGroups(Collection[RolloutGroup]):
         self._version_of = version_of
         self._groups: list[RolloutGroup] = []
         self._by_version: Counter[int] = Counter()
-
-    def __contains__(self, group: object) -> bool:
-        return group in self._groups
 
     def __iter__(self) -> Iterator[RolloutGroup]:
         return iter(self._groups)
