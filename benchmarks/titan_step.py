@@ -22,7 +22,6 @@ from torchtitan.trainer import Trainer
 
 from primeslurm.nn import compat
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.components import activation_checkpointing
 from primeslurm.trainer.distributed.world import World
 
@@ -81,7 +80,7 @@ class TitanStep(Trainer):
         for layer in spec.model.layers:  # torchtitan's flavors end at 40,960 positions
             layer.attention.rope = replace(layer.attention.rope, max_seq_len=recipe.seq_len)
         if compat.ON_CPU:
-            compat.convert(ModelDraft(recipe, spec))
+            compat.replace_modules(spec.model)
         spec.model.update_from_config(config=self.config)
         self.model_config = spec.model
         with torch.device("meta"):

@@ -32,7 +32,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import gated_sockets, gated_store, nixl_pause_patch, spawned
+    from primeslurm.inference import authenticated_store, early_plugins, encrypted_sockets, nixl_pause_patch
     from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
@@ -41,9 +41,9 @@ def register() -> None:
     layerwise.load_selection_bias()
     nixl_pause_patch.use()
     if secret.is_there():  # an engine outside a run has no secret, and its peers connect without one
-        gated_store.use()
-        gated_sockets.use()
-        spawned.use(sys.argv)
+        authenticated_store.use()
+        encrypted_sockets.use()
+        early_plugins.use(sys.argv)
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

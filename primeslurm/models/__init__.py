@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import primeslurm.nn  # noqa: F401  patches torchtitan before a family's `model` imports it
 from primeslurm.models.family import (
     ATTENTION,
     DENSE,

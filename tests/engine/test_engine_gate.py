@@ -92,7 +92,7 @@ async def test_stopped_core_is_detected(start_engine: StartEngine, client: Conne
         with pytest.raises(EngineUnresponsiveError, match=r"core has not answered its HTTP server for 1\d s"):
             await control.status()
         refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
-        assert refused.status_code == 503 and refused.json()["error"].startswith("silent")
+        assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")
     finally:
         os.kill(cores[0], signal.SIGCONT)
     wait_for_status(engine, 200)
@@ -113,7 +113,7 @@ def test_stopped_core_of_a_teacher_is_detected(zygote: Zygote, model: Path) -> N
         os.kill(cores[0], signal.SIGSTOP)
         wait_for_status(engine, 504, "/health")
         refused = httpx.post(f"{engine.url}/v1/completions", json={}, headers=secret.header())
-        assert refused.status_code == 503 and refused.json()["error"].startswith("silent")
+        assert refused.status_code == 503 and refused.json()["error"].startswith("unresponsive")
         os.kill(cores[0], signal.SIGCONT)
         wait_for_status(engine, 200, "/health")
     finally:

@@ -53,10 +53,10 @@ def test_missing_or_truncated_file_is_refused(policy: Path) -> None:
     file = next(policy.glob("*.safetensors"))
     with file.open("r+b") as handle:
         handle.truncate(100)
-    with pytest.raises(PolicyError, match="found 100"):
+    with pytest.raises(PolicyError, match="has 100 bytes"):
         policy_files(policy, 3)
     file.unlink()
-    with pytest.raises(PolicyError, match="found None"):
+    with pytest.raises(PolicyError, match="has None bytes"):
         policy_files(policy, 3)
 
 

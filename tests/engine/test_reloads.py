@@ -186,7 +186,7 @@ def test_gpt_oss_refuses_a_policy_with_gaps_and_takes_the_next(tmp_path: Path) -
     begun_with = weights(engine.model)
     for part in ("1.mlp.experts.down_proj", "0.mlp.experts.gate_up_proj_bias", "1.self_attn.sinks"):
         absent = f"model.layers.{part}"
-        with pytest.raises(PolicyError, match="not given"):
+        with pytest.raises(PolicyError, match="the policy lacks"):
             update(engine, {name: tensor + 0.5 for name, tensor in first.items() if name != absent}, in_stacks=True)
     update(engine, first, in_stacks=True)
     third = weights(engine.model)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primeslurm.inference.router.supervisor import REMEMBERED_BYTES, Address, RouterSupervisor
+from primeslurm.inference.router.supervisor import REFUSED_BYTES, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--name", required=True)
     parser.add_argument("--attempt-dir", type=Path, required=True)
     parser.add_argument("--door", type=int, required=True)
-    parser.add_argument("--remembered-bytes", type=int, default=REMEMBERED_BYTES)
+    parser.add_argument("--remembered-bytes", type=int, default=REFUSED_BYTES)
     ours, options = parser.parse_known_args(argv)
     shared = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     shared.add_argument("--host", required=True)

@@ -30,9 +30,9 @@ from primeslurm.wire.transport import secret
 PERIOD_S = 1.0
 ANSWER_S = 5.0
 # Total size of invalid tokens after which the router is restarted, because it caches all of them.
-REMEMBERED_BYTES = 4 * 2**30
+REFUSED_BYTES = 4 * 2**30
 # Shortest time between two such restarts [s], so that a stranger with bad tokens cannot block the run.
-FORGET_AGAIN_S = 600.0
+TOKEN_RESTART_S = 600.0
 _log = logging.getLogger(__name__)
 
 
@@ -56,23 +56,23 @@ class RouterSupervisor:
     router: Address
     endpoint: Address
     journal: Journal
-    remembered_bytes: int = REMEMBERED_BYTES
+    refused_bytes_limit: int = REFUSED_BYTES
     _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
-    _since: float = field(default=0.0, init=False)
-    _known: bool = field(default=False, init=False)
+    _incomplete_since: float = field(default=0.0, init=False)
+    _accepted: bool = field(default=False, init=False)
     """Whether the running router has accepted the run's secret."""
-    _forgot: float = field(default=-math.inf, init=False)
+    _token_restart: float = field(default=-math.inf, init=False)
     """Time of the last restart because of invalid tokens."""
 
     def __post_init__(self) -> None:
         self._wanted = planned(self.argv)
-        self._own = secret.own()
+        self._secret = secret.own()
         self._headers = secret.header()
         secret.keep()
 
     async def run(self) -> int:
         """Supervise the router until it ends by itself, and return its exit code."""
-        endpoint = RouterHealthEndpoint(self._own, self._status, lambda: not self._difference)
+        endpoint = RouterHealthEndpoint(self._secret, self._status, lambda: not self._difference)
         server = await endpoint.serve(self.endpoint.host, self.endpoint.port)
         child = self._start(endpoint)
         try:
@@ -81,9 +81,9 @@ class RouterSupervisor:
                     _log.warning("restarting the router: %s", why)
                     self.journal.write(RouterRestarted(why))
                     await asyncio.to_thread(_end, child)
-                    endpoint.refused_bytes, self._known = 0, False
+                    endpoint.refused_bytes, self._accepted = 0, False
                     child = self._start(endpoint)
-                await asyncio.sleep(PERIOD_S if self._known else PERIOD_S / 5)
+                await asyncio.sleep(PERIOD_S if self._accepted else PERIOD_S / 5)
             return code
         finally:
             server.close()
@@ -92,8 +92,8 @@ class RouterSupervisor:
     async def _round(self, endpoint: RouterHealthEndpoint) -> str:
         """Correct the router's workers once. Return why the router must be restarted; empty if it need not be."""
         now = time.monotonic()
-        if endpoint.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
-            self._forgot = now
+        if endpoint.refused_bytes > self.refused_bytes_limit and now > self._token_restart + TOKEN_RESTART_S:
+            self._token_restart = now
             return f"it has cached {endpoint.refused_bytes >> 20} MiB of invalid tokens"
         answer = await self._ask("GET", "/list_workers")
         if answer is None:
@@ -105,7 +105,7 @@ class RouterSupervisor:
         workers = listed(body) if status == 200 else None
         if workers is None:
             return ""
-        self._known = True
+        self._accepted = True
         difference = compare(self._wanted, workers)
         self._report(difference)
         if not difference:
@@ -120,13 +120,13 @@ class RouterSupervisor:
     def _report(self, difference: WorkerDifference) -> None:
         now, planned_workers = time.monotonic(), len(self._wanted.urls)
         if difference and difference != self._difference:
-            self._since = self._since or now
+            self._incomplete_since = self._incomplete_since or now
             missing, foreign = list(difference.missing), list(difference.foreign)
             _log.warning("missing workers: %s; workers outside the plan: %s", missing, foreign)
             self.journal.write(RouterIncomplete(planned_workers - len(missing), planned_workers, missing, foreign))
         elif self._difference and not difference:
-            self.journal.write(RouterComplete(planned_workers, now - self._since))
-            self._since = 0.0
+            self.journal.write(RouterComplete(planned_workers, now - self._incomplete_since))
+            self._incomplete_since = 0.0
         self._difference = difference
 
     def _start(self, endpoint: RouterHealthEndpoint) -> subprocess.Popen[bytes]:
@@ -138,7 +138,7 @@ class RouterSupervisor:
         )
         assert child.stdin is not None
         token_url = f"http://{self.endpoint.host}:{self.endpoint.port}{endpoint.token_path}"
-        order = RouterOrder(list(self.argv), token_url, secret.generate_token(self._own))
+        order = RouterOrder(list(self.argv), token_url, secret.generate_token(self._secret))
         with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
             stdin.write(msgspec.json.encode(order))
         return child

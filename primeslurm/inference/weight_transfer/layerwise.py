@@ -179,11 +179,11 @@ def _begin_reload(model: torch.nn.Module) -> None:
     experts = [layer for each in gpt_oss for layer in each.modules() if isinstance(layer, RoutedExperts)]
     for layer in experts:
         _copy_whole(layer)
-    kept = [(layer, layer.sinks) for each in gpt_oss for layer in each.modules() if isinstance(layer, OAIAttention)]
+    sinks_of = [(layer, layer.sinks) for each in gpt_oss for layer in each.modules() if isinstance(layer, OAIAttention)]
     initialize_layerwise_reload(model)
     for layer in experts:
         _load_copies(layer)
-    for layer, sinks in kept:
+    for layer, sinks in sinks_of:
         # `load_weights` copies into the sinks directly, and vLLM derives nothing from them, so load them in place.
         layer.register_parameter("sinks", sinks)
         get_layerwise_info(layer).reset()

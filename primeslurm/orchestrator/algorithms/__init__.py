@@ -1,4 +1,4 @@
-"""Algorithms: what rollouts' rewards become for the trainer. One file each; `Algorithm` says what one is."""
+"""Algorithms that turn the rewards of rollouts into training targets. `protocol` defines their interface."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from primeslurm.orchestrator.algorithms.grpo import Grpo
 from primeslurm.orchestrator.algorithms.hierarchical_grpo import HierarchicalGrpo
 from primeslurm.orchestrator.algorithms.max_rl import MaxRl
 from primeslurm.orchestrator.algorithms.opd import Opd
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory, per_rollout
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory, by_role, per_rollout, per_trace
 from primeslurm.orchestrator.algorithms.rae import Rae
-from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AdvantageRule, Orchestrator
@@ -36,32 +35,32 @@ __all__ = [
 
 
 def from_recipe(recipe: Recipe) -> Algorithm:
-    """The algorithm that a recipe asks for.
+    """Construct the algorithm of a recipe.
 
     Raises:
-        UsageError: there is no such algorithm of one's own, or it needs a teacher and the recipe has none.
+        UsageError: a user's own algorithm cannot be loaded, or needs a teacher that the recipe does not have.
     """
     options = recipe.orchestrator
-    algorithm = _named(options)
-    if options.algorithm is not None and algorithm.needs_teacher and recipe.teacher is None:
-        fix = "add `teacher: {type: engines, path: ...}`"
-        raise UsageError([Violation(custom.FIELD, options.algorithm.function, "needs a teacher", fix)])
+    if options.algorithm is None:
+        algorithm = _built_in(options.advantages, options)
+    else:
+        algorithm = custom.load(options.algorithm)
+        if algorithm.needs_teacher and recipe.teacher is None:
+            fix = "add `teacher: {type: engines, path: ...}`"
+            raise UsageError([Violation(custom.FIELD, options.algorithm.function, "needs a teacher", fix)])
     if any(environment.advantages for environment in recipe.environments):
-        own = {each.label: _ruled(each.advantages, options) for each in recipe.environments if each.advantages}
-        algorithm = ByEnvironment({each.label: own.get(each.label, algorithm) for each in recipe.environments})
+        by_label = {
+            each.label: _built_in(each.advantages, options) if each.advantages else algorithm
+            for each in recipe.environments
+        }
+        algorithm = ByEnvironment(by_label)
     if options.echo is not None:
         algorithm = Echo(algorithm, options.echo)
     weights = {environment.label: environment.weight for environment in recipe.environments}
     return algorithm if set(weights.values()) <= {1.0} else Weighted(algorithm, weights)
 
 
-def _named(options: Orchestrator) -> Algorithm:
-    if options.algorithm is not None:
-        return custom.load(options.algorithm)
-    return _ruled(options.advantages, options)
-
-
-def _ruled(rule: AdvantageRule, options: Orchestrator) -> Algorithm:
+def _built_in(rule: AdvantageRule, options: Orchestrator) -> Algorithm:
     match rule:
         case "grpo":
             return Grpo()

@@ -1,4 +1,4 @@
-"""An algorithm of the user's own: found by its import path, and held to what an algorithm returns."""
+"""A user's own algorithm: imported by its path, and checked at every call."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from primeslurm.wire.batches.rollout import Rollout
 T = TypeVar("T")
 
 FIELD = "orchestrator.algorithm.function"
-_WORD = re.compile(r"[a-z][a-z0-9_]*")
+_COUNTER_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 class Custom(Algorithm):
-    """Asks a user's algorithm, and believes none of its answers.
+    """Calls a user's algorithm and validates what it returns.
 
-    Raises:
-        UsageError: from every method, with the algorithm's name: it raised an error, or its answer is none.
+    Every method raises UsageError with the algorithm's name if the algorithm raises or returns something invalid.
     """
 
     def __init__(self, name: str, inner: Algorithm) -> None:
@@ -35,138 +34,114 @@ class Custom(Algorithm):
 
     @property
     def needs_teacher(self) -> bool:
-        """Ask the user's algorithm."""
         return bool(self._inner.needs_teacher)
 
     @property
     def needs_observed(self) -> bool:
-        """Ask the user's algorithm."""
         return bool(self._inner.needs_observed)
 
     def rejects(self, group: RolloutGroup) -> str | None:
-        """Ask the user's algorithm.
-
-        Raises:
-            UsageError: it raised an error, or its answer is no word for a counter.
-        """
-        reason = self._ask("rejects", lambda: self._inner.rejects(group))
-        if reason is not None and not (isinstance(reason, str) and _WORD.fullmatch(reason)):
-            raise self._wrong(f"rejects(group {group.id}) returned {reason!r}", "return None, or a word like too_long")
+        reason = self._call("rejects", lambda: self._inner.rejects(group))
+        if reason is not None and not (isinstance(reason, str) and _COUNTER_NAME.fullmatch(reason)):
+            raise self._error(f"rejects(group {group.id}) returned {reason!r}", "return None, or a word like too_long")
         return reason
 
     def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
-        """Ask the user's algorithm.
-
-        Raises:
-            UsageError: it raised an error, or its answer is no mapping of names to finite numbers.
-        """
-        found = self._ask("remember", lambda: self._inner.remember(memory, groups))
-        if not _is_memory(found):
-            raise self._wrong(f"remember returned {found!r}", "return a dict of names to finite numbers")
-        return found
+        updated = self._call("remember", lambda: self._inner.remember(memory, groups))
+        if not _is_memory(updated):
+            raise self._error(f"remember returned {updated!r}", "return a dict of names to finite numbers")
+        return updated
 
     def recalling(self, memory: Memory) -> Custom:
-        """Have the user's algorithm recall.
-
-        Raises:
-            UsageError: it raised an error, or its answer is no algorithm.
-        """
-        found = self._ask("recalling", lambda: self._inner.recalling(memory))
-        if not isinstance(found, Algorithm):
-            raise self._wrong(f"recalling returned a {type(found).__name__}", "return an Algorithm")
-        return Custom(self._name, found)
+        algorithm = self._call("recalling", lambda: self._inner.recalling(memory))
+        if not isinstance(algorithm, Algorithm):
+            raise self._error(f"recalling returned a {type(algorithm).__name__}", "return an Algorithm")
+        return Custom(self._name, algorithm)
 
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
-        """Ask the user's algorithm.
+        credits = self._call("assign", lambda: self._inner.assign(groups))
+        if fault := next(_shape_faults(groups, credits), None):
+            raise self._error(
+                f"assign returned {fault}", "return one list for each group, with a Credit for each sequence"
+            )
+        for group, of_group in zip(groups, credits, strict=True):
+            for sequence, credit in zip(group.sequences, of_group, strict=True):
+                if fault := next(_credit_faults(sequence, credit), None):
+                    raise self._error(f"assign returned for a sequence of rollout {sequence.info.id} {fault}")
+        return credits
 
-        Raises:
-            UsageError: it raised an error, or its answer is not one fitting `Credit` for each sequence of each group.
-        """
-        found = self._ask("assign", lambda: self._inner.assign(groups))
-        if fault := next(_misfits(groups, found), None):
-            raise self._wrong(f"assign returned {fault}", "return a list for each group, of a Credit for each sequence")
-        for group, mine in zip(groups, found, strict=True):
-            for sequence, credit in zip(group.sequences, mine, strict=True):
-                if fault := next(_faults(sequence, credit), None):
-                    raise self._wrong(f"assign returned for a sequence of rollout {sequence.info.id} {fault}")
-        return found
-
-    def _ask(self, what: str, call: Callable[[], T]) -> T:
+    def _call(self, method: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except Exception as error:
-            raise self._wrong(f"{what} raised {type(error).__name__}: {error}") from error
+            raise self._error(f"{method} raised {type(error).__name__}: {error}") from error
 
-    def _wrong(self, why: str, fix: str = "") -> UsageError:
+    def _error(self, why: str, fix: str = "") -> UsageError:
         return UsageError([Violation(FIELD, self._name, why, fix)])
 
 
 def load(config: CustomAlgorithm) -> Algorithm:
-    """The algorithm at an import path.
-
-    Raises:
-        UsageError: there is nothing there, it does not take these arguments, or makes no algorithm of them.
-    """
+    """Import and construct a user's algorithm. Raises UsageError if that fails or the result is not an Algorithm."""
     module, _, name = config.function.partition(":")
 
-    def refused(why: str, fix: str = "") -> UsageError:
+    def refuse(why: str, fix: str = "") -> UsageError:
         return UsageError([Violation(FIELD, config.function, why, fix)])
 
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise refused(f"cannot be imported: {error}") from error
+        raise refuse(f"cannot be imported: {error}") from error
     try:
-        made = function(**config.kwargs)
+        algorithm = function(**config.kwargs)
     except Exception as error:
-        raise refused(f"cannot be called with its kwargs: {type(error).__name__}: {error}") from error
-    if not isinstance(made, Algorithm):
+        raise refuse(f"cannot be called with its kwargs: {type(error).__name__}: {error}") from error
+    if not isinstance(algorithm, Algorithm):
         fix = "derive it from primeslurm.orchestrator.algorithms.Algorithm"
-        raise refused(f"makes a {type(made).__name__}, which is no Algorithm", fix)
-    return Custom(config.function, made)
+        raise refuse(f"returns a {type(algorithm).__name__}, which is not an Algorithm", fix)
+    return Custom(config.function, algorithm)
 
 
-def _is_memory(found: object) -> bool:
-    return isinstance(found, Mapping) and all(
-        isinstance(name, str) and isinstance(value, float | int) and math.isfinite(value)
-        for name, value in found.items()
+def _is_memory(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        isinstance(name, str) and isinstance(number, float | int) and math.isfinite(number)
+        for name, number in value.items()
     )
 
 
-def _misfits(groups: Sequence[RolloutGroup], found: object) -> Iterator[str]:
-    """What is wrong with the numbers of credits."""
-    if not isinstance(found, Sequence):
-        yield f"a {type(found).__name__}"
-    elif len(found) != len(groups):
-        yield f"{len(found)} lists for {len(groups)} groups"
+def _shape_faults(groups: Sequence[RolloutGroup], credits: object) -> Iterator[str]:
+    """Yield what is wrong with the nesting and the lengths of the lists of credits."""
+    if not isinstance(credits, Sequence):
+        yield f"a {type(credits).__name__}"
+    elif len(credits) != len(groups):
+        yield f"{len(credits)} lists for {len(groups)} groups"
     else:
-        for group, mine in zip(groups, found, strict=True):
-            if not isinstance(mine, Sequence):
-                yield f"a {type(mine).__name__} for a group"
-            elif len(mine) != len(group.sequences):
-                yield f"{len(mine)} credits for the {len(group.sequences)} sequences of group {group.id}"
+        for group, of_group in zip(groups, credits, strict=True):
+            if not isinstance(of_group, Sequence):
+                yield f"a {type(of_group).__name__} for a group"
+            elif len(of_group) != len(group.sequences):
+                yield f"{len(of_group)} credits for the {len(group.sequences)} sequences of group {group.id}"
 
 
-def _faults(sequence: Rollout, credit: object) -> Iterator[str]:
-    """What is wrong with credit for a sequence. Each fault is looked for only if those before it are not there."""
+def _credit_faults(sequence: Rollout, credit: object) -> Iterator[str]:
+    """Yield what is wrong with the credit of a sequence. Later checks rely on earlier ones, so only use the first."""
     if not isinstance(credit, Credit):
         yield f"a {type(credit).__name__}, not a Credit"
         return
     length = len(sequence.token_ids)
-    yield from _of_array("advantages", credit.advantages, np.dtype(np.float32), length)
-    yield from _of_array("mask", credit.mask, np.dtype(np.bool_), length)
+    yield from _array_faults("advantages", credit.advantages, np.dtype(np.float32), length)
+    yield from _array_faults("mask", credit.mask, np.dtype(np.bool_), length)
     if (credit.mask & ~sequence.mask).any():
         yield "a mask that is true for tokens that were not sampled"
     if credit.cross_entropy is None:
         return
-    yield from _of_array("cross_entropy", credit.cross_entropy, np.dtype(np.float32), length)
+    yield from _array_faults("cross_entropy", credit.cross_entropy, np.dtype(np.float32), length)
     if (credit.cross_entropy < 0).any():
         yield "a cross_entropy below 0"
     if (credit.mask & (credit.cross_entropy > 0)).any():
         yield "tokens with both mask and cross_entropy"
 
 
-def _of_array(name: str, array: object, dtype: np.dtype[Any], length: int) -> Iterator[str]:
+def _array_faults(name: str, array: object, dtype: np.dtype[Any], length: int) -> Iterator[str]:
     if not isinstance(array, np.ndarray):
         yield f"{name} as a {type(array).__name__}, not an array"
     elif array.dtype != dtype:

@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher says of each sampled token how likely it finds it."""
+"""On-policy distillation: move the policy towards a teacher's token probabilities."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from primeslurm.orchestrator.algorithms.grpo import centred
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
-from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.batches.frames import Float32
 from primeslurm.wire.batches.rollout import MIN_LOGPROB, Rollout
@@ -24,26 +23,23 @@ class Opd(Algorithm):
     """
 
     reward: float = 0.0
-    """Factor of the reward's part; 0: rewards are only reported."""
+    """Factor of the reward term. 0: rewards are only reported."""
     needs_teacher = True
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
-        """See `Algorithm`. Raises ValueError for a sequence that no teacher was asked about."""
+        """Raises ValueError if a sequence has no log-probabilities of the teacher."""
         return [self._group(group) for group in groups]
 
     def _group(self, group: RolloutGroup) -> list[Credit]:
-        even = per_trace(group, [self.reward * advantage for advantage in by_role(group, centred)])
-        pairs = zip(group.sequences, even, strict=True)
-        return [Credit(credit.advantages + _gap(sequence), credit.mask) for sequence, credit in pairs]
+        of_rewards = per_trace(group, [self.reward * advantage for advantage in by_role(group, centred)])
+        pairs = zip(group.sequences, of_rewards, strict=True)
+        return [Credit(credit.advantages + _log_ratio(sequence), credit.mask) for sequence, credit in pairs]
 
 
-def _gap(sequence: Rollout) -> Float32:
-    """How much likelier the teacher finds each sampled token than the engine did; 0 elsewhere.
-
-    Log-probabilities count as MIN_LOGPROB at least: vLLM says -9999 where a probability is 0, and one such token
-    would have the pull of thousands.
-    """
+def _log_ratio(sequence: Rollout) -> Float32:
+    """Return log p_teacher - log p_engine at sampled tokens, 0 elsewhere. Shape [tokens]."""
     if sequence.ref_logprobs is None:
-        raise ValueError(f"rollout {sequence.info.id}: no teacher was asked about it")
+        raise ValueError(f"rollout {sequence.info.id} has no log-probabilities of the teacher")
+    # vLLM reports a probability of 0 as -9999. A single such token would dominate the batch.
     teacher, engine = (np.maximum(one, np.float32(MIN_LOGPROB)) for one in (sequence.ref_logprobs, sequence.logprobs))
     return np.where(sequence.mask, teacher - engine, np.float32(0))

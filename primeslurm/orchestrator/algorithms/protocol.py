@@ -1,100 +1,148 @@
-"""What an algorithm is, and what it says of a sequence."""
+"""The interface of an algorithm, and helpers that turn rewards into the credit of each token."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.wire.batches.frames import Bool, Float32
 from primeslurm.wire.batches.rollout import Rollout
 
 Memory = Mapping[str, float]
-"""What an algorithm knows of the batches before: named numbers."""
+"""Named numbers that an algorithm carries from batch to batch."""
+AdvantageRule = Callable[[Sequence[float]], Sequence[float]]
+"""Maps rewards that are compared with each other to their advantages."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """How one sequence is trained. All arrays have shape [n_tokens], in the order of its tokens."""
+    """How one sequence is trained. All arrays have shape [tokens of the sequence]."""
 
     advantages: Float32
-    """What the policy's loss multiplies each trained token's term by; read where `mask` is true."""
+    """Factor of each trained token in the policy loss. Ignored where `mask` is false."""
     mask: Bool
-    """Tokens that the policy's loss trains: the sampled ones of the sequence, or some of them."""
+    """Tokens that the policy loss trains: sampled tokens of the sequence, all or some."""
     cross_entropy: Float32 | None = None
-    """Above 0: a token outside `mask` is trained by cross-entropy (at temperature 1) times this. All losses of a batch
-    are summed and divided by its number of tokens in `mask`, or by 1 if there is none. None: 0 everywhere."""
+    """Factor of each token's cross-entropy (at temperature 1), for tokens outside `mask`. None: 0 everywhere. The sum
+    of all losses of a batch is divided by the number of its tokens in `mask`, or by 1 if there are none."""
 
     @classmethod
     def even(cls, sequence: Rollout, advantage: float) -> Credit:
-        """Train every sampled token of a sequence with the same advantage."""
+        """Train all sampled tokens of a sequence with the same advantage."""
         return cls(np.full(len(sequence.token_ids), advantage, np.float32), sequence.mask)
 
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """Makes training targets of rewards: which groups are kept, which of their tokens are trained, and how.
+    """Turns rewards into training targets: which groups are kept, and which tokens are trained, and how.
 
-    It is asked twice. `rejects` sees each group once, as soon as its last rollout is done; what it keeps may still be
-    dropped as too old, which is not its business. `assign` sees the groups of one batch together, so that a token's
-    advantage may depend on the whole batch. What a policy's loss does with advantages is the trainer's part
-    (`trainer.components.loss`).
+    `rejects` sees each group once, as soon as its last rollout has ended. `assign` sees the groups of one batch
+    together, so advantages may depend on the whole batch. `trainer.components.loss` then turns advantages into a loss.
 
-    A group that was stored is assigned its credit anew after a restart, so `assign` must be a pure function of what it
-    is given: the same groups, the same answer. What an algorithm has to know of earlier batches is its memory: it is
-    on record for each step before the step's batch is given out, and comes back after a restart.
+    `assign` and `remember` must be pure functions of their arguments, because a batch is assigned credit again after a
+    restart. State belongs in the memory. It is written to disk before its batch is used, and restored after a restart.
     """
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether sequences must have the teacher's `ref_logprobs` when `assign` sees them."""
+        """Whether `assign` reads the teacher's `ref_logprobs` of sequences."""
         return False
 
     @property
     def needs_observed(self) -> bool:
-        """Whether environment workers must mark what environments answered, as `observed` of a sequence."""
+        """Whether `assign` reads `observed`, the mask of the tokens that environments sent after the first reply."""
         return False
 
     def rejects(self, group: RolloutGroup) -> str | None:
-        """Why a complete group is not trained, as a word for its counter (`a-z`, digits, `_`); None: it is kept.
+        """Return why a complete group is not trained, as the name of a counter (`a-z`, digits, `_`); None to keep it.
 
-        Another group is sampled in its place.
+        Another group is sampled instead.
         """
         return None
 
     def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
-        """What is known after a batch, given what was known before it: pure, too. Default: what was known."""
+        """Return the memory after a batch, given the memory before it."""
         return memory
 
     def recalling(self, memory: Memory) -> Algorithm:
-        """The same algorithm for a batch before which this was known. Default: itself, which remembers nothing."""
+        """Return the algorithm for a batch with this memory before it."""
         return self
 
     @abstractmethod
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
-        """Credit for each token of a batch.
+        """Assign credit to each token of a batch.
 
         Args:
-            groups: of the batch, cut to what can be trained (`RolloutGroup.cut`). Their arrays are not to be changed.
+            groups: the batch, truncated to what can be trained (`RolloutGroup.cut`). Do not change the arrays.
 
         Returns:
-            For each group, one `Credit` for each of its sequences, in the order of `group.sequences`.
+            For each group, one `Credit` for each sequence, in the order of `group.sequences`.
         """
         ...
 
 
+@dataclass(frozen=True)
+class Wrapper(Algorithm):
+    """An algorithm that changes the credit of another one, and forwards everything else to it."""
+
+    inner: Algorithm
+
+    @property
+    def needs_teacher(self) -> bool:
+        return self.inner.needs_teacher
+
+    @property
+    def needs_observed(self) -> bool:
+        return self.inner.needs_observed
+
+    def rejects(self, group: RolloutGroup) -> str | None:
+        return self.inner.rejects(group)
+
+    def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        return self.inner.remember(memory, groups)
+
+    def recalling(self, memory: Memory) -> Algorithm:
+        return replace(self, inner=self.inner.recalling(memory))
+
+
 def per_rollout(group: RolloutGroup, advantages: Sequence[float]) -> list[Credit]:
-    """Give every sampled token of rollout i the advantage `advantages[i]`.
+    """Give all sampled tokens of rollout i the advantage `advantages[i]`. Return one `Credit` for each sequence."""
+    pairs = zip(group.rollouts, advantages, strict=True)
+    return [Credit.even(sequence, advantage) for sequences, advantage in pairs for sequence in sequences]
+
+
+def per_trace(group: RolloutGroup, advantages: Sequence[float]) -> list[Credit]:
+    """Give all sampled tokens of trace i the advantage `advantages[i]`. Return one `Credit` for each sequence."""
+    pairs = zip(group.traces, advantages, strict=True)
+    return [Credit.even(sequence, advantage) for trace, advantage in pairs for sequence in trace]
+
+
+def by_role(group: RolloutGroup, rule: AdvantageRule, within_rollout: Sequence[str] = ()) -> list[float]:
+    """Compute advantages that compare the traces of the same agent.
+
+    Args:
+        group: whose traces are compared.
+        rule: computes the advantages.
+        within_rollout: agents whose traces are only compared with those of the same rollout.
 
     Returns:
-        One `Credit` for each sequence of the group, in the order of `group.sequences`.
+        One advantage for each trace, in the order of `group.traces`.
     """
-    return [
-        Credit.even(sequence, advantage)
-        for sequences, advantage in zip(group.rollouts, advantages, strict=True)
-        for sequence in sequences
-    ]
+    compared: dict[Hashable, list[int]] = defaultdict(list)
+    rewards: list[float] = []
+    for number, rollout in enumerate(group.rollouts):
+        for trace in traces_of(rollout):
+            agent = trace[0].info.agent
+            compared[agent, number if agent in within_rollout else None].append(len(rewards))
+            rewards.append(trace[0].info.net_reward)
+    advantages = [0.0] * len(rewards)
+    for members in compared.values():
+        for i, advantage in zip(members, rule([rewards[i] for i in members]), strict=True):
+            advantages[i] = advantage
+    return advantages

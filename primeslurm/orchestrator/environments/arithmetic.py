@@ -17,7 +17,7 @@ __all__ = ["ArithmeticTaskset", "ChatHarness"]
 PROMPT = "What is {a} + {b}? Answer with the number only."
 NUMBER = re.compile(r"-?\d+")
 LONGEST_NUMBER = 12
-"""Digits. A longer number is not read: Python would take quadratic time to convert it."""
+"""Digits. Longer numbers are ignored, because Python takes quadratic time to convert them."""
 
 
 class ArithmeticData(vf.TaskData):  # type: ignore[misc]
@@ -32,11 +32,11 @@ class ArithmeticConfig(vf.TasksetConfig):  # type: ignore[misc]
     highest: int = Field(30, ge=2)
     """Both numbers lie between 1 and this number."""
     split: Literal["train", "held_out"] = "train"
-    """Which sums: those to train on, or those that are never trained and only evaluated."""
+    """train: sums for training. held_out: the other sums, for evaluation only."""
     held_out: int = Field(100, ge=0)
     """Number of sums in the held-out split. All other sums are in the training split."""
     seed: int = 0
-    """Decides which sums are held out. Use the same value for training and evaluation."""
+    """Selects the held-out sums. Use the same value for training and evaluation."""
 
     @model_validator(mode="after")
     def _leaves_sums_to_train(self) -> Self:
@@ -46,7 +46,7 @@ class ArithmeticConfig(vf.TasksetConfig):  # type: ignore[misc]
 
 
 class ArithmeticTask(vf.Task[ArithmeticData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """One sum, rewarded by its last number, by how close that number is, and by the form of the reply."""
+    """Rewarded if the last number of the reply is the sum or close to it, and if the reply is only a number."""
 
     @vf.reward(weight=0.6)  # type: ignore[untyped-decorator]
     async def correct(self, trace: vf.Trace) -> float:
@@ -66,10 +66,9 @@ class ArithmeticTask(vf.Task[ArithmeticData, vf.State, vf.TaskConfig]):  # type:
 
 
 class ArithmeticTaskset(vf.Taskset[ArithmeticTask, ArithmeticConfig]):  # type: ignore[misc]
-    """All sums of one split, in an order that the seed fixes."""
+    """All sums of one split, in an order that depends on the seed."""
 
     def load(self) -> Iterator[ArithmeticTask]:
-        """Yield the sums."""
         for a, b in pairs(self.config):
             yield ArithmeticTask(ArithmeticData(prompt=PROMPT.format(a=a, b=b), answer=a + b), self.config.task)
 
@@ -77,12 +76,12 @@ class ArithmeticTaskset(vf.Taskset[ArithmeticTask, ArithmeticConfig]):  # type: 
 def pairs(config: ArithmeticConfig) -> list[tuple[int, int]]:
     """Return the pairs of numbers of one split. No pair is in both splits."""
     numbers = range(1, config.highest + 1)
-    every = [(a, b) for a in numbers for b in numbers]
-    random.Random(config.seed).shuffle(every)
-    return every[: config.held_out] if config.split == "held_out" else every[config.held_out :]
+    all_pairs = [(a, b) for a in numbers for b in numbers]
+    random.Random(config.seed).shuffle(all_pairs)
+    return all_pairs[: config.held_out] if config.split == "held_out" else all_pairs[config.held_out :]
 
 
 def last_number(reply: str) -> int | None:
-    """Return the last integer in a reply; None if the reply has none or the integer is too long to be an answer."""
+    """Return the last integer in a reply; None if there is none, or it has more than `LONGEST_NUMBER` digits."""
     numbers = NUMBER.findall(reply)
     return int(numbers[-1]) if numbers and len(numbers[-1]) <= LONGEST_NUMBER else None

@@ -1,7 +1,7 @@
-"""A chat loop inside the worker's own process.
+"""The `chat` harness: one request to the model, sent by the worker's own process.
 
-The harnesses that verifiers ships start a program per rollout in a sandbox. A task that only needs the model's replies
-does not need one: one request to the rollout's endpoint is one turn, and verifiers records it like any other.
+The harnesses of verifiers start a program in a sandbox for each rollout. A task that only needs the model's reply does
+not need one. verifiers records the request like any other turn.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ChatHarness"]
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """Sends the conversation, takes the reply. A taskset module uses it by exporting it in `__all__`."""
+    """Sends the conversation and takes the reply. A taskset module selects it by naming it in `__all__`."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -36,17 +36,19 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Take one turn. The rollout's own error, if any, is raised by verifiers after this returns."""
-        messages = opening(*self.resolve_prompt(data))
+        """Take one turn. If the rollout has failed, verifiers raises its error after this returns."""
+        messages = first_messages(*self.resolve_prompt(data))
         async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
-            answer = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
-        if answer.status_code != httpx.codes.OK:
-            return ProgramResult(exit_code=1, stdout="", stderr=answer.text)
-        return ProgramResult(exit_code=0, stdout=answer.text, stderr="")
+            response = await client.post(
+                f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages}
+            )
+        if response.status_code != httpx.codes.OK:
+            return ProgramResult(exit_code=1, stdout="", stderr=response.text)
+        return ProgramResult(exit_code=0, stdout=response.text, stderr="")
 
 
-def opening(system: str | None, prompt: str | vf.Messages | None) -> list[ChatMessage]:
-    """The messages that a conversation starts with, as they are sent."""
+def first_messages(system: str | None, prompt: str | vf.Messages | None) -> list[ChatMessage]:
+    """Return the messages of a conversation before the first reply, in the format of the API."""
     messages = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]

@@ -1,4 +1,4 @@
-"""Whether an environment's tasks, its agents' harnesses and their runtimes go together, known before any rollout."""
+"""Checks that an environment's tasks, harnesses and runtimes fit together. They need no rollout."""
 
 from __future__ import annotations
 
@@ -16,64 +16,58 @@ _SHIPPED = "verifiers.v1.harnesses."
 
 
 def contradictions(environment: Environment, env: vf.Env) -> list[Violation]:
-    """Find agents whose harness, tasks and runtime do not go together.
+    """Find agents that lack a container, or whose harness cannot use the environment's tools.
 
     Args:
-        environment: as the recipe has it.
-        env: what was loaded for that.
+        environment: the recipe's environment.
+        env: what was loaded for it.
     """
-    found = []
-    task, tools = type(env.taskset).task_type(), _served(env)
+    violations = []
+    task, has_tools = type(env.taskset).task_type(), bool(_tool_servers(env))
     for role, agent in env._agent_specs.items():
         harness = env._harnesses[role]
-        needy = [f"harness {harness.config.id}"] if harness.NEEDS_CONTAINER else []
-        needy += [task.__name__] if task.NEEDS_CONTAINER else []
-        if needy and isinstance(agent.runtime, SubprocessConfig):
-            why = f"{' and '.join(needy)} must run in a container"
+        in_container = [f"harness {harness.config.id}"] if harness.NEEDS_CONTAINER else []
+        in_container += [task.__name__] if task.NEEDS_CONTAINER else []
+        if in_container and isinstance(agent.runtime, SubprocessConfig):
+            why = f"{' and '.join(in_container)} must run in a container"
             field = _field(environment, role, "runtime")
-            found.append(Violation(field, agent.runtime.type, why, "`runtime: {type: apptainer}`"))
-        if tools and not harness.SUPPORTS_MCP:
+            violations.append(Violation(field, agent.runtime.type, why, "`runtime: {type: apptainer}`"))
+        if has_tools and not harness.SUPPORTS_MCP:
             why = "it cannot use the tools that the environment serves"
             field = _field(environment, role, "harness")
-            found.append(Violation(field, harness.config.id, why, "`harness: {id: bash}`"))
-    return found
+            violations.append(Violation(field, harness.config.id, why, "`harness: {id: bash}`"))
+    return violations
 
 
-def unrewarded(environment: Environment, env: vf.Env, task: vf.Task) -> list[Violation]:
-    """Say so if nothing gives rollouts of a task a reward, as far as can be seen: all would get 0.
+def without_reward(environment: Environment, env: vf.Env, task: vf.Task) -> list[Violation]:
+    """Warn if no code gives rollouts a reward, judged by the first task.
 
     Args:
-        environment: as the recipe has it.
-        env: what was loaded for that.
-        task: its first one.
+        environment: the recipe's environment.
+        env: what was loaded for it.
+        task: its first task.
     """
-    own = type(task).score is not vf.Task.score or type(task).finalize is not vf.Task.finalize
-    if own or type(env).finalize is not vf.Env.finalize or task.hooks("reward") or task.plugged_judges():
+    has_own = type(task).score is not vf.Task.score or type(task).finalize is not vf.Task.finalize
+    if has_own or type(env).finalize is not vf.Env.finalize or task.hooks("reward") or task.plugged_judges():
         return []
     why = f"no method of {type(task).__name__} is marked `@vf.reward`, and no judge is named: every rollout gets 0"
-    return [Violation("environments.id", environment.id, why, "mark what returns the reward with `@vf.reward`")]
+    return [Violation("environments.id", environment.id, why, "mark the method that computes it with `@vf.reward`")]
 
 
 def tool_users(environment: Environment, env: vf.Env) -> list[tuple[str, str]]:
-    """List the agents that offer the model tools: where the recipe says their harness, and its name.
-
-    Args:
-        environment: as the recipe has it.
-        env: what was loaded for that.
-    """
-    served = bool(_served(env))
+    """List the agents that offer the model tools: the recipe's field of their harness, and its id."""
+    has_tools = bool(_tool_servers(env))
     harnesses = {_field(environment, role, "harness"): env._harnesses[role] for role in env._agent_specs}
-    return [(field, harness.config.id) for field, harness in harnesses.items() if served or _has_tools(harness)]
+    return [(field, each.config.id) for field, each in harnesses.items() if has_tools or _has_own_tools(each)]
 
 
-def _served(env: vf.Env) -> Sequence[object]:
-    """The tool servers of the environment."""
+def _tool_servers(env: vf.Env) -> Sequence[object]:
     task, options = type(env.taskset).task_type(), env.taskset.config
     return [*type(env.taskset).toolsets(options), *task.toolsets(options.task)]
 
 
-def _has_tools(harness: vf.Harness) -> bool:
-    """Tell whether a harness, or one that it is made of, is known to have tools of its own."""
+def _has_own_tools(harness: vf.Harness) -> bool:
+    """Tell whether a harness or one of its base classes is known to offer tools."""
     if isinstance(harness, ShellHarness):
         return True
     modules = [kind.__module__ for kind in type(harness).__mro__]
@@ -82,6 +76,6 @@ def _has_tools(harness: vf.Harness) -> bool:
 
 
 def _field(environment: Environment, role: str, part: str) -> str:
-    """Where the recipe says it of this agent."""
-    said = dict(environment.args.get(ENV_KEY) or {}).get(role)  # type: ignore[call-overload]
-    return f"environments.args.{ENV_KEY}.{role}.{part}" if part in (said or {}) else f"environments.{part}"
+    """Return the recipe's field that sets the harness or runtime of an agent."""
+    explicit = dict(environment.args.get(ENV_KEY) or {}).get(role)  # type: ignore[call-overload]
+    return f"environments.args.{ENV_KEY}.{role}.{part}" if part in (explicit or {}) else f"environments.{part}"

@@ -1,172 +1,201 @@
-"""What an environment needs of the machines that its workers run on."""
+"""What an environment needs of the hosts that its workers run on, and what this host lacks."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.harnesses.bash import BashHarnessConfig
 from verifiers.v1.utils.loaders import harness_config_type
+from verifiers.v1.utils.prime import load_prime_config
 
 from primeslurm.base.errors import Violation
-from primeslurm.orchestrator.environments import remote_sandboxes
 from primeslurm.orchestrator.environments.chat import ChatHarness
-from primeslurm.orchestrator.environments.sandbox import bwrap_args, disk, limits, namespaces, uv_scripts
-from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
+from primeslurm.orchestrator.environments.sandbox import apptainer, bwrap_args, limits, uv_scripts
+from primeslurm.recipe.sandbox_rules import HARNESSES, PROVIDER_KEYS, WITHOUT_INSTALLING, module_name
 from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ApptainerRuntime, SubprocessRuntime, closes_network, sees_packages
 
 LOCKED = ("mini_swe_agent",)
 """Harnesses whose packages `primeslurm install --harness NAME` installs."""
 _CONTAINERS = ("apptainer", "docker", "podman")
-_BY_ITSELF = "install that in an environment in .venv/harnesses, or `runtime: {type: apptainer}`"
+_RUNTIME = "environments.runtime"
+
+
+@dataclass(frozen=True)
+class Provider:
+    """Requirements of a provider of hosted sandboxes."""
+
+    module: str
+    """The Python package of its client."""
+    install: str
+    """Argument of `pip install`."""
+    key_file: str | None = None
+    """File below the home directory where the client also looks for keys."""
+
+
+PROVIDERS: Mapping[str, Provider] = {
+    "prime": Provider("prime_sandboxes", "prime-sandboxes"),
+    "modal": Provider("modal", "'verifiers[modal]'", ".modal.toml"),
+    "e2b": Provider("e2b", "'verifiers[e2b]'"),
+}
 
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """What must be there."""
+    """What the hosts of an environment's workers must have."""
 
     runtimes: tuple[str, ...]
-    """subprocess: a working bubblewrap; apptainer, docker, podman: their command; of hosted ones `hosted` knows."""
+    """subprocess: bubblewrap. apptainer, docker, podman: the command. A key of `PROVIDERS`: its client and a key."""
     harnesses: tuple[str, ...]
-    """Harnesses whose scripts run with the node's packages: their packages must be installed."""
+    """Harnesses that are scripts and run with the host's packages."""
 
 
 def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
-    """Say what an environment, loaded with what the recipe says of it, needs of its workers' machines."""
-    used: dict[str, None] = {}
+    """Return what an environment needs. `env` was loaded for it."""
+    runtimes: dict[str, None] = {}
     harnesses: dict[str, None] = {}
     for role, spec in env._agent_specs.items():
         harness = env._harnesses[role]
-        if isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE:  # runs no program
+        if _runs_no_program(harness):
             continue
-        used[spec.runtime.type] = None
+        runtimes[spec.runtime.type] = None
         if spec.runtime.type == "subprocess" or sees_packages(environment.runtime):
             harnesses[harness.config.id] = None
-    for server in _servers(env):
+    task_tools = type(env.taskset).task_type().toolsets(env.taskset.config.task)
+    for server in (*task_tools, *env.taskset.toolsets(env.taskset.config)):
         if not server.config.url and not getattr(server.config, "colocated", False):
-            used[server.config.runtime.type] = None
+            runtimes[server.config.runtime.type] = None
     if isinstance(environment.runtime, SubprocessRuntime) and environment.runtime.trusted:
-        used.pop("subprocess", None)
-    return HostNeeds(tuple(used), tuple(harnesses))
+        runtimes.pop("subprocess", None)
+    return HostNeeds(tuple(runtimes), tuple(harnesses))
 
 
-def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
-    """Find what an environment needs and this machine has not."""
-    wanted = needs(environment, env)
-    found = [problem for kind in wanted.runtimes for problem in _runtime(kind, env)]
-    if sees_packages(environment.runtime):
-        found += _of_the_system()
-    if closes_network(environment.runtime) and shutil.which(namespaces.ENTERING) is None:
-        why = f"`{namespaces.ENTERING}` is not installed here, and opens the way to the model"
-        found.append(Violation("environments.runtime.limits.network", "none", why, "install util-linux"))
-    if isinstance(environment.runtime, ApptainerRuntime) and environment.runtime.limits.disk_gb is not None:
-        found += _disk(environment.runtime.limits.disk_gb)
-    return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
+def missing(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
+    """List what an environment needs and this host lacks. `env` was loaded for it."""
+    required = needs(environment, env)
+    runtime = environment.runtime
+    violations = [problem for kind in required.runtimes for problem in _missing_for_runtime(kind, env)]
+    if sees_packages(runtime):
+        violations += _pythons_among_system_programs()
+    if closes_network(runtime) and shutil.which(apptainer.NSENTER) is None:
+        why = f"`{apptainer.NSENTER}` is not installed here, and containers need it to reach the model"
+        violations.append(Violation(f"{_RUNTIME}.limits.network", "none", why, "install util-linux"))
+    disk_gb = runtime.limits.disk_gb if isinstance(runtime, ApptainerRuntime) else None
+    if disk_gb is not None and (programs := apptainer.missing_for_disks()):
+        why = f"apptainer cannot enforce it, because this host has no {' and no '.join(programs)}"
+        fix = "leave it out, or install fuse2fs, fuse-overlayfs and e2fsprogs"
+        violations.append(Violation(f"{_RUNTIME}.limits.disk_gb", f"{disk_gb:g}", why, fix))
+    return violations + [problem for harness in required.harnesses for problem in _missing_for_harness(harness)]
 
 
 def notes(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
-    """Find what rollouts do that not everybody wants: fetch harnesses from the internet, show a key."""
-    return [*_downloads(environment, env), *_shown_key(env)]
-
-
-def _downloads(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
-    """Harnesses are installed into each container, wherever it runs."""
-    if sees_packages(environment.runtime):
-        return []
+    """List side effects of rollouts that some users do not want: downloads, and a key in a command line."""
     found: dict[tuple[str, str], Violation] = {}
+    shows_key = False
     for role, spec in env._agent_specs.items():
         harness, kind = env._harnesses[role], spec.runtime.type
-        if kind not in _CONTAINERS or (isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE):
-            continue
-        name = harness.config.id
-        why = f"each rollout installs harness {name} into its container: nodes must reach PyPI, or whence it comes"
-        fix = "`install: false` there, or `runtime: {type: subprocess}` where the task's programs are on the nodes"
-        found[name, kind] = Violation("environments.runtime", kind, why, fix)
-    return list(found.values())
+        if kind in _CONTAINERS and not sees_packages(environment.runtime) and not _runs_no_program(harness):
+            name = harness.config.id
+            why = f"each rollout installs harness {name} in its container: nodes must reach PyPI, or its download site"
+            fix = "`install: false` there, or `runtime: {type: subprocess}` if the nodes have the tasks' programs"
+            found[name, kind] = Violation(_RUNTIME, kind, why, fix)
+        is_search = isinstance(harness.config, BashHarnessConfig) and harness.config.search
+        # verifiers passes the key in a command line, so that the agent's tools do not inherit it. Programs in a
+        # container are processes of the node, too, and their command lines are visible there.
+        shows_key |= bool(is_search) and kind not in PROVIDERS
+    violations = list(found.values())
+    if shows_key:
+        why = "SERPER_API_KEY is in the command line of its program, which other users of the node can read"
+        fix = "use nodes of your own (`exclusive`), a hosted runtime, or no `search`"
+        violations.append(Violation("environments.harness.search", "true", why, fix))
+    return violations
 
 
-def _shown_key(env: vf.Env) -> list[Violation]:
-    """A program of the node gets the key of `search` by its command line, so that its tools do not inherit it.
-
-    In a container, too, that program is a process of the node: no variable of a shell before it would hide the key.
-    """
-    shown = any(
-        isinstance(env._harnesses[role].config, BashHarnessConfig)
-        and env._harnesses[role].config.search
-        and spec.runtime.type not in remote_sandboxes.PROVIDERS
-        for role, spec in env._agent_specs.items()
-    )
-    why = "SERPER_API_KEY is in the command line of its program, which other users of the node can read"
-    fix = "nodes of your own (`exclusive`), a hosted runtime, or no `search`"
-    return [Violation("environments.harness.search", "true", why, fix)] if shown else []
+def _runs_no_program(harness: vf.Harness) -> bool:
+    return isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE
 
 
-def _servers(env: vf.Env) -> Iterator[Any]:
-    """The tool servers that are known before any rollout."""
-    yield from type(env.taskset).task_type().toolsets(env.taskset.config.task)
-    yield from env.taskset.toolsets(env.taskset.config)
-
-
-def _runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
+def _missing_for_runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
     if kind == "subprocess":
-        if why := _bubblewrap():
-            fix = "install bubblewrap, or `runtime: {type: apptainer}`, or `trusted: true` there if you trust its tasks"
-            yield Violation("environments.runtime", kind, why, fix)
+        if why := _bubblewrap_problem():
+            fix = "install bubblewrap, use `runtime: {type: apptainer}`, or set `trusted: true` if you trust the tasks"
+            yield Violation(_RUNTIME, kind, why, fix)
     elif kind in _CONTAINERS and shutil.which(kind) is None:
-        yield Violation(
-            "environments.runtime", kind, f"`{kind}` is not installed here", "install it, or another runtime"
-        )
-    elif kind in remote_sandboxes.PROVIDERS:
-        yield from remote_sandboxes.unmet(kind, env)
-
-
-def _disk(disk_gb: float) -> Iterator[Violation]:
-    """What apptainer mounts a disk of fixed size with."""
-    if lacking := disk.lacking():
-        why = f"apptainer cannot hold it here: {', '.join(lacking)} is lacking"
-        fix = "leave it out, or install them (fuse2fs, fuse-overlayfs, e2fsprogs)"
-        yield Violation("environments.runtime.limits.disk_gb", f"{disk_gb:g}", why, fix)
-
-
-def _of_the_system() -> Iterator[Violation]:
-    """Directories that containers cannot be shown, as theirs of that name hold the image's programs."""
-    for path in uv_scripts.environment_directories():
-        if path in bwrap_args.NEVER or path.is_relative_to("/usr"):
-            why = f"Python is in {path}, where a container has programs of its own"
-            fix = "true, or install into an environment whose Python is elsewhere, such as uv's (uv python install)"
-            yield Violation("environments.runtime.install", "false", why, fix)
+        yield Violation(_RUNTIME, kind, f"`{kind}` is not installed here", "install it, or use another runtime")
+    elif kind in PROVIDERS:
+        yield from _missing_for_provider(kind, env)
 
 
 @functools.cache
-def _bubblewrap() -> str:
-    return limits.bubblewrap_works()
+def _bubblewrap_problem() -> str:
+    return limits.bubblewrap_problem()
 
 
-def _harness(harness: str) -> Iterator[Violation]:
+def _missing_for_provider(kind: str, env: vf.Env) -> Iterator[Violation]:
+    provider = PROVIDERS[kind]
+    if importlib.util.find_spec(provider.module) is None:
+        why = f"the Python package `{provider.module}` is not installed here"
+        fix = f"`pip install {provider.install}` where jobs run, or use another runtime"
+        yield Violation(_RUNTIME, kind, why, fix)
+    for name in _missing_keys(kind):
+        fix = f"export it in the shell you submit from, and add `pass_env: [{name}]`"
+        yield Violation(_RUNTIME, kind, f"jobs do not get {name}", fix)
+    # Programs at a provider reach the model through a tunnel. Without another choice it is Prime Intellect's.
+    tunnel: Any = getattr(env.config.interception, "tunnel", None)
+    if kind != "prime" and (tunnel is None or str(tunnel.type) == "prime"):
+        for name in _missing_keys("prime"):
+            why = f"its programs reach the model through a tunnel of Prime Intellect, and jobs do not get {name}"
+            fix = f"`pass_env: [{name}]`, or `interception: {{type: server, tunnel: {{type: custom, ...}}}}`"
+            yield Violation("environments.args.env.interception", "prime", why, fix)
+
+
+def _missing_keys(kind: str) -> list[str]:
+    """Return the variables with a provider's keys that are unset, unless its client finds the keys in a file."""
+    file = PROVIDERS[kind].key_file
+    if (kind == "prime" and load_prime_config().get("api_key")) or (file and (Path.home() / file).is_file()):
+        return []
+    return [name for name in PROVIDER_KEYS[kind] if not os.environ.get(name)]
+
+
+def _pythons_among_system_programs() -> Iterator[Violation]:
+    """Find Pythons in directories that cannot be mounted, because the image has programs of its own there."""
+    for path in uv_scripts.environment_directories():
+        if path in bwrap_args.NEVER_SHOWN or path.is_relative_to("/usr"):
+            why = f"Python is in {path}, where a container has programs of its own"
+            fix = "use `install: true`, or an environment whose Python is elsewhere, such as uv's (uv python install)"
+            yield Violation(f"{_RUNTIME}.install", "false", why, fix)
+
+
+def _missing_for_harness(harness: str) -> Iterator[Violation]:
     name = module_name(harness)
     if name not in HARNESSES:
         return
+    field = "environments.harness"
     if name not in WITHOUT_INSTALLING:
-        why = "installs programs into its container, which a subprocess has not"
-        yield Violation("environments.harness", harness, why, "`runtime: {type: apptainer}`")
+        why = "it installs programs in a container, and a subprocess has none"
+        yield Violation(field, harness, why, "`runtime: {type: apptainer}`")
         return
     try:
-        uv_scripts.find_python(script(name))
+        uv_scripts.find_python(harness_script(name))
     except uv_scripts.MissingPackagesError as error:
         if name in LOCKED:
-            yield Violation("environments.harness", harness, str(error), f"primeslurm install --harness {name}")
+            yield Violation(field, harness, str(error), f"primeslurm install --harness {name}")
         else:
-            yield Violation("environments.harness", harness, f"not installed: {', '.join(error.lacking)}", _BY_ITSELF)
+            fix = "install them in an environment in .venv/harnesses, or use `runtime: {type: apptainer}`"
+            yield Violation(field, harness, f"not installed: {', '.join(error.missing)}", fix)
 
 
-def script(harness: str) -> str:
-    """The Python script of a harness that verifiers ships, as it runs with this harness's default version."""
+def harness_script(harness: str) -> str:
+    """Return the Python script of a harness of verifiers, for the harness's default version."""
     if harness in ("bash", "null"):
         from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
 

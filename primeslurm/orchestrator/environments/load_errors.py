@@ -1,4 +1,4 @@
-"""What an environment that does not load says: a user's mistakes field by field, an exception with its place."""
+"""Explain why an environment does not load: wrong options by field, other errors with their place in its code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,176 +20,156 @@ from pydantic import BaseModel, ValidationError
 from verifiers.v1.utils.loaders import builtin_harness_ids
 
 from primeslurm.base.errors import Violation
+from primeslurm.recipe.sandbox_rules import module_name
+from primeslurm.wire.probe_messages import UNKNOWN
 
-_WORDS = 300
-"""Characters of a message that are shown."""
+_ID = "environments.id"
+_MAX_TEXT = 300
+"""Characters of a value or message that are shown."""
 _REMOVED = re.compile(
     r"module 'verifiers' has no attribute '(\w+)'|cannot import name '(\w+)' from 'verifiers' "
     r"|No module named 'verifiers\.(?!v1\b)([\w.]+)'"
 )
-_PART = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
+"""Errors of imports from `verifiers` that version 0.4 no longer has."""
+_PLUGIN = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
 
 
-def invalid(
-    error: ValidationError, env: type[BaseModel], taskset: type[BaseModel], said: Mapping[str, Any]
+def invalid_options(
+    error: ValidationError, env: type[BaseModel], taskset: type[BaseModel], env_args: Mapping[str, Any]
 ) -> list[Violation]:
-    """Name what an environment's configuration does not take, each by the field of the recipe.
+    """Name each wrong option by its field of the recipe.
 
     Args:
         error: of a configuration made of a taskset's options and those of the Env around it.
         env: type of the Env's options.
-        taskset: type of the taskset's.
-        said: the Env's options as `args.env` has them; what is not among them, fields of the environment say.
+        taskset: type of the taskset's options.
+        env_args: `args.env` of the recipe. Options of agents that are not in it come from the recipe's own fields.
     """
-    return [_invalid(each, env, taskset, said) for each in error.errors(include_url=False)]
+    return [_invalid_option(each, env, taskset, env_args) for each in error.errors(include_url=False)]
 
 
-def _invalid(
-    error: Mapping[str, Any], env: type[BaseModel], taskset: type[BaseModel], said: Mapping[str, Any]
+def _invalid_option(
+    error: Mapping[str, Any], env: type[BaseModel], taskset: type[BaseModel], env_args: Mapping[str, Any]
 ) -> Violation:
-    words = [str(part) for part in error["loc"]]
-    of_taskset = words[:1] == ["taskset"]
-    kind, words = (taskset, words[1:]) if of_taskset else (env, words)
-    field = ".".join(["environments.args", *([] if of_taskset else ["env"]), *words])
-    if words[1:2] in (["harness"], ["runtime"]) and not of_taskset and words[1] not in (said.get(words[0]) or {}):
-        field = ".".join(["environments", *words[1:]])
+    path = [str(part) for part in error["loc"]]
+    of_taskset = path[:1] == ["taskset"]
+    kind, path = (taskset, path[1:]) if of_taskset else (env, path)
+    field = ".".join(["environments.args", *([] if of_taskset else ["env"]), *path])
+    if path[1:2] in (["harness"], ["runtime"]) and not of_taskset and path[1] not in (env_args.get(path[0]) or {}):
+        field = ".".join(["environments", *path[1:]])
     if error["type"] != "extra_forbidden":
-        value = "" if isinstance(error["input"], Mapping) else str(error["input"])[:_WORDS]
+        value = "" if isinstance(error["input"], Mapping) else str(error["input"])[:_MAX_TEXT]
         why = str(error["msg"]).removeprefix("Value error, ")
         return Violation(field, value, why[:1].lower() + why[1:])
-    known = sorted(_fields(kind, words[:-1]))
-    close = difflib.get_close_matches(words[-1], known, n=1)
-    fix = f"nearest: {close[0]}" if close else f"it takes {', '.join(known)}" if known else ""
-    return Violation(field, str(error["input"])[:_WORDS], "the environment takes no such argument", fix)
+    options = sorted(_options_at(kind, path[:-1]))
+    fix = _nearest(path[-1], options) or (f"it takes {', '.join(options)}" if options else "")
+    return Violation(field, str(error["input"])[:_MAX_TEXT], "the environment takes no such argument", fix)
 
 
-def _fields(kind: type[BaseModel], path: Sequence[str]) -> set[str]:
-    """Fields of the part of a configuration that a path leads to, as far as its types say."""
+def _nearest(word: str, choices: Sequence[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1)
+    return f"nearest: {close[0]}" if close else ""
+
+
+def _options_at(kind: type[BaseModel], path: Sequence[str]) -> set[str]:
+    """Return the option names at a path of a configuration; empty if the types do not tell."""
     part: Any = kind
-    for word in path:
-        field = part.model_fields.get(word) if isinstance(part, type) and issubclass(part, BaseModel) else None
+    for name in path:
+        field = part.model_fields.get(name) if isinstance(part, type) and issubclass(part, BaseModel) else None
         part = field.annotation if field is not None else None
     if not (isinstance(part, type) and issubclass(part, BaseModel)):
         return set()
     return set(part.model_fields) - {"id"}
 
 
-def absent_part(error: ModuleNotFoundError) -> Violation | None:
-    """Name the harness (or another part that verifiers looks up by name) that is not there, if it is one."""
-    found = _PART.match(str(error))
-    if found is None:
-        return None
-    known = builtin_harness_ids() if found["kind"] == "harness" else []
-    close = difflib.get_close_matches(found["id"], known, n=1)
-    fix = f"nearest: {close[0]}" if close else f"with verifiers come {', '.join(known)}" if known else ""
-    field = "environments.harness.id" if found["kind"] == "harness" else f"environments.args.env.{found['kind']}"
-    return Violation(field, found["id"], f"no such {found['kind']}", fix)
-
-
-def absent_module(error: ModuleNotFoundError, name: str) -> Violation | None:
-    """Name the other module that an installed environment lacks; None if the environment itself is not there."""
-    cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
-    missing = cause.name or ""
-    if not missing or missing.split(".")[-1] == module_of(name):
-        return None
-    why = f"needs the module {missing}, which is not installed"
-    return Violation("environments.id", name, why, "install it beside the environment")
-
-
-def outdated(error: BaseException, name: str) -> Violation | None:
-    """Say that an environment is for verifiers before 0.4, which had its parts in `verifiers` itself; None if not.
+def load_failure(error: BaseException, name: str, bundled: Sequence[str]) -> Violation:
+    """Explain an error while an environment was loaded, other than wrong options.
 
     Args:
-        error: that it was loaded with.
-        name: of the environment.
+        error: what was raised.
+        name: the environment's id.
+        bundled: ids of the bundled environments, for suggestions.
     """
-    sign = _requirement(name) or _removed(error) or _old_entry(name)
-    if not sign:
-        return None
-    why = f"it is made for verifiers before 0.4 ({sign}), and verifiers {importlib.metadata.version('verifiers')} runs"
-    fix = "install a version for verifiers 0.4, or port it: its tasks become a taskset (docs/how-to/environments.md)"
-    return Violation("environments.id", name, why, fix)
+    if reason := _requires_old_verifiers(name) or _uses_removed(error) or _has_old_entry_point(name):
+        version = importlib.metadata.version("verifiers")
+        why = f"it is made for verifiers before 0.4 ({reason}), and verifiers {version} runs"
+        fix = "install a version for verifiers 0.4, or port its tasks to a taskset (docs/how-to/environments.md)"
+        return Violation(_ID, name, why, fix)
+    if not isinstance(error, ModuleNotFoundError):
+        return Violation(_ID, name, describe(error, name))
+    if plugin := _PLUGIN.match(str(error)):
+        kind, plugin_id = plugin["kind"], plugin["id"]
+        shipped = builtin_harness_ids() if kind == "harness" else []
+        fix = _nearest(plugin_id, shipped) or (f"with verifiers come {', '.join(shipped)}" if shipped else "")
+        field = "environments.harness.id" if kind == "harness" else f"environments.args.env.{kind}"
+        return Violation(field, plugin_id, f"no such {kind}", fix)
+    cause = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
+    if cause.name and cause.name.split(".")[-1] != module_name(name):
+        why = f"needs the module {cause.name}, which is not installed"
+        return Violation(_ID, name, why, "install it beside the environment")
+    installed = [package.replace("_", "-") for package in importlib.metadata.packages_distributions()]
+    close = difflib.get_close_matches(name, [*bundled, *installed], n=1)
+    fix = f"did you mean {close[0]}?" if close else f"bundled: {', '.join(bundled)}; others must be installed"
+    return Violation(_ID, name, UNKNOWN, fix)
 
 
-def _requirement(name: str) -> str:
-    """What an environment's package requires of verifiers, if the version that is installed does not do."""
+def _requires_old_verifiers(name: str) -> str:
+    """Say if the environment's package requires an older verifiers than the installed one."""
     installed = Version(importlib.metadata.version("verifiers"))
-    for package in importlib.metadata.packages_distributions().get(module_of(name), ()):
+    for package in importlib.metadata.packages_distributions().get(module_name(name), ()):
         for line in importlib.metadata.requires(package) or ():
             try:
-                required = Requirement(line)
+                requirement = Requirement(line)
             except InvalidRequirement:
                 continue
-            if required.name != "verifiers" or required.specifier.contains(installed, prereleases=True):
+            if requirement.name != "verifiers" or requirement.specifier.contains(installed, prereleases=True):
                 continue
-            upper = [each for each in required.specifier if each.operator in ("<", "<=", "==", "~=")]
+            upper = [each for each in requirement.specifier if each.operator in ("<", "<=", "==", "~=")]
             if any(Version(each.version.removesuffix(".*")) <= installed for each in upper):
-                return f"{package} requires {required.name}{required.specifier}"
+                return f"{package} requires {requirement.name}{requirement.specifier}"
     return ""
 
 
-def _removed(error: BaseException) -> str:
-    """The part of `verifiers` itself that an import asks for in vain."""
-    each: BaseException | None = error
-    while each is not None:
-        if found := _REMOVED.search(str(each)):
-            return f"it uses verifiers.{next(filter(None, found.groups()))}"
-        each = each.__cause__ or each.__context__
+def _uses_removed(error: BaseException) -> str:
+    """Say which removed part of `verifiers` an import or attribute needs, if that caused the error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if match := _REMOVED.search(str(cause)):
+            return f"it uses verifiers.{next(filter(None, match.groups()))}"
+        cause = cause.__cause__ or cause.__context__
     return ""
 
 
-def _old_entry(name: str) -> str:
-    """How a module offers itself as verifiers before 0.4 wanted it, if it does."""
-    module = sys.modules.get(module_of(name))
-    old = module is not None and hasattr(module, "load_environment") and not hasattr(module, "__all__")
-    return "it has load_environment() and exports no taskset" if old else ""
+def _has_old_entry_point(name: str) -> str:
+    module = sys.modules.get(module_name(name))
+    is_old = module is not None and hasattr(module, "load_environment") and not hasattr(module, "__all__")
+    return "it has load_environment() and exports no taskset" if is_old else ""
 
 
-def module_of(name: str) -> str:
-    """Name the module that verifiers imports for an environment's id."""
-    return name.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
-
-
-def unbound_toolsets(env: vf.Env) -> tuple[str, str, str] | None:
-    """Tell of a `toolsets` that only an instance can be asked, as verifiers asks the class: what it is, why, a fix."""
+def unbound_toolsets(env: vf.Env) -> Violation | None:
+    """Refuse a `toolsets` method that needs an instance, because verifiers calls it on the class."""
     for kind in (type(env.taskset), type(env.taskset).task_type()):
         if inspect.isfunction(inspect.getattr_static(kind, "toolsets")):
-            return f"{kind.__name__}.toolsets", "its class is asked for its tools, not an instance", "`@classmethod`"
+            why = "verifiers calls it on the class, not on an instance"
+            return Violation(_ID, f"{kind.__name__}.toolsets", why, "mark it `@classmethod`")
     return None
 
 
-def raised(error: BaseException, name: str) -> str:
-    """Tell an exception in one line: type, message, and the last frame in the environment's own code."""
-    frames = [(frame.filename, frame.lineno or 0, frame.name) for frame in traceback.extract_tb(error.__traceback__)]
-    words = str(error).strip().splitlines() or [""]
-    text = f"{type(error).__name__}: {words[0][:_WORDS]}" if words[0] else type(error).__name__
-    place = where(reversed(frames), name)
-    return f"{text} ({place})" if place else text
+def describe(error: BaseException, name: str) -> str:
+    """Describe an exception in one line: type, message, and the innermost frame in the environment's own code."""
+    message = (str(error).strip().splitlines() or [""])[0]
+    text = f"{type(error).__name__}: {message[:_MAX_TEXT]}" if message else type(error).__name__
+    code = _code_of(name)
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if code is not None and (path == code or code in path.parents):
+            return f"{text} ({path.relative_to(code.parent)}, line {frame.lineno or 0}, in {frame.name})"
+    return text
 
 
-def where(frames: Iterable[tuple[str, int, str]], name: str) -> str:
-    """Find the place in an environment's own code.
-
-    Args:
-        frames: file, line and function of each, innermost first.
-        name: of the environment.
-
-    Returns:
-        The first frame that is the environment's, in words; empty if none is.
-    """
-    own = _directory(name)
-    if own is None:
-        return ""
-    for file, line, function in frames:
-        path = Path(file)
-        if path == own or own in path.parents:
-            return f"{path.relative_to(own.parent)}, line {line}, in {function}"
-    return ""
-
-
-def _directory(name: str) -> Path | None:
-    """Where an environment's code is: its package's directory, or its module's file."""
-    for module in (f"verifiers.v1.tasksets.{module_of(name)}", module_of(name)):
+def _code_of(name: str) -> Path | None:
+    """Return the directory of an environment's package, or its module's file."""
+    for module in (f"verifiers.v1.tasksets.{module_name(name)}", module_name(name)):
         try:
             spec = importlib.util.find_spec(module)
         except (ImportError, ValueError):

@@ -1,9 +1,9 @@
-"""`math-problems`: problems from a JSONL or parquet file, answered in a LaTeX box and checked by math-verify.
+"""`math-problems`: problems from a JSONL or parquet file. math-verify checks the answer, which stands in a LaTeX box.
 
     {"question": "What is 1/3 + 1/6?", "answer": "1/2"}
 
-Each line or row is one problem. `question` and `answer` say under which key the two stand; a key may be a path into
-nested values, such as `prompt.0.content`. With `answer_marker`, the answer is the text after the last marker.
+Each line or row is one problem. `question` and `answer` are the keys of the two texts. A key may be a path into nested
+values, such as `prompt.0.content`. With `answer_marker`, the answer is the text after the last marker.
 
 | data set of the Hugging Face hub | args besides `path` |
 |---|---|
@@ -31,7 +31,7 @@ __all__ = ["ChatHarness", "MathTaskset"]
 INSTRUCTION = "Reason step by step, and put your final answer within \\boxed{}."
 BOX = "\\boxed{"
 LONGEST_ANSWER = 1000
-"""Characters. What is longer is no answer to a problem with a short one, and not worth a computer algebra system."""
+"""Characters. Longer answers are wrong, and would take long to check."""
 GRADER = (
     "import sys; from math_verify import parse, verify; "
     "gold, given = (parse('\\\\boxed{' + text + '}') for text in sys.argv[1:]); "
@@ -68,38 +68,31 @@ class MathConfig(vf.TasksetConfig):  # type: ignore[misc]
 
 
 class MathTask(vf.Task[MathData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """Rewarded for the answer alone."""
+    """Rewarded for the right answer only."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def correct(self, trace: vf.Trace, runtime: Runtime) -> float:
-        """Return 1 if the last box of the last reply equals the answer, else 0.
-
-        Where the two are not the same text, math-verify decides, in the rollout's sandbox: what a policy writes can
-        keep a computer algebra system busy for ever.
-        """
-        given = boxed(trace.last_reply or "")
-        if given is None or len(given) > LONGEST_ANSWER:
+        """Return 1 if the last box of the last reply equals the answer, else 0."""
+        reply = last_box(trace.last_reply or "")
+        if reply is None or len(reply) > LONGEST_ANSWER:
             return 0.0
-        if given == self.data.answer:
+        if reply == self.data.answer:
             return 1.0
-        found = await runtime.run([sys.executable, "-I", "-c", GRADER, self.data.answer, given], {})
-        return float(found.stdout.strip() == "1")
+        # In the rollout's sandbox, because a reply can keep the computer algebra system busy for ever.
+        result = await runtime.run([sys.executable, "-I", "-c", GRADER, self.data.answer, reply], {})
+        return float(result.stdout.strip() == "1")
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def answered(self, trace: vf.Trace) -> float:
         """Return 1 if the last reply has an answer in a box, else 0."""
-        return float(boxed(trace.last_reply or "") is not None)
+        return float(last_box(trace.last_reply or "") is not None)
 
 
 class MathTaskset(vf.Taskset[MathTask, MathConfig]):  # type: ignore[misc]
     """The problems of a file."""
 
     def load(self) -> Iterator[MathTask]:
-        """Yield the problems, in order.
-
-        Raises:
-            ValueError: a line or row is not an object with a question and an answer.
-        """
+        """Yield the problems in order. Raises ValueError if one is not an object with a question and an answer."""
         config = self.config
         for number, record in _rows(config.path) if config.path.suffix == ".parquet" else _lines(config.path):
             where = f"{config.path}, {'row' if config.path.suffix == '.parquet' else 'line'} {number}"
@@ -108,7 +101,7 @@ class MathTaskset(vf.Taskset[MathTask, MathConfig]):  # type: ignore[misc]
                 _, marker, answer = answer.rpartition(config.answer_marker)
                 if not marker:
                     raise ValueError(f"{where}: the answer has no marker {config.answer_marker!r}")
-            solution = boxed(answer)
+            solution = last_box(answer)
             prompt = f"{question}\n\n{config.instruction}" if config.instruction else question
             answer = (answer if solution is None else solution).strip()
             yield MathTask(MathData(prompt=prompt, answer=answer), config.task)
@@ -141,7 +134,7 @@ def _rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _value(record: Any, key: str, where: str) -> str:
-    """Return the text at a path of keys and list indices, such as `prompt.0.content`."""
+    """Return the text at a path of keys and list indices."""
     value = record
     for part in key.split("."):
         try:
@@ -156,8 +149,8 @@ def _value(record: Any, key: str, where: str) -> str:
     return str(value)
 
 
-def boxed(text: str) -> str | None:
-    """What stands in the last box of a text, with its braces in balance; None if there is none."""
+def last_box(text: str) -> str | None:
+    """Return the content of the last LaTeX box, up to its matching brace; None if there is none."""
     start = text.rfind(BOX)
     if start < 0:
         return None

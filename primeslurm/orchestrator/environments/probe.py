@@ -1,8 +1,8 @@
-"""Do environments load here, and can the model be shown their tools? `python -m ...orchestrator.environments.probe`.
+"""Try to load environments, and choose the model's renderer: `python -m primeslurm.orchestrator.environments.probe`.
 
-It reads a `ProbeRequest` from standard input and answers with `ProbeResults` on standard output. An environment's code
-may do anything, hang and end the interpreter among it: each is tried in a process of its own, forked once verifiers is
-imported, which takes seconds. It is what a worker does before its first rollout, as far as no engine is needed.
+The command reads a `ProbeRequest` from stdin and prints `ProbeResults`. It does what a worker does before its first
+rollout, except for what needs an engine. Code of an environment may hang or exit, so each environment is tried in a
+process of its own. These are forked after the import of verifiers, which takes seconds.
 """
 
 from __future__ import annotations
@@ -41,71 +41,72 @@ from primeslurm.wire.probe_messages import (
 
 with uncollected():
     from primeslurm.orchestrator import environments
-    from primeslurm.orchestrator.environments import agents, harness_compatibility, host_needs
+    from primeslurm.orchestrator.environments import harness_compatibility, host_needs, load_errors
 
 T = TypeVar("T", bound=msgspec.Struct)
-MOST_TASKS = 10_000
-"""Tasks of a local file that are read."""
-READING_S = 20.0
-"""Longest time to read them."""
-MODEL_S = 120.0
-"""Longest look at a model's tokenizer, from however slow a file system."""
-_KILL_S = 5.0
-"""After its time is up, a process ends by itself, unless it cannot."""
-_POLL_S = 0.02
-_TAIL = 20_000
+MAX_TASKS = 10_000
+"""Most tasks of a local file that are read."""
+READ_TIMEOUT_S = 20.0
+MODEL_TIMEOUT_S = 120.0
+"""Longest time to read a model's tokenizer, even from a slow file system."""
+_KILL_AFTER_S = 5.0
+"""After its timeout, a process normally ends itself. If it does not, it is killed this much later."""
+_POLL_INTERVAL_S = 0.02
+_STDERR_CHARS = 20_000
 
 
 @dataclasses.dataclass(frozen=True)
 class _Child(Generic[T]):
     kind: type[T]
     pid: int
-    ends_at: float
+    deadline: float
     answer: IO[str]
     stderr: IO[str]
 
 
 def main() -> None:
-    """Answer."""
     end_with_parent()
-    asked = decoded(sys.stdin.read(), ProbeRequest)
-    found = [Environment.model_validate(each) for each in asked.environments]
-    model = Model.model_validate(asked.model)
+    request = decoded(sys.stdin.read(), ProbeRequest)
+    recipe_environments = [Environment.model_validate(each) for each in request.environments]
+    model = Model.model_validate(request.model)
     with uncollected():
-        environments.load("reverse-text", {})  # imports what verifiers puts off
-    tried = [_fork(EnvironmentAnswer, functools.partial(probe, each), each.load_timeout_s) for each in found]
-    looking = _fork(ModelAnswer, functools.partial(_look_without_torch, model), MODEL_S)
-    print(encoded(ProbeResults([_wait(child) for child in tried], _wait(looking))))
+        environments.load("reverse-text", {})  # imports the modules that verifiers loads late
+    children = [
+        _fork(EnvironmentAnswer, functools.partial(probe, each), each.load_timeout_s) for each in recipe_environments
+    ]
+    model_child = _fork(ModelAnswer, functools.partial(_probe_model_without_torch, model), MODEL_TIMEOUT_S)
+    print(encoded(ProbeResults([_wait(child) for child in children], _wait(model_child))))
 
 
 def probe(environment: Environment) -> EnvironmentAnswer:
     """Load an environment and its first task."""
     try:
-        env = environments.load(environment.id, environment.args, agents.agent_options(environment))
-        source = iter(env.taskset)
-        task = next(source, None)
+        env = environments.load_from_recipe(environment)
+        tasks = iter(env.taskset)
+        task = next(tasks, None)
         if task is None:
             text = f"{environment.id} has no tasks with these arguments"
             return EnvironmentAnswer([Violation("environments.args", "", text)])
-        tasks, unreadable = _read_file(environment, source)
+        number, unreadable = _read_local_file(environment, tasks)
+        without_reward = harness_compatibility.without_reward(environment, env, task)
         return EnvironmentAnswer(
             violations=[*harness_compatibility.contradictions(environment, env), *unreadable],
-            missing=host_needs.unmet(environment, env),
-            notes=[*host_needs.notes(environment, env), *harness_compatibility.unrewarded(environment, env, task)],
+            missing=host_needs.missing(environment, env),
+            notes=[*host_needs.notes(environment, env), *without_reward],
             tools=harness_compatibility.tool_users(environment, env),
-            tasks=tasks,
+            tasks=number,
         )
     except UsageError as error:
         return EnvironmentAnswer(list(error.violations))
-    except BaseException as error:  # it may raise anything, SystemExit too
-        why = f"its first task cannot be read: {mistakes.raised(error, environment.id)}"
+    except BaseException as error:  # an environment may raise anything, even SystemExit
+        why = f"its first task cannot be read: {load_errors.describe(error, environment.id)}"
         return EnvironmentAnswer([Violation("environments.id", environment.id, why)])
 
 
-def _read_file(environment: Environment, rest: Iterator[vf.Task]) -> tuple[int | None, list[Violation]]:
-    """Read the tasks after the first one, if they come from a local file.
+def _read_local_file(environment: Environment, tasks: Iterator[vf.Task]) -> tuple[int | None, list[Violation]]:
+    """Read the tasks after the first one if they come from a local file.
 
-    A faulty line would otherwise end rollouts after hours of training. Tasks from elsewhere are not read, because an
+    A bad line would otherwise end rollouts after hours of training. Tasks from elsewhere are not read, because an
     environment may download or generate each of them.
 
     Returns:
@@ -114,24 +115,24 @@ def _read_file(environment: Environment, rest: Iterator[vf.Task]) -> tuple[int |
     path = environment.args.get("path")
     if not isinstance(path, str) or not is_file(Path(path)):
         return None, []
-    ends_at = time.monotonic() + min(READING_S, environment.load_timeout_s / 2)
+    deadline = time.monotonic() + min(READ_TIMEOUT_S, environment.load_timeout_s / 2)
     number = 1
-    while number < MOST_TASKS and time.monotonic() < ends_at:
+    while number < MAX_TASKS and time.monotonic() < deadline:
         try:
-            if next(rest, None) is None:
+            if next(tasks, None) is None:
                 return number, []
-        except Exception as error:  # it may raise anything
-            why = f"task {number + 1} cannot be read: {mistakes.raised(error, environment.id)}"
+        except Exception as error:
+            why = f"task {number + 1} cannot be read: {load_errors.describe(error, environment.id)}"
             return None, [Violation("environments.args.path", path, why, "correct the file, or remove the line")]
         number += 1
     return None, []
 
 
-def look_at(model: Model) -> ModelAnswer:
+def probe_model(model: Model) -> ModelAnswer:
     """Choose a model's renderer, as workers do."""
     from primeslurm.orchestrator.rendering import renderer_selection
 
-    if renderer_selection.model_type_of(model.path) is None:  # it is not here, or is no model: others tell
+    if renderer_selection.model_type_of(model.path) is None:  # other checks report a missing or invalid model
         return ModelAnswer()
     try:
         chosen = renderer_selection.select_renderer(
@@ -142,45 +143,46 @@ def look_at(model: Model) -> ModelAnswer:
         return ModelAnswer([Violation("model.renderer", model.renderer, str(error))])
 
 
-def _look_without_torch(model: Model) -> ModelAnswer:
-    """Look at a model in a process of its own: tokenizers need no torch, importing which takes longer than all else."""
-    sys.modules["torch"] = None  # type: ignore[assignment]  # so that transformers does not find it
-    return look_at(model)
+def _probe_model_without_torch(model: Model) -> ModelAnswer:
+    # Tokenizers do not need torch, and its import takes longer than everything else together. With this entry,
+    # transformers does not find it.
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    return probe_model(model)
 
 
-def _fork(kind: type[T], work: Callable[[], T], limit_s: float) -> _Child[T]:
+def _fork(kind: type[T], work: Callable[[], T], timeout_s: float) -> _Child[T]:
     answer = tempfile.TemporaryFile("w+")  # noqa: SIM115  (both outlive this call)
     stderr = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
     if pid := os.fork():
-        return _Child(kind, pid, time.monotonic() + limit_s + _KILL_S, answer, stderr)
+        return _Child(kind, pid, time.monotonic() + timeout_s + _KILL_AFTER_S, answer, stderr)
     try:
         end_with_parent()
         os.setsid()
         os.dup2(stderr.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
-        faulthandler.dump_traceback_later(limit_s, exit=True)
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
         answer.write(encoded(work()))
         answer.flush()
-        os._exit(0)  # without waiting for threads that the environment has left
+        os._exit(0)  # does not wait for threads that the environment has started
     finally:
         os._exit(1)
 
 
 def _wait(child: _Child[T]) -> ProbeResult[T]:
-    """Wait for the end of a process, and end what it has started."""
-    done, status = 0, 0
-    while not done and time.monotonic() < child.ends_at:
-        done, status = os.waitpid(child.pid, os.WNOHANG)
-        time.sleep(_POLL_S)
+    """Wait until a process ends, and kill the processes that it has started."""
+    ended_pid, status = 0, 0
+    while not ended_pid and time.monotonic() < child.deadline:
+        ended_pid, status = os.waitpid(child.pid, os.WNOHANG)
+        time.sleep(_POLL_INTERVAL_S)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
-    if not done:
+    if not ended_pid:
         _, status = os.waitpid(child.pid, 0)
     for file in (child.answer, child.stderr):
         file.seek(0)
-    answer, code = child.answer.read(), os.waitstatus_to_exitcode(status)
-    found = decoded(answer, child.kind) if code == 0 and answer else None
-    return ProbeResult(found, code, child.stderr.read()[-_TAIL:])
+    text, code = child.answer.read(), os.waitstatus_to_exitcode(status)
+    answer = decoded(text, child.kind) if code == 0 and text else None
+    return ProbeResult(answer, code, child.stderr.read()[-_STDERR_CHARS:])
 
 
 if __name__ == "__main__":

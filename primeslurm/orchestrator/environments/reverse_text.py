@@ -1,4 +1,4 @@
-"""`reverse-text`: write a word backwards. Needs no download; a tiny model learns it in minutes on a CPU."""
+"""`reverse-text`: write a word backwards. It needs no download. A tiny model learns it in minutes on a CPU."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class ReverseTextConfig(vf.TasksetConfig):  # type: ignore[misc]
     max_length: int = 8
     seed: int = 0
     n: int = 10_000
-    """Number of words. A worker makes all of them before it gives out the first, or the first 131,072."""
+    """Number of words. A worker generates all of them before the first rollout, or the first 131,072."""
 
 
 class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
-    """Scored by the share of letters in their right place."""
+    """Rewarded for the fraction of letters at their right position."""
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def reversed_letters(self, trace: vf.Trace) -> float:
-        """Return matching positions over the longer of the two lengths, in [0, 1]."""
         return similarity(trace.last_reply or "", self.data.answer)
 
     @vf.metric  # type: ignore[untyped-decorator]
@@ -46,10 +45,9 @@ class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):  # typ
 
 
 class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):  # type: ignore[misc]
-    """Random lowercase words; word i is the same for the same seed whatever n is."""
+    """Random lowercase words. Word i depends on the seed, but not on n."""
 
     def load(self) -> Iterator[ReverseTextTask]:
-        """Yield the words, in order."""
         for word in words(self.config.n, self.config.seed, self.config.min_length, self.config.max_length):
             yield ReverseTextTask(ReverseTextData(prompt=PROMPT + word, answer=word[::-1]), self.config.task)
 
@@ -62,16 +60,13 @@ def words(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterat
 
 
 def demonstrations(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterator[tuple[str, str]]:
-    """Yield `n` pairs of user message and right answer, for supervised warm starts."""
+    """Yield `n` pairs of user message and answer, for supervised warm starts."""
     for word in words(n, seed, min_length, max_length):
         yield PROMPT + word, word[::-1]
 
 
 def similarity(reply: str, answer: str) -> float:
-    """Return matching positions over the longer length.
-
-    1.0 only for an exact reply (surrounding blanks do not count).
-    """
-    given = reply.strip()
-    matches = sum(a == b for a, b in zip(given, answer, strict=False))
-    return matches / max(len(given), len(answer), 1)
+    """Return the number of matching positions over the longer length, in [0, 1]. Surrounding blanks do not count."""
+    word = reply.strip()
+    matches = sum(a == b for a, b in zip(word, answer, strict=False))
+    return matches / max(len(word), len(answer), 1)

@@ -1,7 +1,7 @@
-"""A chat loop with a shell: the loop runs in the worker's own process, its commands in the rollout's sandbox.
+"""The `shell` harness: the loop runs in the worker's own process, its commands in the rollout's sandbox.
 
-verifiers' `bash` harness starts a Python program per rollout, which takes a second of a core before the first request.
-Here only what the model asks for is started: a process per command.
+verifiers' `bash` harness starts a Python program for each rollout, which takes a second of a core before the first
+request. This one starts a process only for each command.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pydantic import PositiveInt
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
-from primeslurm.orchestrator.environments.chat import opening
+from primeslurm.orchestrator.environments.chat import first_messages
 from primeslurm.wire.transport.http import internal_client
 
 __all__ = ["ShellHarness"]
@@ -37,18 +37,18 @@ TOOL = {
 
 
 class ShellConfig(vf.HarnessConfig):  # type: ignore[misc]
-    """What `harness` in a recipe may say of it."""
+    """Options of `harness: {id: shell}` in a recipe."""
 
     command_timeout_s: PositiveInt = 60
-    """Longest run of one command."""
+    """Timeout of one command."""
     output_chars: PositiveInt = 4000
-    """Longest output of a command; of a longer one the beginning is left out."""
+    """Most characters of a command's output that the model sees. Longer output loses its beginning."""
 
 
 class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
-    """Sends the conversation, runs the commands of the reply, until a reply asks for none.
+    """Sends the conversation and runs the commands of each reply, until a reply has none.
 
-    A taskset module uses it by exporting it in `__all__`.
+    A taskset module selects it by naming it in `__all__`.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -66,25 +66,25 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """Take turns. The rollout's own error, if any, is raised by verifiers after this returns."""
-        messages = opening(*self.resolve_prompt(data))
+        """Take turns. If the rollout has failed, verifiers raises its error after this returns."""
+        messages = first_messages(*self.resolve_prompt(data))
         async with internal_client(None, headers={"Authorization": f"Bearer {secret}"}) as client:
             while True:
                 body = {"model": ctx.model, "messages": messages, "tools": [TOOL]}
-                answer = await client.post(f"{endpoint}/chat/completions", json=body)
-                if answer.status_code != httpx.codes.OK:
-                    return ProgramResult(exit_code=1, stdout="", stderr=answer.text)
-                reply = answer.json()["choices"][0]["message"]
+                response = await client.post(f"{endpoint}/chat/completions", json=body)
+                if response.status_code != httpx.codes.OK:
+                    return ProgramResult(exit_code=1, stdout="", stderr=response.text)
+                reply = response.json()["choices"][0]["message"]
                 calls = reply.get("tool_calls") or []
                 if not calls:
                     return ProgramResult(exit_code=0, stdout=reply.get("content") or "", stderr="")
                 messages.append(reply)
                 for call in calls:
-                    output = await self._output(call["function"], runtime)
+                    output = await self.run_command(call["function"], runtime)
                     messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
 
-    async def _output(self, function: dict[str, Any], runtime: Runtime) -> str:
-        """What a call prints, or what is wrong with the call."""
+    async def run_command(self, function: dict[str, Any], runtime: Runtime) -> str:
+        """Run the command of a tool call. Return its output, or the error that the model sees."""
         if function["name"] != NAME:
             return f"error: no tool {function['name']}"
         try:
@@ -98,7 +98,7 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
                 result = await runtime.run(["sh", "-c", command], self.config.resolved_env)
         except TimeoutError:
             return f"error: stopped after {self.config.command_timeout_s} s"
-        except ValueError as error:  # a null character, which no argument can have
+        except ValueError as error:  # a null character, which no argument of a program can have
             return f"error: {error}"
         output = (result.stdout + result.stderr).strip()[-self.config.output_chars :]
         return output if result.exit_code == 0 else f"{output}\nexit code {result.exit_code}".lstrip()

@@ -1,7 +1,7 @@
-"""`tool-use`: follow a chain of files with a shell, in as many turns as it has links.
+"""`tool-use`: follow a chain of files with a shell, one file per turn.
 
-Each file holds the name of the next one, and the last a number, which is the answer. A tiny model learns it in minutes
-on a CPU: every turn copies what the last message said, but whether to run a command or to answer is its own choice.
+Each file holds the name of the next one. The last file holds a number, which is the answer. A tiny model learns it in
+minutes on a CPU: each turn copies a word of the last message, and the model decides whether to run a command or answer.
 
     python -m primeslurm.orchestrator.environments.tool_use FILE [--n 10000] [--noise 0.35] [--seed 1]
 
@@ -30,23 +30,23 @@ __all__ = ["ShellHarness", "ToolUseTaskset"]
 NAME_LETTERS = 4
 PROMPT = "Follow "
 GUESS = "000"
-"""The answer of wrong demonstrations, which is never right. Being constant, it costs the model no capacity."""
+"""The answer of wrong demonstrations, which is never right. It is constant, so it costs the model no capacity."""
 
 
 class ToolUseData(vf.TaskData):  # type: ignore[misc]
     """One chain."""
 
     names: list[str]
-    """Of the files, in the order in which they lead to each other."""
+    """Names of the files, in the order of the chain."""
     answer: str
-    """What the last one holds."""
+    """Content of the last file."""
 
 
 class ToolUseConfig(vf.TasksetConfig):  # type: ignore[misc]
     """The arguments of the environment."""
 
     links: int = Field(2, ge=1, le=100)
-    """Files of a chain: a rollout that finds the answer has one turn more."""
+    """Number of files in a chain. A rollout that finds the answer has one more turn."""
     seed: int = 0
     n: int = Field(10_000, ge=1)
     """Number of chains."""
@@ -56,7 +56,6 @@ class ToolUseTask(vf.Task[ToolUseData, vf.State, vf.TaskConfig]):  # type: ignor
     """Rewarded for the number at the end of the chain."""
 
     async def setup(self, runtime: Runtime) -> None:
-        """Write the files to the sandbox."""
         for name, content in zip(self.data.names, [*self.data.names[1:], self.data.answer], strict=True):
             await runtime.write(name, f"{content}\n".encode())
 
@@ -67,22 +66,21 @@ class ToolUseTask(vf.Task[ToolUseData, vf.State, vf.TaskConfig]):  # type: ignor
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def commands(self, trace: vf.Trace) -> float:
-        """Return how many commands ran."""
+        """Return the number of commands that ran."""
         return float(sum(message.role == "tool" for message in trace.messages))
 
 
 class ToolUseTaskset(vf.Taskset[ToolUseTask, ToolUseConfig]):  # type: ignore[misc]
-    """Random chains; chain i is the same for the same seed whatever n is."""
+    """Random chains. Chain i depends on the seed, but not on n."""
 
     def load(self) -> Iterator[ToolUseTask]:
-        """Yield the chains, in order."""
         for names, answer in chains(self.config.n, self.config.seed, self.config.links):
             data = ToolUseData(prompt=PROMPT + names[0], names=names, answer=answer)
             yield ToolUseTask(data, self.config.task)
 
 
 def chains(n: int, seed: int, links: int) -> Iterator[tuple[list[str], str]]:
-    """Yield `n` chains: the names of their files, which differ, and the number at the end."""
+    """Yield `n` chains: the distinct names of the files, and the number at the end."""
     rng = random.Random(seed)
     for _ in range(n):
         names: dict[str, None] = {}
@@ -92,11 +90,10 @@ def chains(n: int, seed: int, links: int) -> Iterator[tuple[list[str], str]]:
 
 
 def demonstrations(n: int, noise: float, seed: int, links: int = 2) -> Iterator[dict[str, Any]]:
-    """Yield `n` conversations, of which all turns are to be learned from.
+    """Yield `n` conversations for supervised training of all turns.
 
-    With probability `noise` a turn that should run a command guesses an answer instead, which ends the conversation. A
-    model warmed up on them can follow chains, but does so to the end only in a share of (1 - noise) ** links: RL has to
-    find out that looking pays.
+    With probability `noise`, a turn guesses an answer instead of running a command, which ends the conversation. A
+    model trained on them reaches the end of a chain with probability (1 - noise) ** links. RL improves that.
     """
     rng = random.Random(f"{seed}/guesses")
     for names, answer in chains(n, seed, links):
@@ -121,15 +118,14 @@ def _call(name: str) -> ChatMessage:
 
 
 def main() -> None:
-    """Write demonstrations."""
     parser = argparse.ArgumentParser(prog="python -m primeslurm.orchestrator.environments.tool_use")
     parser.add_argument("out", type=Path)
     parser.add_argument("--n", type=int, default=10000)
     parser.add_argument("--noise", type=float, default=0.35)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    found = demonstrations(options.n, options.noise, options.seed)
-    options.out.write_text("".join(json.dumps(chat) + "\n" for chat in found))
+    chats = demonstrations(options.n, options.noise, options.seed)
+    options.out.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Evaluation of the policy while it is trained: when, which rollouts, and what they say."""
+"""Evaluations of the policy: their schedule, rollouts, results and files."""

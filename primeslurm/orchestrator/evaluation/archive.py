@@ -1,10 +1,10 @@
-"""Evaluations on disk: `evaluations/step-000050/`.
+"""Evaluations on disk, one directory each: `evaluations/step-000050/`.
 
-    progress.jsonl   while it runs: what it began with, then a line for each sample that ended
-    <label>.jsonl    when it is done: a line for each example, with its samples
-    summary.json     written last, with the results
+    progress.jsonl   while the evaluation runs: a header, then one line for each sample that has ended
+    <label>.jsonl    in the end: one line for each example, with its samples
+    summary.json     the results, written last
 
-A sample counts once its line is written, so that a killed orchestrator goes on with what is there.
+A sample counts once its line is written, so a restarted orchestrator continues with the samples in the file.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ PROGRESS = "progress.jsonl"
 
 
 class EvaluationHeader(msgspec.Struct, frozen=True):
-    """How an evaluation began: the first line of its progress."""
+    """First line of `progress.jsonl`: how the evaluation began."""
 
     step: int
     version: int
-    """Policy version that the engines had."""
+    """Policy version of the engines."""
     time: float
     """Unix seconds."""
 
@@ -45,7 +45,7 @@ class EvaluatedExample(msgspec.Struct, frozen=True):
 
     example: int
     reward: float
-    """Mean of its samples."""
+    """Mean of the samples."""
     samples: list[SampleResult]
 
 
@@ -56,24 +56,19 @@ class Archive:
         self._run_dir = run_dir
         self._appenders: dict[int, Appender] = {}
 
-    def _appender(self, step: int) -> Appender:
-        if step not in self._appenders:
-            self._appenders = {step: Appender(self._progress(step))}
-        return self._appenders[step]
-
     def records(self) -> list[EvaluationRecord]:
-        """Read all that are done, by step."""
+        """Read all finished evaluations, sorted by step."""
         return records.evaluations(self._run_dir)
 
     def set_aside(self, newest: int, attempt: int) -> list[int]:
-        """Rename evaluations of steps that were undone: they are trained, and then evaluated, again.
+        """Rename evaluations of steps after the resumed one. Those steps will be trained and evaluated again.
 
         Args:
-            newest: policy version that the run resumes from.
-            attempt: that resumes.
+            newest: policy version from which the run resumes.
+            attempt: number of the attempt that resumes.
 
         Returns:
-            The steps.
+            The steps whose evaluations were renamed.
         """
         undone = [step for step in records.steps(self._run_dir) if step > newest]
         for step in undone:
@@ -82,7 +77,7 @@ class Archive:
         return undone
 
     def unfinished(self) -> tuple[EvaluationHeader, list[Sample]] | None:
-        """Read the newest evaluation that began and is not done, if it is the newest of all. Raises OSError."""
+        """Read the newest evaluation if it is not finished. Raises OSError."""
         steps = records.steps(self._run_dir)
         if not steps or files.exists(records.step_dir(self._run_dir, steps[-1]) / records.SUMMARY):
             return None
@@ -91,36 +86,38 @@ class Archive:
         except FileNotFoundError:
             return None
         try:
-            begun = decode_json(lines[0], EvaluationHeader)
+            header = decode_json(lines[0], EvaluationHeader)
         except (IndexError, DamagedError):
-            return None  # killed before it was on disk
+            return None  # the orchestrator was killed before the header was on disk
         samples = []
         for line in lines[1:]:
             try:
                 samples.append(decode_json(line, Sample))
             except DamagedError as error:
-                log.warning("a sample of the evaluation of step %d is lost: %s", begun.step, error)
-        return begun, samples
+                log.warning("evaluation of step %d: a sample on disk is damaged and runs again: %s", header.step, error)
+        return header, samples
 
-    def begin(self, begun: EvaluationHeader, samples: Collection[Sample] = ()) -> None:
-        """Put the beginning of an evaluation on disk, with the samples that are there already. Raises OSError."""
-        path = self._progress(begun.step)
+    def begin(self, header: EvaluationHeader, samples: Collection[Sample] = ()) -> None:
+        """Write the header of an evaluation, with samples that have already ended. Raises OSError."""
+        path = self._progress(header.step)
         durable.make_directory(path.parent)
-        durable.write(path, b"".join(msgspec.json.encode(each) + b"\n" for each in (begun, *samples)))
+        durable.write(path, b"".join(msgspec.json.encode(each) + b"\n" for each in (header, *samples)))
 
-    def keep(self, step: int, sample: Sample) -> None:
-        """Add a sample that ended. A full disk costs durability, never the evaluation."""
+    def add(self, step: int, sample: Sample) -> None:
+        """Append a sample. If the disk is full, only a restart would repeat it, so the evaluation goes on."""
         try:
-            self._appender(step).append(msgspec.json.encode(sample) + b"\n")
+            if step not in self._appenders:
+                self._appenders = {step: Appender(self._progress(step))}
+            self._appenders[step].append(msgspec.json.encode(sample) + b"\n")
         except OSError as error:
-            log.warning("a sample of the evaluation of step %d is not on disk: %s", step, error)
+            log.warning("evaluation of step %d: cannot write a sample to disk: %s", step, error)
 
     def finish(self, record: EvaluationRecord, samples: Collection[Sample]) -> None:
-        """Put the results on disk. Raises OSError, and the evaluation is not done then."""
+        """Write the results. If this raises OSError, the evaluation is not finished."""
         directory = records.step_dir(self._run_dir, record.step)
         in_order = sorted(samples, key=lambda each: (each.label, each.example, each.sample))
-        for label, found in groupby(in_order, key=lambda each: each.label):
-            write_atomic(directory / f"{label}.jsonl", _lines(list(found)))
+        for label, of_label in groupby(in_order, key=lambda each: each.label):
+            write_atomic(directory / f"{label}.jsonl", _example_lines(list(of_label)))
         durable.write(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")
         files.unlink(self._progress(record.step))
 
@@ -128,11 +125,10 @@ class Archive:
         return records.step_dir(self._run_dir, step) / PROGRESS
 
 
-def _lines(samples: Sequence[Sample]) -> str:
-    """One line for each example."""
+def _example_lines(samples: Sequence[Sample]) -> str:
     lines = []
-    for example, found in groupby(samples, key=lambda each: each.example):
-        kept = [sample.result for sample in found]
-        line = EvaluatedExample(example, fmean(sample.reward for sample in kept), kept)
+    for example, of_example in groupby(samples, key=lambda each: each.example):
+        results = [sample.result for sample in of_example]
+        line = EvaluatedExample(example, fmean(result.reward for result in results), results)
         lines.append(json.dumps(msgspec.to_builtins(line)) + "\n")
     return "".join(lines)

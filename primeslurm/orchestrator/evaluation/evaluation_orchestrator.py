@@ -1,4 +1,4 @@
-"""The orchestrator of task eval: engines keep the weights that they loaded, and one evaluation runs on them."""
+"""The orchestrator of `task: eval`: it runs one evaluation on the weights that the engines loaded at their start."""
 
 from __future__ import annotations
 
@@ -43,17 +43,11 @@ from primeslurm.records.state import OrchestratorState
 
 TICK_S = 0.5
 VERSION = 0
-"""Of the weights that engines loaded."""
+"""Policy version of the weights that the engines loaded."""
 
 
 class EvaluationOrchestrator:
-    """One attempt's orchestrator. `await run()` returns when the results are on disk.
-
-    Args:
-        recipe: of task eval.
-        arguments: of the orchestrator.
-        clock: tells the time [s].
-    """
+    """The orchestrator of one attempt. `await run()` returns once the results are on disk."""
 
     def __init__(
         self, recipe: Recipe, arguments: OrchestratorArguments, clock: Callable[[], float] = time.monotonic
@@ -72,8 +66,8 @@ class EvaluationOrchestrator:
             arguments.env_bind, max_per_node=recipe.deployment.max_rollouts_per_node, deaths=self._deaths
         )
         workers = {each.label: each.workers for each in recipe.evaluation_environments}
-        many = FAILED_BATCHES * recipe.orchestrator.batch_size
-        self._failures = RolloutFailures(many, workers, hopeful=self._evaluator.working)
+        max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
+        self._failures = RolloutFailures(max_failures, workers, hopeful=self._evaluator.working)
         self._policy = weight_update_loop(recipe, arguments, self._journal)
         self._cancelled: list[str] = []
         self._wake = asyncio.Event()
@@ -82,13 +76,13 @@ class EvaluationOrchestrator:
         """Run until the results are on disk.
 
         Raises:
-            UnrecoverableError: an environment cannot work.
-            PrimeslurmError: there is nothing to evaluate on any more.
+            UnrecoverableError: all rollouts of an environment fail.
+            PrimeslurmError: no engine or no replica is left.
         """
         self._journal.write(OrchestratorUp(VERSION))
         try:
             async with asyncio.TaskGroup() as tasks:
-                background = [tasks.create_task(part) for part in (self._collect(), self._policy.run())]
+                background = [tasks.create_task(each) for each in (self._collect(), self._policy.run())]
                 await self._policy.want(PolicyVersion(VERSION, self._recipe.model.path))
                 while not self._evaluator.settled(VERSION):
                     await self._step()
@@ -125,7 +119,7 @@ class EvaluationOrchestrator:
         self._wake.clear()
 
     def _check(self) -> None:
-        """End an evaluation of which nothing will come, as a run that trains; the last words are for the head."""
+        """Raise an error if the evaluation cannot succeed. The head reads the reason from the last state."""
         if self._policy.useless:
             self._journal.write(Stalled("engines", self._policy.useless))
             self._journal.state(msgspec.structs.replace(self._state(), failure=self._policy.useless))
@@ -138,13 +132,13 @@ class EvaluationOrchestrator:
         raise UnrecoverableError(str(hopeless))
 
     def _follow_addresses(self) -> None:
-        """Do without what the head gave up, and wait no longer for answers from where something was."""
+        """Follow the addresses of restarted engines, and drop replicas that the head has given up."""
         self._policy.follow(self._arguments.engine_urls())
         for router in self._arguments.addresses.lost.intersection(self._evaluator.routers):
             jobs = self._evaluator.drop_router(router)
             self._journal.write(ReplicaLost(router, len(jobs)))
             if not self._evaluator.routers:
-                raise PrimeslurmError("every inference replica was given up")
+                raise PrimeslurmError("all inference replicas were given up")
 
     async def _collect(self) -> None:
         try:
@@ -175,7 +169,7 @@ class EvaluationOrchestrator:
                 self._policy.take_answers(answers)
 
     def _give_up_tasks(self, environment: str, guilty: Sequence[Job]) -> None:
-        """Give up the tasks that are now known to kill workers."""
+        """Give up tasks that kill their workers."""
         worker_deaths.keep(self._arguments.run_dir, self._deaths)
         for job in guilty:
             reason = self._deaths.reason(job)
@@ -185,7 +179,7 @@ class EvaluationOrchestrator:
 
     def _state(self) -> OrchestratorState:
         return OrchestratorState(
-            moved=self._clock(),  # it ends by itself what stands still
+            moved=self._clock(),  # the evaluation has timeouts of its own, so the head must not detect a stall
             version=self._policy.current_version,
             engines=self._policy.pool.report(),
             failures=self._failures.report,

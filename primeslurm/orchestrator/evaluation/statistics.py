@@ -1,8 +1,8 @@
-"""What samples of an evaluation say: means over examples, with the standard error of drawing those examples.
+"""Results of an evaluation: means over examples, with standard errors, and pass@k.
 
-Samples of one example are alike, so the example, and not the sample, is what is drawn independently: the standard
-error is that of the means of examples (clustered standard errors, Miller, "Adding Error Bars to Evals", 2024, section
-2.2; with equally large clusters they are the same).
+Samples of the same example are alike, so only examples are independent draws. The standard error is therefore that of
+the means of examples (clustered standard errors: Miller, "Adding Error Bars to Evals", 2024, section 2.2; the two are
+equal for clusters of equal size).
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ import msgspec
 from primeslurm.records.evaluation import Estimated, LabelResult
 
 
-class _Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a rollout that has ended."""
+class _EndedRollout(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts about a rollout that has ended."""
 
     reward: float = 0.0
     tokens: int = 0
-    """Sampled."""
+    """Number of sampled tokens."""
     turns: int = 0
     finish_reason: str = ""
     seconds: float = 0.0
     oldest_version: int = -1
-    """Policy versions that sampled tokens; -1: nothing was sampled."""
+    """Oldest policy version that sampled a token; -1 if no token was sampled."""
     newest_version: int = -1
     metrics: dict[str, float] = {}
     error: str | None = None
-    """Of the last try; its reward is 0."""
+    """Error of the last try. The reward is then 0."""
 
 
-class SampleResult(_Ended, frozen=True):
-    """One rollout of an evaluation, among those of its example."""
+class SampleResult(_EndedRollout, frozen=True):
+    """One rollout of an evaluation, listed under its example."""
 
     sample: int
 
 
-class Sample(_Ended, frozen=True):
+class Sample(_EndedRollout, frozen=True):
     """One rollout of an evaluation that has ended."""
 
     label: str
@@ -49,16 +49,11 @@ class Sample(_Ended, frozen=True):
 
     @property
     def result(self) -> SampleResult:
-        """It without its place."""
         return SampleResult(**{name: getattr(self, name) for name in SampleResult.__struct_fields__})
 
 
-def estimated(values: Sequence[float]) -> Estimated:
-    """Estimate the mean of what examples were drawn from: their mean, and s / sqrt(n) with s^2 over n - 1.
-
-    Args:
-        values: one for each example.
-    """
+def estimate_mean(values: Sequence[float]) -> Estimated:
+    """Return the mean of independent values, and its standard error s / sqrt(n), with s^2 over n - 1."""
     mean = fmean(values)
     if len(values) < 2:
         return Estimated(mean)
@@ -67,48 +62,43 @@ def estimated(values: Sequence[float]) -> Estimated:
 
 
 def pass_at_k(samples: int, solved: int, k: int) -> float:
-    """Estimate the probability that one of k samples solves an example, without bias.
+    """Estimate without bias the probability that at least one of k samples solves an example.
 
     1 - C(samples - solved, k) / C(samples, k) (Chen et al., "Evaluating Large Language Models Trained on Code", 2021,
     equation 1).
-
-    Args:
-        samples: of the example, at least k.
-        solved: how many of them solved it.
-        k: at least 1.
     """
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
-def summarise(label: str, found: Collection[Sample], passes: Sequence[int], solved_reward: float) -> LabelResult:
-    """Say what came out in one environment.
+def summarise(label: str, samples: Collection[Sample], passes: Sequence[int], solved_reward: float) -> LabelResult:
+    """Compute the results of one environment.
 
     Args:
-        label: its name.
-        found: its samples, equally many of each example.
-        passes: every k of pass@k.
-        solved_reward: least reward of a sample that has solved its example.
+        label: the environment's label.
+        samples: its samples, the same number for each example.
+        passes: each k of pass@k.
+        solved_reward: a sample with at least this reward has solved its example.
     """
     by_example: Mapping[int, list[Sample]] = defaultdict(list)
-    for sample in found:
+    for sample in samples:
         by_example[sample.example].append(sample)
     examples = list(by_example.values())
     solved = [sum(sample.reward >= solved_reward and sample.error is None for sample in group) for group in examples]
     sizes = [len(group) for group in examples]
-    done = [sample for sample in found if sample.error is None]
-    own: Mapping[str, list[float]] = defaultdict(list)
-    for sample in done:
+    successes = [sample for sample in samples if sample.error is None]
+    metrics: Mapping[str, list[float]] = defaultdict(list)
+    for sample in successes:
         for name, value in sample.metrics.items():
-            own[name].append(value)
+            metrics[name].append(value)
     return LabelResult(
         label=label,
         examples=len(examples),
         samples=max(sizes),
-        reward=estimated([fmean(sample.reward for sample in group) for group in examples]),
-        pass_at={k: estimated([pass_at_k(n, c, k) for n, c in zip(sizes, solved, strict=True)]) for k in passes},
-        failed=1 - len(done) / len(found),
-        truncated=fmean([sample.finish_reason == "length" for sample in done] or [0.0]),
-        length=fmean([sample.tokens for sample in done] or [0.0]),
-        turns=fmean([sample.turns for sample in done] or [0.0]),
-        metrics={name: fmean(values) for name, values in own.items()},
+        reward=estimate_mean([fmean(sample.reward for sample in group) for group in examples]),
+        pass_at={k: estimate_mean([pass_at_k(n, c, k) for n, c in zip(sizes, solved, strict=True)]) for k in passes},
+        failed=1 - len(successes) / len(samples),
+        truncated=fmean([sample.finish_reason == "length" for sample in successes] or [0.0]),
+        length=fmean([sample.tokens for sample in successes] or [0.0]),
+        turns=fmean([sample.turns for sample in successes] or [0.0]),
+        metrics={name: fmean(values) for name, values in metrics.items()},
     )

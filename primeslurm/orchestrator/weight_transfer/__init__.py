@@ -1,1 +1,1 @@
-"""The orchestrator's part of weight transfer (words: `wire.weight_transfer`): who gets which policy version when."""
+"""Weight updates: how the orchestrator brings engines to new policy versions."""

@@ -1,11 +1,11 @@
-"""Which engine gives damaged answers: a pure state machine.
+"""Finds engines that give damaged answers: a pure state machine.
 
 Workers repeat a request whose answer is damaged, so no rollout fails at once. An engine is bad if at least half of its
-recent answers are damaged, to requests of several tasks: a prompt that breaks engines is no engine's fault.
+recent answers are damaged, for requests of several tasks, because a single prompt may break any engine.
 
-A bad engine is restarted. If all engines were, and one is bad again before any has given a usable answer, engines
-are not to blame: all have the same policy, and are configured alike. An engine that has not answered at all is not bad:
-its requests may take an hour.
+A bad engine is restarted. If all engines were restarted, and one is bad again before any has given a usable answer, the
+cause is not an engine: all have the same policy and the same configuration. An engine without answers is not bad,
+because its requests may take an hour.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from math import inf
 from primeslurm.orchestrator.rollouts.job_protocol import AnswerCounts
 
 WINDOW_S = 120.0
-"""AnswerCounts count for this long."""
+"""Answers count for this long."""
 FEW = 8
-"""Damaged answers that are enough, if they are to `SEVERAL_TASKS` tasks."""
+"""Damaged answers that suffice, if they belong to SEVERAL_TASKS tasks."""
 SEVERAL_TASKS = 3
 MANY = 24
-"""Damaged answers that are enough without a usable one, whatever they are to, if other engines give usable ones."""
-BAD_SHARE = 0.5
+"""Damaged answers that suffice without a usable one, for any number of tasks, if other engines give usable ones."""
+BAD_FRACTION = 0.5
 SETTLE_S = 10.0
-"""Reports that come this soon after a verdict are about the engine before its restart."""
+"""Reports that arrive this soon after a verdict are about the engine before its restart."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class BadEngine:
 
     engine: str
     damaged: int
+    """Damaged answers, of `answers`."""
     answers: int
-    """Of which so many were damaged."""
     error: str
-    """What was wrong with the last one."""
+    """What was wrong with the last damaged answer."""
     again: bool
     """All engines were restarted for this, and none has given a usable answer since."""
 
@@ -69,28 +69,24 @@ class _Engine:
 
 
 class DamagedAnswers:
-    """See the module docstring.
-
-    Args:
-        clock: tells the time [s].
-    """
+    """Counts of recent answers by engine."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._engines: dict[str, _Engine] = {}
         self._restarted: set[str] = set()
-        """Engines that turned out to be bad since an engine gave a usable answer."""
+        """Engines that were found to be bad since any engine gave a usable answer."""
         self._judged_at: dict[str, float] = {}
 
     def add(self, reports: Mapping[str, AnswerCounts], engines: Collection[str]) -> list[BadEngine]:
-        """Take in what a worker reports of engines' answers.
+        """Add a worker's report.
 
         Args:
-            reports: by name of the engine.
-            engines: names of all engines of the run.
+            reports: Counts by name of the engine.
+            engines: Names of all engines of the run.
 
         Returns:
-            The engines that are bad by now. Their answers so far count no more.
+            The engines that are bad now. Their answers so far no longer count.
         """
         now = self._clock()
         reports = {name: each for name, each in reports.items() if now - self._judged_at.get(name, -inf) > SETTLE_S}
@@ -101,17 +97,17 @@ class DamagedAnswers:
         for engine in self._engines.values():
             engine.prune(now)
         bad = [name for name, answers in reports.items() if answers.damaged and self._is_bad(name)]
-        found = [self._verdict(name, engines) for name in bad]
+        verdicts = [self._verdict(name, engines) for name in bad]
         self._restarted.update(bad)
         for name in bad:
             self._judged_at[name] = now
             del self._engines[name]
-        return found
+        return verdicts
 
     def _is_bad(self, name: str) -> bool:
         engine = self._engines[name]
         good, damaged = engine.good, engine.damaged
-        if damaged < FEW or damaged < BAD_SHARE * (good + damaged):
+        if damaged < FEW or damaged < BAD_FRACTION * (good + damaged):
             return False
         if len(engine.tasks) >= SEVERAL_TASKS:
             return True
@@ -121,11 +117,11 @@ class DamagedAnswers:
     def _verdict(self, name: str, engines: Collection[str]) -> BadEngine:
         engine = self._engines[name]
         error = next(answers.error for _, answers in reversed(engine.recent) if answers.damaged)
-        answers = engine.good + engine.damaged
+        # Only engines of the same role are compared: with disaggregated prefill, only decode engines answer.
         alike = {other for other in engines if _role(other) == _role(name)} | {name}
+        answers = engine.good + engine.damaged
         return BadEngine(name, engine.damaged, answers, error, again=alike <= self._restarted)
 
 
 def _role(engine: str) -> str:
-    """Return the role in an engine's name. Only decode engines answer where prefill is apart."""
     return engine.partition("-r")[0]

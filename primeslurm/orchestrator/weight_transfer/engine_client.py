@@ -1,4 +1,4 @@
-"""One engine as the orchestrator sees it: its status, and bringing it to a policy version."""
+"""One engine as the orchestrator sees it: its status, and weight updates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import httpx
 import msgspec
 
-from primeslurm.orchestrator.weight_transfer.polling import HELD_UP, LEAST_S, AnswerTime
+from primeslurm.orchestrator.weight_transfer.polling import MAX_DELAY_FRACTION, MIN_TIMEOUT_S, AnswerTimeout
 from primeslurm.wire.decoding import decode_json
 from primeslurm.wire.names import STATUS_PATH
 from primeslurm.wire.transport.http import internal_client, words
@@ -21,53 +21,53 @@ from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirecto
 
 
 class PolicyVersion(msgspec.Struct, frozen=True):
-    """A policy version, and the directory that holds it: the model's own for version 0, "" if the trainer sends it."""
+    """A policy version and its directory: the model's own for version 0, "" if the trainer sends the weights."""
 
     version: int
     path: str
 
 
 class Sessions(Protocol):
-    """Where engines come together with the trainer that sends a policy."""
+    """Where engines join sessions with the trainer that sends a policy."""
 
     async def join(self, version: int) -> SessionPlace:
         """Wait for a place in a session."""
         ...
 
     def leave(self, session: str, reason: str) -> None:
-        """Say that whoever had a place does not come, or stay."""
+        """Tell the session that an engine does not take part."""
         ...
 
 
 class Step(enum.Enum):
-    """What brings an engine to a policy."""
+    """How an engine gets to a policy."""
 
     NOTHING = "nothing"
     RESUME = "resume"
-    """It holds the policy, but whoever updated it did not live to resume it."""
+    """It holds the policy, but the orchestrator that updated it was killed before it resumed the engine."""
     CONFIRM = "confirm"
-    """It loaded this very policy at start and only has to be told its version."""
+    """It loaded this policy at start, and must only be told the version."""
     UPDATE = "update"
 
 
 class EngineDownError(Exception):
-    """Nobody answers at the engine's address, or the process died while it was asked."""
+    """No server answers at the engine's address, or the process died during a request."""
 
 
 class EngineUnresponsiveError(EngineDownError):
-    """It took the connection, or may yet, and did not answer in time: it hangs, or has too much to do."""
+    """The engine did not answer in time: it hangs, or has too much to do."""
 
 
 class EventLoopDelayedError(Exception):
-    """No answer was seen in time, but this process stood still itself: that says nothing of the engine."""
+    """No answer was seen in time, but this process itself was delayed, which says nothing about the engine."""
 
 
 class EngineUpdateError(Exception):
-    """The engine could not take a policy. It is paused, holds no usable weights, and has to be restarted."""
+    """The engine could not load a policy. It is paused without usable weights, and has to be restarted."""
 
 
 def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str) -> Step:
-    """Decide what has to be done to an engine that was started from `model_path`."""
+    """Return what an engine that was started from `model_path` needs to serve `policy`."""
     if status.version == policy.version:
         return Step.RESUME if status.paused else Step.NOTHING
     if status.updates == 0 and (policy.version == 0 or policy.path == model_path):
@@ -76,15 +76,16 @@ def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str) -> S
 
 
 class EngineClient:
-    """Control of one engine, directly and never through a router (which would reach only one of several).
+    """Controls one engine directly. A router would pass a request on to any of its engines.
 
     Args:
-        where: base URL of the engine's HTTP server as it is now.
-        model_path: what the engine was started from.
-        sessions: give an engine its part in a session with the trainer, for versions that no directory holds.
-        tries: how often an update is tried, with generation paused all the while.
-        status_timeout_s: shortest wait for a status; longer where the engine took longer before.
-        trains_encoder: what the engine's encoder made of images before an update is not that of the new policy.
+        where: Returns the current base URL of the engine's HTTP server.
+        model_path: Model that the engine was started from.
+        sessions: Sessions with the trainer, for versions without a directory.
+        tries: Number of tries of an update. Generation is paused all the while.
+        retry_s: Pause between two tries.
+        status_timeout_s: Minimum timeout of a status. It grows with the engine's answer times.
+        trains_encoder: The trainer updates the image encoder, so cached image features become invalid.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class EngineClient:
         *,
         tries: int = 3,
         retry_s: float = 1.0,
-        status_timeout_s: float = LEAST_S,
+        status_timeout_s: float = MIN_TIMEOUT_S,
         trains_encoder: bool = False,
     ) -> None:
         self._where = where
@@ -104,67 +105,66 @@ class EngineClient:
         self._tries = tries
         self._retry_s = retry_s
         self._trains_encoder = trains_encoder
-        self._answer_time = AnswerTime(status_timeout_s)
+        self._status_timeout = AnswerTimeout(status_timeout_s)
         self.seconds: dict[str, float] = {}
-        """Of the last update: `wait` for the trainer's turn to send, `load` (and transfer), `pause` of generation."""
-        # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
+        """Parts of the last update: `wait` for the trainer, `load` (with transfer), `pause` of generation."""
+        # Connections are not kept, because uvicorn closes them after a failed request, and the next request would fail.
         self._http = internal_client(status_timeout_s, keep=0)
-        # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
-        self._looking = internal_client(status_timeout_s, keep=1)
+        # Polls are the exception: with hundreds of engines, reconnecting for every poll would keep a core busy.
+        self._polling = internal_client(status_timeout_s, keep=1)
 
     @property
     def url(self) -> str:
-        """Return the base URL of the engine as it is now."""
+        """Return the current base URL of the engine."""
         return self._where()
 
     async def status(self, own_delay_s: Callable[[], float] = lambda: 0.0) -> EngineStatus:
-        """Ask for the engine's status.
+        """Poll the engine's status.
 
         Args:
-            own_delay_s: for how long this process has stood still so far.
+            own_delay_s: Returns the total delay of this process's event loop so far.
 
         Raises:
-            EngineDownError: nobody listens, or it answers nonsense.
-            EngineUnresponsiveError: it did not answer in time.
-            EventLoopDelayedError: whether it did cannot be told.
+            EngineDownError: No server listens, or its answer is invalid.
+            EngineUnresponsiveError: The engine did not answer in time.
+            EventLoopDelayedError: It is unknown whether the engine answered in time.
         """
-        timeout_s, began, stood = self._answer_time.timeout_s, time.monotonic(), own_delay_s()
+        timeout_s, began, delay_before_s = self._status_timeout.seconds, time.monotonic(), own_delay_s()
         try:
-            response = await self._look(timeout_s)
-            if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # its server lives, its core does not answer
+            response = await self._poll(timeout_s)
+            if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # the API server answers, but its core does not
                 raise EngineUnresponsiveError(f"{self.url}: {words(response)}")
             response.raise_for_status()
             status = decode_json(response.content, EngineStatus)
         except httpx.TimeoutException as error:
-            if (late := own_delay_s() - stood) > HELD_UP * timeout_s:
-                raise EventLoopDelayedError(
-                    f"this process stood still for {late:.1f} s of {timeout_s:.1f} s"
-                ) from error
-            self._answer_time.missed()
+            if (delay_s := own_delay_s() - delay_before_s) > MAX_DELAY_FRACTION * timeout_s:
+                text = f"this process was delayed for {delay_s:.1f} s of {timeout_s:.1f} s"
+                raise EventLoopDelayedError(text) from error
+            self._status_timeout.missed()
             raise EngineUnresponsiveError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
-        self._answer_time.answered(max(0.0, time.monotonic() - began - (own_delay_s() - stood)))
+        self._status_timeout.answered(max(0.0, time.monotonic() - began - (own_delay_s() - delay_before_s)))
         return status
 
     async def apply(
         self, policy: PolicyVersion, timeout_s: float, own_delay_s: Callable[[], float] = lambda: 0.0
     ) -> Step:
-        """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
+        """Bring the engine to `policy`. Running requests continue with the new weights.
 
         Args:
-            policy: what it is to serve.
-            timeout_s: for all of it.
-            own_delay_s: as of `status`.
+            policy: Policy to serve.
+            timeout_s: Timeout of the whole update.
+            own_delay_s: See `status`.
 
         Returns:
-            What had to be done: an engine that is there already is left alone.
+            What was done. An engine that serves the policy already is left alone.
 
         Raises:
-            EngineUnresponsiveError: it did not answer a request in time. Perhaps it serves what it served before.
-            EngineDownError: it is not there. No fault of the update: it will be met again.
-            EngineUpdateError: it refused, or took longer than `timeout_s`. It was not resumed.
-            NoSenderError: the trainer would have to send the policy, and does not send now.
+            EngineUnresponsiveError: The engine did not answer a request in time. It may still serve the old policy.
+            EngineDownError: The engine is gone. That is no failure of the update, which is repeated later.
+            EngineUpdateError: The engine refused, or took longer than `timeout_s`. It was not resumed.
+            NoSenderError: The trainer would have to send the policy, and does not send now.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -174,23 +174,23 @@ class EngineClient:
             raise EngineUpdateError(text) from error
 
     async def shutdown(self) -> None:
-        """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
+        """End the engine's process at once, so that its agent restarts it. Raise EngineDownError."""
         try:
-            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._answer_time.timeout_s)
+            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._status_timeout.seconds)
         except httpx.HTTPError as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
 
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-        await self._looking.aclose()
+        await self._polling.aclose()
 
-    async def _look(self, timeout_s: float) -> httpx.Response:
+    async def _poll(self, timeout_s: float) -> httpx.Response:
         url = self.url + STATUS_PATH
         try:
-            return await self._looking.get(url, timeout=timeout_s)
+            return await self._polling.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-            # the kept connection was closed; only a new one tells whether the engine is gone
+            # The kept connection was closed. Only a new one shows whether the engine is gone.
             return await self._http.get(url, timeout=timeout_s)
 
     async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:
@@ -205,18 +205,18 @@ class EngineClient:
         if step is Step.UPDATE:
             if not status.initialized:
                 await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": {}})
-            asked = time.monotonic()
-            info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
-            told = time.monotonic()
-            if not status.paused:  # pausing twice would have engines that share experts run a step
+            began = time.monotonic()
+            info = await self._update_info(policy)  # generation continues while the engine waits for the trainer
+            pausing = time.monotonic()
+            if not status.paused:  # pausing twice would make engines that share experts run a step
                 with self._taking_part(info):
-                    # clear_cache would preempt every running request and prefill it anew
+                    # clear_cache would preempt every running request and prefill it again
                     await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
             paused = time.monotonic()
             await self._update(policy, info, timeout_s)
             loaded = time.monotonic()
             await self._post("/resume", timeout_s)
-            self.seconds = {"wait": told - asked, "load": loaded - paused, "pause": time.monotonic() - told}
+            self.seconds = {"wait": pausing - began, "load": loaded - paused, "pause": time.monotonic() - pausing}
         elif status.paused:
             await self._post("/resume", timeout_s)
         return step
@@ -230,8 +230,8 @@ class EngineClient:
                     await self._post("/start_weight_update", timeout_s)
                     await self._post("/update_weights", timeout_s, {"update_info": msgspec.structs.asdict(info)})
                 if self._trains_encoder:
-                    # Its prefix cache is salted by the policy's version, this one knows images alone. A prompt that
-                    # is half computed has what is left of its image encoded anew.
+                    # The prefix cache is salted by policy version, but the encoder cache knows images alone. A prompt
+                    # that is half computed has the rest of its image encoded again.
                     await self._post("/reset_encoder_cache", timeout_s)
                 await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
 
@@ -242,7 +242,7 @@ class EngineClient:
 
     @contextlib.contextmanager
     def _taking_part(self, info: UpdateInfo) -> Iterator[None]:
-        """Leave the session if the body fails or is given up: the others would wait for this engine."""
+        """Leave the session if the body fails or is cancelled, because the other members would wait for this engine."""
         try:
             yield
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""All engines against the wanted policy version: which of them have it, and what each of the others needs."""
+"""State of all engines relative to the wanted policy version. Observations go in, decisions come out, without I/O."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ EngineState = Literal["DOWN", "STALE", "UPDATING", "CURRENT"]
 
 @dataclass
 class EngineView:
-    """What is known of one engine."""
+    """State of one engine."""
 
     state: EngineState = "DOWN"
     since: float = 0.0
-    """When it entered this state."""
+    """Time at which it entered this state."""
     version: int | None = None
-    """Policy version it serves; None while it serves nothing."""
+    """Policy version that it serves; None: it serves nothing."""
     incarnation: str | None = None
     condemned: str | None = None
-    """Incarnation that failed an update and has to be restarted."""
+    """Incarnation that has to be restarted."""
     error: str | None = None
     down_because: str = ""
     answered: float = 0.0
-    """When it last answered, or was given up waiting for."""
+    """Time of its last answer, or at which it was found to be down."""
     unanswered: int = 0
-    """Looks at it since then."""
+    """Polls since then."""
 
 
 class EnginePool:
-    """All engines against the wanted policy. Pure: observations go in, decisions come out."""
+    """All engines of a run."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class EnginePool:
         self._views = {name: EngineView(since=wall(), answered=clock()) for name in names}
         self.wanted: PolicyVersion | None = None
         self.current_version: int | None = None
-        """Newest version that every serving engine has acknowledged. Never falls."""
+        """Newest version that every serving engine has acknowledged. It never decreases."""
 
     def want(self, policy: PolicyVersion) -> None:
-        """Make `policy` the wanted one. Raises ValueError for a version older than the wanted one."""
+        """Set the wanted policy. Raise ValueError if it is older than the wanted one."""
         if self.wanted is not None and policy.version < self.wanted.version:
             raise ValueError(f"policy {policy.version} is older than the wanted {self.wanted.version}")
         self.wanted = policy
@@ -60,7 +60,7 @@ class EnginePool:
                 self._enter(view, "STALE")
 
     def seen(self, name: str, status: EngineStatus | None, why: str = "") -> None:
-        """Note an engine's status, or (None) that it is not there, and why."""
+        """Record an engine's status, or (None) that it is down, and why."""
         view = self._views[name]
         view.answered, view.unanswered = self._clock(), 0
         view.down_because = why if status is None else ""
@@ -76,28 +76,28 @@ class EnginePool:
         self._advance()
 
     def missed(self, name: str, why: str) -> bool:
-        """Note that an engine did not answer in time. It is down only if it has not for long, and was asked again.
+        """Record that an engine did not answer in time. It is down after UNRESPONSIVE_S and at least two polls.
 
         Returns:
-            Whether this is the first time since its last answer.
+            Whether this is the first missing answer since its last answer.
         """
         view = self._views[name]
         view.unanswered += 1
-        silent_s = self._clock() - view.answered
-        if view.state != "DOWN" and view.unanswered > 1 and silent_s >= UNRESPONSIVE_S:
-            view.version, view.down_because = None, f"silent for {silent_s:.0f} s: {why}"
+        unanswered_s = self._clock() - view.answered
+        if view.state != "DOWN" and view.unanswered > 1 and unanswered_s >= UNRESPONSIVE_S:
+            view.version, view.down_because = None, f"no answer for {unanswered_s:.0f} s: {why}"
             self._enter(view, "DOWN")
             self._advance()
         return view.unanswered == 1
 
-    def held_up(self, seconds: float) -> None:
-        """Note that this process stood still: nobody could have been heard of meanwhile."""
+    def delayed(self, seconds: float) -> None:
+        """Record that this process was delayed, and could not receive answers meanwhile."""
         for view in self._views.values():
             view.answered += seconds
 
     @property
-    def silent(self) -> int:
-        """How many engines did not answer the last look at them."""
+    def unresponsive(self) -> int:
+        """Return the number of engines that did not answer their last poll."""
         return sum(view.unanswered > 0 for view in self._views.values())
 
     def state(self, name: str) -> EngineState:
@@ -105,15 +105,15 @@ class EnginePool:
         return self._views[name].state
 
     def down_because(self, name: str) -> str:
-        """Return why an engine is down; empty if it is not, or has never been there."""
+        """Return why an engine is down. Empty if it is not, or has never been up."""
         return self._views[name].down_because
 
     def updating(self, name: str) -> None:
-        """Note that an update of the engine begins. It still counts as serving its old version."""
+        """Record the start of an update. The engine still counts as serving its old version."""
         self._enter(self._views[name], "UPDATING")
 
     def updated(self, name: str, version: int) -> None:
-        """Note that the engine acknowledged `version`."""
+        """Record that an engine acknowledged `version`."""
         view = self._views[name]
         view.version, view.error, view.down_because = version, None, ""
         view.answered, view.unanswered = self._clock(), 0
@@ -121,14 +121,12 @@ class EnginePool:
         self._enter(view, "CURRENT" if current else "STALE")
         self._advance()
 
-    def failed(self, name: str, error: str, *, serves: bool = False) -> None:
-        """Note that the engine could not take the policy, or gives damaged answers: it has to be restarted.
+    def update_pending(self, name: str) -> None:
+        """Record that an update was not started or not completed, and is to be repeated."""
+        self._enter(self._views[name], "STALE")
 
-        Args:
-            name: of the engine.
-            error: what is wrong with it.
-            serves: it goes on serving what it served, until it ends.
-        """
+    def failed(self, name: str, error: str, *, serves: bool = False) -> None:
+        """Record that an engine has to be restarted. `serves`: it serves its old version until then."""
         view = self._views[name]
         view.condemned, view.error = view.incarnation, error
         if not serves:
@@ -137,33 +135,29 @@ class EnginePool:
         self._advance()
 
     def ended(self, name: str) -> None:
-        """Note that the engine was told to end, and does."""
+        """Record that an engine was told to exit, and does."""
         self._views[name].version = None
         self._advance()
 
     def needs_update(self, name: str) -> bool:
-        """Tell whether the engine is up, sound and not at the wanted policy."""
+        """Return whether an engine is up, need not be restarted, and does not serve the wanted policy."""
         return self.wanted is not None and self._views[name].state == "STALE" and not self.must_restart(name)
 
     def needs_weights(self, name: str) -> bool:
-        """Tell whether the engine holds another policy than the wanted one, or none."""
+        """Return whether an engine holds another policy than the wanted one, or none."""
         return self.wanted is not None and self._views[name].version != self.wanted.version
 
     def wanting(self) -> int:
-        """Count the engines that are up and not at the wanted policy, or on their way to it."""
+        """Return the number of engines that need an update or are being updated."""
         return sum(view.state == "UPDATING" or self.needs_update(name) for name, view in self._views.items())
 
-    def held(self, name: str) -> None:
-        """Note that an update of the engine did not begin, or was not completed, and is to be tried again."""
-        self._enter(self._views[name], "STALE")
-
     def must_restart(self, name: str) -> bool:
-        """Tell whether the engine that is up is one that failed an update."""
+        """Return whether an engine is up and has to be restarted."""
         view = self._views[name]
         return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
 
     def report(self) -> dict[str, EngineRecord]:
-        """Return, per engine, its state, since when, version and last error."""
+        """Return a record of each engine."""
         return {
             name: EngineRecord(
                 view.state, view.since, view.version, self.must_restart(name), view.error or view.down_because or None

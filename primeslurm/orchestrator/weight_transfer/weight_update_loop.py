@@ -1,9 +1,8 @@
-"""The policy loop: every engine is brought, and kept, at the wanted policy version.
+"""The weight update loop brings every engine to the wanted policy version, and keeps it there.
 
-It is level-triggered: it compares what each engine reports with what is wanted, and does what differs. So a new
-policy, an engine that was restarted, and a run that was resumed are one and the same case to it.
-`EnginePool` decides and does no I/O; `WeightUpdateLoop` asks and acts, one task per engine, so that none waits for
-another.
+It compares what each engine reports with what is wanted, and fixes the difference. So a new policy, a restarted engine
+and a resumed run are the same case. `EnginePool` decides without I/O, and `WeightUpdateLoop` polls and acts, with one
+task per engine, so that no engine waits for another.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from primeslurm.records.events.policy import (
 from primeslurm.records.journal import Journal
 
 MISSED_UPDATES = 3
-"""An engine that did not answer so many updates in a row, and answers otherwise, is restarted."""
+"""An engine that does not answer this many updates in a row, but answers polls, is restarted."""
 Hook = Callable[[int], Awaitable[None]]
 
 
@@ -56,19 +55,19 @@ async def _no_hook(version: int) -> None:
 
 
 class WeightUpdateLoop:
-    """Keeps engines at the wanted policy until cancelled.
+    """Keeps engines at the wanted policy.
 
     Args:
-        engines: by process name.
-        journal: gets an event for every update, failure and change of state.
-        timeout_s: longest wait for one engine to take a policy; it is then restarted.
-        poll_s: least time between two looks at an engine; an engine that is current is looked at half as often. Many
-            engines share `POLLS_PER_S`.
-        before_update: called with a new version before any engine is paused for it, so that rollouts which become too
+        engines: Engines by process name.
+        journal: Receives an event for every update, failure and change of state.
+        timeout_s: Longest time for one engine to load a policy. The engine is then restarted.
+        poll_s: Minimum interval between two polls of an engine; twice as long for an engine that is current. The total
+            rate is limited, too (`POLLS_PER_S`).
+        before_update: Called with a new version before any engine is paused for it, so that rollouts that become too
             old can be dropped while engines still run.
-        after_update: called when every serving engine has acknowledged a new version.
-        sends: whether the trainer sends a version now; asked for policies that no directory holds.
-        urls: where engines are at first, for `follow`.
+        after_update: Called when every serving engine has acknowledged a new version.
+        sends: Returns whether the trainer sends a version now. Called for policies without a directory.
+        urls: URLs of engines by name at the start, for `follow`.
     """
 
     def __init__(
@@ -99,12 +98,12 @@ class WeightUpdateLoop:
         self._lost: set[str] = set()
         self._missed_updates: Counter[str] = Counter()
         self._damaged = DamagedAnswers()
-        self._bad_because: dict[str, str] = {}
-        """Why engines are restarted whose answers are damaged."""
+        self._restart_reason: dict[str, str] = {}
+        """Why engines are restarted that answer updates."""
         self.useless = ""
-        """Why engines cannot be used, if that is so whichever is restarted."""
-        self._pace = RateLimiter()
-        self._own_delay = EventLoopDelay(self._stood_still)
+        """Why no engine can be used, if restarts do not help."""
+        self._poll_rate = RateLimiter()
+        self._own_delay = EventLoopDelay(self._delayed)
 
     @property
     def current_version(self) -> int | None:
@@ -112,12 +111,12 @@ class WeightUpdateLoop:
         return self.pool.current_version
 
     def wants_transfer(self) -> bool:
-        """Tell whether engines wait for a policy that only the trainer can give them."""
+        """Return whether engines wait for a policy that only the trainer can send."""
         wanted = self.pool.wanted
         return wanted is not None and not wanted.path and self.pool.wanting() > 0
 
     async def want(self, policy: PolicyVersion) -> None:
-        """Make `policy` the wanted one; repeating it changes nothing. Raises ValueError for an older version."""
+        """Set the wanted policy. A repetition changes nothing. Raise ValueError for an older version."""
         if self.pool.wanted == policy:
             return
         await self._before_update(policy.version)
@@ -127,7 +126,7 @@ class WeightUpdateLoop:
             event.set()
 
     async def wait_for(self, version: int, timeout_s: float) -> None:
-        """Return once `current_version` has reached `version`. Raises TimeoutError."""
+        """Wait until `current_version` has reached `version`. Raise TimeoutError."""
 
         def reached() -> bool:
             return self.current_version is not None and self.current_version >= version
@@ -136,41 +135,39 @@ class WeightUpdateLoop:
             await self._advanced.wait_for(reached)
 
     def follow(self, urls: Mapping[str, str]) -> None:
-        """Do without engines that were given up, and wait no longer for answers from where one was.
+        """Stop waiting for answers from old addresses, and drop engines that were given up.
 
         Args:
-            urls: where engines are now, by name; one that is missing was given up for good.
+            urls: Current URLs by name. An engine that is missing was given up.
         """
         for name in self._engines:
-            if urls.get(name) != self._urls.get(name):
-                self._moved(name, lost=name not in urls)
+            if urls.get(name) == self._urls.get(name):
+                continue
+            if name not in urls:
+                self._lost.add(name)
+            if request := self._requests.get(name):
+                request.cancel()
+            self._wake[name].set()
         self._urls = dict(urls)
 
-    def _moved(self, name: str, *, lost: bool) -> None:
-        if lost:
-            self._lost.add(name)
-        if request := self._requests.get(name):
-            request.cancel()
-        self._wake[name].set()
-
     async def run(self) -> None:
-        """Look after all engines until cancelled."""
+        """Update all engines until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             delay = tasks.create_task(self._own_delay.run())
             async with asyncio.TaskGroup() as engines:
                 for name in self._engines:
-                    engines.create_task(self._look_after(name))
+                    engines.create_task(self._run_engine(name))
             delay.cancel()  # all engines were given up
 
-    async def _look_after(self, name: str) -> None:
+    async def _run_engine(self, name: str) -> None:
         wake = self._wake[name]
         while name not in self._lost:
             woken = wake.is_set()
             wake.clear()
             before = self.pool.state(name)
-            # A new policy waits for no look: whoever brings it asks the engine anyway.
+            # A new policy needs no poll first, because the update itself asks for the engine's status.
             if not (woken and self.pool.needs_update(name)):
-                await self._observe(name)
+                await self._poll(name)
             if self.pool.must_restart(name):
                 await self._restart(name)
             elif self.pool.needs_update(name) and self._can_update(name):
@@ -187,12 +184,12 @@ class WeightUpdateLoop:
         self._journal.write(EngineGivenUp(name))
         await self._announce()
 
-    async def _observe(self, name: str) -> None:
-        await self._pace.turn()
+    async def _poll(self, name: str) -> None:
+        await self._poll_rate.turn()
         try:
             self.pool.seen(name, await self._engines[name].status(self._own_delay.seconds))
         except EventLoopDelayedError:
-            return  # nothing is known that was not known before
+            return
         except EngineUnresponsiveError as error:
             self._missed(name, error)
         except EngineDownError as error:
@@ -201,27 +198,27 @@ class WeightUpdateLoop:
 
     def _missed(self, name: str, error: EngineUnresponsiveError) -> None:
         if self.pool.missed(name, str(error)):
-            self._journal.write(EngineUnresponsive(name, str(error), self.pool.silent, len(self._engines)))
+            self._journal.write(EngineUnresponsive(name, str(error), self.pool.unresponsive, len(self._engines)))
 
     def take_answers(self, reports: Mapping[str, AnswerCounts]) -> None:
-        """Take in what a worker reports of engines' answers, and restart engines whose answers are damaged.
+        """Add a worker's counts of engines' answers, and restart engines that give damaged ones.
 
         Args:
-            reports: by the address of the engine, or of its router if the router does not pass on which engine it was.
+            reports: Counts by address of the engine, or of its router if the router does not name the engine.
         """
         names = {url.partition("//")[2]: name for name, url in self._urls.items()}
-        named = {names.get(where, f"an engine behind {where}"): answers for where, answers in reports.items()}
-        for bad in self._damaged.add(named, self._urls):
+        by_name = {names.get(address, f"an engine behind {address}"): counts for address, counts in reports.items()}
+        for bad in self._damaged.add(by_name, self._urls):
             self._journal.write(EngineAnswersDamaged(bad.engine, bad.damaged, bad.answers, bad.error))
             if bad.again:
                 self.useless = f"engines give no usable answers, also after a restart: {bad.engine}: {bad}"
             elif bad.engine in self._engines:
                 self.pool.failed(bad.engine, str(bad), serves=True)
-                self._bad_because[bad.engine] = "it gave damaged answers"
+                self._restart_reason[bad.engine] = "it gave damaged answers"
                 self._wake[bad.engine].set()
 
-    def _stood_still(self, seconds: float) -> None:
-        self.pool.held_up(seconds)
+    def _delayed(self, seconds: float) -> None:
+        self.pool.delayed(seconds)
         self._journal.write(EventLoopDelayed(round(seconds, 1)))
 
     def _can_update(self, name: str) -> bool:
@@ -243,36 +240,38 @@ class WeightUpdateLoop:
                 self.pool.failed(name, str(error), serves=True)
                 self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
             else:
-                # It may still serve the old policy, and the new one is not announced meanwhile. Asked again, it takes
-                # the policy, or is found to be gone.
-                self.pool.held(name)
+                # It may still serve the old policy, so the new one is not announced yet. The next try updates it, or
+                # finds that it is down.
+                self.pool.update_pending(name)
                 self._missed(name, error)
         except EngineDownError as error:
             self.pool.seen(name, None, str(error))
             self._journal.write(EngineLost(name, policy.version, str(error)))
         except NoSenderError:
-            self.pool.held(name)
+            self.pool.update_pending(name)
         except EngineUpdateError as error:
             self.pool.failed(name, str(error))
             self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
         else:
             self._missed_updates[name] = 0
-            self._bad_because.pop(name, None)
+            self._restart_reason.pop(name, None)
             self.pool.updated(name, policy.version)
             parts = self._engines[name].seconds if step is Step.UPDATE else {}
-            wait_s, load_s, pause_s = (_milliseconds(parts.get(part)) for part in ("wait", "load", "pause"))
-            seconds = _milliseconds(time.monotonic() - began)
+            wait_s, load_s, pause_s = (
+                None if (part_s := parts.get(part)) is None else round(part_s, 3) for part in ("wait", "load", "pause")
+            )
+            seconds = round(time.monotonic() - began, 3)
             self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
         await self._announce()
 
     async def _apply(self, name: str, policy: PolicyVersion) -> Step:
-        """EngineClient.apply, ended early if the engine is moved."""
+        """Call EngineClient.apply, but stop if the engine moves."""
         request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s, self._own_delay.seconds))
         self._requests[name] = request
         try:
             await asyncio.wait({request})
             if request.cancelled():
-                raise EngineDownError(f"{name} is not there any more")
+                raise EngineDownError(f"{name} has moved or was given up")
             return request.result()
         finally:
             request.cancel()
@@ -282,8 +281,8 @@ class WeightUpdateLoop:
         try:
             await self._engines[name].shutdown()
         except EngineDownError:
-            return  # it is already gone, or so broken that only its agent can end it: `report` says so
-        self._journal.write(EngineRestarted(name, self._bad_because.get(name, "")))
+            return  # it is down already, or only its agent can end it, which `EnginePool.report` tells the agent
+        self._journal.write(EngineRestarted(name, self._restart_reason.get(name, "")))
         self._missed_updates[name] = 0
         self.pool.ended(name)
         await self._announce()
@@ -299,11 +298,6 @@ class WeightUpdateLoop:
         await self._after_update(version)
 
 
-def _milliseconds(seconds: float | None) -> float | None:
-    """Seconds, to the millisecond."""
-    return None if seconds is None else round(seconds, 3)
-
-
 def weight_update_loop(
     recipe: Recipe,
     arguments: OrchestratorArguments,
@@ -313,24 +307,20 @@ def weight_update_loop(
     before_update: Hook = _no_hook,
     after_update: Hook = _no_hook,
 ) -> WeightUpdateLoop:
-    """Make the loop of all engines of a run.
+    """Create the loop for all engines of a run.
 
     Args:
-        recipe: of the run.
-        arguments: of its orchestrator.
-        journal: gets what happens to engines.
-        sessions: with the trainer, which sends policies that no directory holds. Default: there are none.
-        before_update: as of `WeightUpdateLoop`.
-        after_update: likewise.
+        recipe: The run's recipe.
+        arguments: Arguments of its orchestrator.
+        journal: Receives events about engines.
+        sessions: Sessions with the trainer, which sends policies without a directory. None: there are none.
+        before_update: See `WeightUpdateLoop`.
+        after_update: See `WeightUpdateLoop`.
     """
     url = arguments.addresses.url
+    trains_encoder = recipe.model.trains_encoder
     engines = {
-        name: EngineClient(
-            partial(url, name),
-            recipe.model.path,
-            sessions,
-            trains_encoder=recipe.model.trains_encoder,
-        )
+        name: EngineClient(partial(url, name), recipe.model.path, sessions, trains_encoder=trains_encoder)
         for name in arguments.engines
     }
     return WeightUpdateLoop(

@@ -21,7 +21,7 @@ with uncollected():
     from verifiers.v1.clients import Client, ModelContext
 
 from primeslurm.orchestrator import algorithms, environments
-from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments import host_needs
 from primeslurm.orchestrator.environments.sandbox import containers, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.renderer_selection import select_renderer
@@ -77,7 +77,7 @@ class Worker:
         self._images = images
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(ENV_KEY, {}))}  # type: ignore[call-overload]
-        agent = agents.agent_options(environment)
+        agent = environments.agent_options(environment)
         self._env = environments.load(environment.id, {**environment.args, ENV_KEY: options}, agent)
         self._evaluates = isinstance(environment, EvaluationEnvironment)
         self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)

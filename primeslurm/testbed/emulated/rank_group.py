@@ -219,11 +219,11 @@ def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
 
 def _follow(connection: socket.socket) -> bytes:
     """Enter one collective after another, each until rank 0 answers. Return rank 0's last message."""
-    own, begun = liveness(), 0
+    heartbeat, begun = liveness(), 0
     while True:
         begun += 1
-        own.enter("train")
-        own.count_collectives(begun)
+        heartbeat.enter("train")
+        heartbeat.count_collectives(begun)
         connection.sendall(ARRIVED)
         if (said := connection.recv(1)) != GO:
             return said

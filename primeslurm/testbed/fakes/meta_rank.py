@@ -162,12 +162,12 @@ def local_bytes(tensor: torch.Tensor) -> int:
 
 def boxes(tensor: Any) -> list[Box]:
     """Return the shard of each rank of a tensor's mesh, in order of ranks, without empty ones."""
-    mesh, found = tensor.device_mesh, []
+    mesh, shards = tensor.device_mesh, []
     for coordinate in torch.ones(mesh.shape).nonzero().tolist():
         shape, offset = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, coordinate, tensor.placements)
         if math.prod(shape):
-            found.append(tuple((start, start + length) for start, length in zip(offset, shape, strict=True)))
-    return found
+            shards.append(tuple((start, start + length) for start, length in zip(offset, shape, strict=True)))
+    return shards
 
 
 def covers(size: Sequence[int], parts: Iterable[Box]) -> bool:

@@ -116,10 +116,10 @@ class SimulatedEngine:
 
     def _hit(self, turn: Turn) -> int:
         """Return the cached tokens, and reserve them so that they are not evicted."""
-        own, shared = (self._cached.pop(name, 0) for name in (turn.job, turn.prefix))
-        self._held -= own + shared
-        there = turn.shared if self._sharing[turn.prefix] else shared
-        return there + own if there == turn.shared else there
+        private, shared = (self._cached.pop(name, 0) for name in (turn.job, turn.prefix))
+        self._held -= private + shared
+        prefix = turn.shared if self._sharing[turn.prefix] else shared
+        return prefix + private if prefix == turn.shared else prefix
 
     def _leave(self, turn: Turn) -> None:
         """Release a request's tokens. They stay cached until others need the room."""

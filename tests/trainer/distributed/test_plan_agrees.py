@@ -16,7 +16,7 @@ from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of
 
 @pytest.mark.parametrize("family", bundled(), ids=lambda family: family.name)
 def test_families_are_those_that_are_built(family: Family) -> None:
-    module = f"primeslurm.models.model_builder.{family.name}"
+    module = f"primeslurm.models.{family.name}.model"
     for model_type in family.model_types:
         build = model_builder.builder(model_type)
         assert build is not None and build is import_module(module).spec

@@ -323,7 +323,7 @@ def test_lists_of_routers(data: bytes) -> None:
 async def test_any_tool_call_arguments_are_handled(arguments: Any) -> None:
     """No command is run, so no program is needed."""
     harness, nothing = ShellHarness(ShellConfig(id="shell")), cast(Runtime, None)
-    assert (await harness._output({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
+    assert (await harness.run_command({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")
 
 
 CALL = b'{"city": "Rome", "days": [1, 2]}'

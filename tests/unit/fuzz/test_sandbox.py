@@ -67,9 +67,9 @@ WRONG = [
 
 @pytest.mark.parametrize("packet", WRONG)
 async def test_invalid_response_ends_the_sandbox(packet: bytes) -> None:
-    box = Reading()
-    await box.hear(packet)
-    assert box.ended
+    sandbox = Reading()
+    await sandbox.hear(packet)
+    assert sandbox.ended
 
 
 @fuzzed(2)
@@ -83,10 +83,10 @@ async def test_invalid_response_ends_the_sandbox(packet: bytes) -> None:
 )
 def test_sandbox_reader_handles_any_message(packet: bytes) -> None:
     async def hear() -> None:
-        box = Reading()
-        asked = box._answers[1] = asyncio.get_running_loop().create_future()
-        await box.hear(packet[:4000] or b"x")
-        if asked.done() and isinstance(asked.exception(), SandboxGoneError):
+        sandbox = Reading()
+        pending = sandbox._pending[1] = asyncio.get_running_loop().create_future()
+        await sandbox.hear(packet[:4000] or b"x")
+        if pending.done() and isinstance(pending.exception(), SandboxGoneError):
             return
 
     asyncio.run(hear())

@@ -125,7 +125,7 @@ async def test_suspended_server_does_not_blame_its_core(engine: Engine) -> None:
 
 async def test_orchestrator_sees_a_hanging_core_as_unresponsive(engine: Engine) -> None:
     client = EngineClient(lambda: "http://engine", "/model")
-    client._looking = engine.http
+    client._polling = engine.http
     assert (await client.status()).version == 0
     engine.core.clear()
     await engine.look(int(UNRESPONSIVE_S) + 2)

@@ -8,7 +8,7 @@ import pytest
 
 from primeslurm.inference.router import supervisor
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
-from primeslurm.inference.router.supervisor import FORGET_AGAIN_S, REMEMBERED_BYTES, Address, RouterSupervisor
+from primeslurm.inference.router.supervisor import TOKEN_RESTART_S, REFUSED_BYTES, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
@@ -31,9 +31,9 @@ async def test_router_restarts_at_intervals_after_many_invalid_tokens(
     supervised = RouterSupervisor([], Address("x", 1), Address("x", 2), Journal(tmp_path, "router-0"))
     endpoint = RouterHealthEndpoint("secret", no_response, lambda: True)
     assert not await supervised._round(endpoint)
-    endpoint.refused_bytes = REMEMBERED_BYTES + 1
+    endpoint.refused_bytes = REFUSED_BYTES + 1
     assert "invalid tokens" in await supervised._round(endpoint)
-    now += FORGET_AGAIN_S
+    now += TOKEN_RESTART_S
     assert not await supervised._round(endpoint)
     now += 1
     assert await supervised._round(endpoint)

@@ -1,4 +1,4 @@
-"""What tests have forked: says what it is, or does what it is told."""
+"""A program for tests of the fork server: reports its own properties, exits or waits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from primeslurm.wire.transport import secret
 
 
 def say(path: Path) -> None:
-    """Write what this process knows of itself."""
+    """Write properties of this process."""
     sys.stderr.write("an error\n")
     liveness().heartbeat()
-    known = {
+    properties = {
         "pid": os.getpid(),
         "session": os.getsid(0),
         "directory": str(Path.cwd()),
@@ -31,7 +31,7 @@ def say(path: Path) -> None:
         "child": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL,
         "random": random.random(),
     }
-    path.write_text(json.dumps(known))
+    path.write_text(json.dumps(properties))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Which attempt the start of a job uses, and which jobs may not touch the run."""
+"""The attempt that a start of a job uses, and jobs that do not own the run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FIRST, SECOND = StartRecord("s1", "5", "n1", 1.0), StartRecord("s2", "5", "n1", 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     """A run whose submission was interrupted before sbatch had answered."""
-    found = RunDirectory(tmp_path / "run")
-    found.attempt(1).prepare(plan_of(found.path, ()))
-    found.attempt(1).record_job(SUBMITTED)
-    return found
+    run = RunDirectory(tmp_path / "run")
+    run.attempt(1).prepare(plan_of(run.path, ()))
+    run.attempt(1).record_job(SUBMITTED)
+    return run
 
 
 def test_every_start_of_a_job_has_an_attempt_of_its_own(run: RunDirectory) -> None:
@@ -103,7 +103,7 @@ def test_an_attempt_may_become_visible_late(run: RunDirectory, monkeypatch: pyte
 
 
 class Clock:
-    """Of a process that only waits."""
+    """A clock that only sleeping moves. `after` has actions by time."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""What must reach Slurm's controller, while it is away, refuses, or has been told by somebody else."""
+"""Commands to a Slurm controller that does not answer, refuses, or forgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ JOB = JobState("7", "RUNNING", "", 0, "", None, (), "scontrol")
 
 
 class FlightySlurm:
-    """A fake controller that is away for some looks, refuses some requeues, and forgets some that it has done."""
+    """A fake controller that misses some pings, refuses some requeues, and forgets some."""
 
     def __init__(self, away: int = 0, refusals: int = 0, job: JobState | None = JOB, forgets: int = 0) -> None:
         self.away, self.refusals, self.found, self.forgets, self.requeued = away, refusals, job, forgets, 0
@@ -39,7 +39,7 @@ class FlightySlurm:
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that only pauses move."""
+    """A clock that only sleeping moves."""
     now = [0.0]
     monkeypatch.setattr(controller_commands.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(controller_commands.time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))

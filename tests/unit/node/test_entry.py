@@ -1,4 +1,4 @@
-"""The submitit entrypoint over real processes through the local executor: attempts, requeue, resume, cancel."""
+"""The submitit task with real processes and the local executor: attempts, requeue, resume, cancellation."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.launch_failures import START
 from primeslurm.slurm.local import submit
 from tests.support.plans import plan_of, python
+from tests.unit.node.test_attempt_start import Clock
 
 SLEEP = python("import time; time.sleep(600)")
 # A trainer that dies in the first attempt and ends well in the second.
@@ -116,7 +117,7 @@ def test_ending_the_controller_ends_every_agent_and_process(start: Callable[...,
 
 @pytest.fixture
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask]:
-    """The only task of a run that completes by itself, in this process as under submitit."""
+    """The only task of a run that completes, called in this process as submitit does."""
     last = process("trainer-rank-0", 0, python("pass"), "trainer")
     plan = plan_of(tmp_path / "run", (last,)).model_copy(update={"addresses": {"local-0": "127.0.0.1"}})
     attempt = RunDirectory(tmp_path / "run").attempt(1)
@@ -164,40 +165,24 @@ def test_a_warning_after_the_end_does_not_requeue_a_complete_run(alone: AgentTas
     assert alone.checkpoint() is None
 
 
-class Clock:
-    """Of a process that only waits."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.then: dict[float, Callable[[], None]] = {}
-
-    def monotonic(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-        for at in [at for at in self.then if at <= self.now]:
-            self.then.pop(at)()
-
-
 @pytest.mark.parametrize(("recorded_at", "left_at"), [(0.5, 1.0), (7.0, 7.0), (None, 30.0)])
 def test_agents_end_once_one_of_them_has_acted_for_a_dead_head(
     recorded_at: float | None, left_at: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Slurm starts a component of the job again only when all of its agents are gone; the eleventh waits for 30 s."""
+    """The eleventh agent waits for 30 s. Slurm starts a component again only when all its agents have ended."""
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan_of(tmp_path / "run", (process("trainer-rank-0", 0, SLEEP, "trainer"),)))
     end = EndRecord("failed", "the head's agent was killed", "head", 3, True, "", 1.0)
     clock = Clock()
     monkeypatch.setattr(entry, "time", clock)
     if recorded_at is not None:
-        clock.then[recorded_at] = lambda: attempt.record_end(end)
+        clock.after[recorded_at] = lambda: attempt.record_end(end)
     assert entry._ended_by_another(attempt, entry.DEPUTY_S * 10) is (recorded_at is not None)
     assert clock.now == left_at
 
 
 def test_an_agent_keeps_neither_arrays_nor_recipes_nor_the_head_in_memory() -> None:
-    """submitit would import numpy; what needs it later finds it. Emulated clusters have hundreds of agents."""
+    """Emulated clusters have hundreds of agents on one machine."""
     code = (
         "import sys\n"
         "from primeslurm.node import load\n"
@@ -206,8 +191,8 @@ def test_an_agent_keeps_neither_arrays_nor_recipes_nor_the_head_in_memory() -> N
         "import primeslurm.node.entry\n"
         "assert 'numpy' not in sys.modules, [name for name in sys.modules if 'numpy' in name][:3]\n"
         "unused = 'recipe.recipe', 'recipe.sections', 'plan.checks', 'node.head'\n"
-        "found = [name for name in unused if f'primeslurm.{name}' in sys.modules]\n"
-        "assert not found, found\n"
+        "loaded = [name for name in unused if f'primeslurm.{name}' in sys.modules]\n"
+        "assert not loaded, loaded\n"
         "import numpy\n"
         "with load.absent('numpy'):\n"
         "    assert sys.modules['numpy'] is numpy\n"

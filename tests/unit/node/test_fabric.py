@@ -1,4 +1,4 @@
-"""HCAs, GPUs and interfaces, read from made-up /sys trees."""
+"""HCAs, GPUs and interfaces in made-up /sys trees."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Machine:
         return [hca.name for hca in fabric.find_hcas(named, self.root)]
 
     def near(self, *gpus: int) -> list[str]:
-        found = fabric.find_gpus(self.root)
-        return [h.name for h in fabric.nearest(fabric.find_hcas((), self.root), [found[i] for i in gpus])]
+        paths = fabric.find_gpus(self.root)
+        return [h.name for h in fabric.nearest(fabric.find_hcas((), self.root), [paths[i] for i in gpus])]
 
 
 @pytest.fixture
@@ -75,8 +75,7 @@ def test_inactive_ports_do_not_count_and_infiniband_comes_before_ethernet(machin
     machine.hca("mlx5_2", "a/1", states=("1: DOWN", "4: ACTIVE"))
     machine.hca("mlx5_1", "a/2", states=("1: DOWN",))
     machine.hca("rocep3", "a/3", link="Ethernet")
-    found = fabric.find_hcas((), machine.root)
-    assert [hca.devices for hca in found] == [["mlx5_2:2"]]
+    assert [hca.devices for hca in fabric.find_hcas((), machine.root)] == [["mlx5_2:2"]]
 
 
 def test_without_infiniband_roce_is_used(machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""Processes of a node that are forked from one that has imported what they need."""
+"""Processes that a fork server has forked, which share its imports."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def wait_for(condition: Callable[[], object], timeout_s: float = 60) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ForkServer]:
-    """One that has imported the program."""
+    """A server that has imported the program."""
     started = ForkServer([PROGRAM], sys.executable, ENV, tmp_path / "server.log", tmp_path)
     wait_for(lambda: started.imported)
     yield started
     started.close()
 
 
-def forked(server: ForkServer, directory: Path, *words: str, env: dict[str, str] = ENV, **handed: int) -> ProcessGroup:
-    return server.fork([sys.executable, "-m", PROGRAM, *words], env, directory / "a.log", directory, handed)
+def forked(server: ForkServer, directory: Path, *args: str, env: dict[str, str] = ENV, **passed: int) -> ProcessGroup:
+    return server.fork([sys.executable, "-m", PROGRAM, *args], env, directory / "a.log", directory, passed)
 
 
 def ended(child: ProcessGroup) -> int:
@@ -55,23 +55,23 @@ def ended(child: ProcessGroup) -> int:
     return code
 
 
-def said(server: ForkServer, directory: Path, env: dict[str, str] = ENV, **handed: int) -> dict[str, Any]:
+def report_of(server: ForkServer, directory: Path, env: dict[str, str] = ENV, **passed: int) -> dict[str, Any]:
     out = directory / "said.json"
-    assert ended(forked(server, directory, "say", str(out), env=env, **handed)) == 0
-    found: dict[str, Any] = json.loads(out.read_text())
-    return found
+    assert ended(forked(server, directory, "say", str(out), env=env, **passed)) == 0
+    report: dict[str, Any] = json.loads(out.read_text())
+    return report
 
 
 def test_a_forked_process_leads_its_own_group(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     env = {**ENV, "A_VARIABLE": "x", "TMPDIR": str(tmp_path / "other")}
-    found, again = said(server, tmp_path, env), said(server, tmp_path, env)
-    assert found["session"] == found["pid"] != again["pid"]
-    assert found["directory"] == str(tmp_path)
-    assert found["words"] == ["say", str(tmp_path / "said.json")]
-    assert found["variable"] == "x" and found["temporary"] == str(tmp_path / "other")
-    assert found["usr2"] and found["child"]
-    assert found["random"] != again["random"]
+    report, again = report_of(server, tmp_path, env), report_of(server, tmp_path, env)
+    assert report["session"] == report["pid"] != again["pid"]
+    assert report["directory"] == str(tmp_path)
+    assert report["words"] == ["say", str(tmp_path / "said.json")]
+    assert report["variable"] == "x" and report["temporary"] == str(tmp_path / "other")
+    assert report["usr2"] and report["child"]
+    assert report["random"] != again["random"]
     log = (tmp_path / "a.log").read_text()
     assert f"{sys.executable} -m {PROGRAM} say" in log and log.count("an error\n") == 2
 
@@ -89,10 +89,10 @@ def test_a_forked_process_does_not_import_again(server: ForkServer, tmp_path: Pa
 def test_a_forked_process_inherits_descriptors(server: ForkServer, tmp_path: Path) -> None:
     env = {name: value for name, value in ENV.items() if name != secret.VARIABLE}
     page = heartbeats.HeartbeatPage("a")
-    with secret.handing_over("s3cret") as (descriptor, told):
+    with secret.handing_over("s3cret") as (descriptor, variables):
         more = {heartbeats.VARIABLE: str(page.descriptor)}
-        handed = {secret.HANDED_OVER: descriptor, heartbeats.VARIABLE: page.descriptor}
-        child = forked(server, tmp_path, "say", str(tmp_path / "said"), env={**env, **told, **more}, **handed)
+        passed = {secret.HANDED_OVER: descriptor, heartbeats.VARIABLE: page.descriptor}
+        child = forked(server, tmp_path, "say", str(tmp_path / "said"), env={**env, **variables, **more}, **passed)
     assert ended(child) == 0
     assert json.loads((tmp_path / "said").read_text())["secret"] == "s3cret"
     assert page.read().number == 1
@@ -179,8 +179,8 @@ def test_a_missing_interpreter_is_no_server(tmp_path: Path) -> None:
 
 
 def waiting(name: str, node: int, *imports: str) -> Process:
-    words = ("${python}", "-m", PROGRAM, "wait")
-    return process(name, node, words, imports=imports, env={"PYTHONPATH": str(ROOT)}, role="environment")
+    argv = ("${python}", "-m", PROGRAM, "wait")
+    return process(name, node, argv, imports=imports, env={"PYTHONPATH": str(ROOT)}, role="environment")
 
 
 def test_an_agent_forks_processes_with_the_same_imports(start: Callable[..., Running]) -> None:
@@ -209,6 +209,6 @@ def test_a_failing_import_is_in_the_log_of_the_process(start: Callable[..., Runn
     "value", ["x" * 300_000, "caf\udce9", "日本 \x01"], ids=["larger than a message", "not UTF-8", "control characters"]
 )
 def test_any_environment_reaches_a_forked_process(server: ForkServer, tmp_path: Path, value: str) -> None:
-    found = said(server, tmp_path, {**ENV, "A_VARIABLE": value})
-    assert found["variable"] == value
-    assert said(server, tmp_path, {**ENV, "A_VARIABLE": "y"})["variable"] == "y", "the server forks no more"
+    report = report_of(server, tmp_path, {**ENV, "A_VARIABLE": value})
+    assert report["variable"] == value
+    assert report_of(server, tmp_path, {**ENV, "A_VARIABLE": "y"})["variable"] == "y"

@@ -1,4 +1,4 @@
-"""Directories on the node's disk that no other user has made, nor can replace."""
+"""Local directories that no other user can make first or replace."""
 
 from __future__ import annotations
 
@@ -116,7 +116,6 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], N
 def test_another_user_cannot_make_an_agents_directory_first(
     agent: Callable[[Path], NodeAgent],
 ) -> None:
-    """What engines wrote through its links, while the name could be guessed."""
     with public_directory() as tmp, public_directory() as target:
 
         def attack() -> None:

@@ -1,4 +1,4 @@
-"""Several trained agents: advantages by role in float64, running baselines over restarts, and a real worker."""
+"""Several trained agents: advantages by agent in float64, baselines across restarts, and rollouts of a real worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AGENTS = ("proposer", "solver")
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[RolloutGroup]:
-    """A batch of groups of two environments: each rollout has a proposer and up to three solvers, some branched."""
+    """A batch with groups of two environments. Each rollout has a proposer and up to three solvers."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     return [
         make_group(rng, f"g{number}", draw(st.sampled_from(["duel", "quiz"])), int(rng.integers(1, 5)))
@@ -49,11 +49,11 @@ def groups(draw: st.DrawFn) -> list[RolloutGroup]:
 def make_group(rng: np.random.Generator, name: str, environment: str, size: int) -> RolloutGroup:
     rollouts = []
     for _ in range(size):
-        seats = [AGENTS[0], *[AGENTS[1]] * int(rng.integers(1, 4))]
+        agents_of_rollout = [AGENTS[0], *[AGENTS[1]] * int(rng.integers(1, 4))]
         rollouts.append(
             tuple(
                 sequence
-                for trace, agent in enumerate(seats)
+                for trace, agent in enumerate(agents_of_rollout)
                 for sequence in make_trace(rng, environment, agent, trace, float(np.float32(rng.normal())))
             )
         )
@@ -75,7 +75,7 @@ def make_trace(
 
 
 def rewards(group: RolloutGroup, agent: str, rollout: int | None = None) -> np.ndarray:
-    """Of the traces of an agent, once each, in float64."""
+    """Return the rewards of an agent's traces, in float64."""
     chosen = group.rollouts if rollout is None else [group.rollouts[rollout]]
     found = [{one.info.trace: one.info.reward for one in r if one.info.agent == agent} for r in chosen]
     return np.array([reward for mine in found for reward in mine.values()], np.float64)
@@ -91,7 +91,7 @@ def check(group: RolloutGroup, credits: Any, exact: Any) -> None:
 
 @relaxed
 @given(batch=groups())
-def test_grpo_compares_an_agent_with_itself_in_the_group(batch: list[RolloutGroup]) -> None:
+def test_grpo_compares_traces_of_the_same_agent(batch: list[RolloutGroup]) -> None:
     for group, credits in zip(batch, Grpo().assign(batch), strict=True):
         check(group, credits, lambda one, _, g=group: one.info.reward - rewards(g, one.info.agent).mean())
     for group, credits in zip(batch, Opd(0.5).assign(batch), strict=True):
@@ -117,7 +117,7 @@ def test_max_rl_divides_by_the_mean_of_the_agent(batch: list[RolloutGroup]) -> N
 
 @relaxed
 @given(batch=groups())
-def test_hierarchical_grpo_compares_solvers_of_one_problem_and_proposers_of_the_group(
+def test_hierarchical_grpo_compares_solvers_within_their_rollout(
     batch: list[RolloutGroup],
 ) -> None:
     for group, credits in zip(batch, HierarchicalGrpo(("solver",)).assign(batch), strict=True):
@@ -132,10 +132,8 @@ def test_hierarchical_grpo_compares_solvers_of_one_problem_and_proposers_of_the_
 
 @relaxed
 @given(batch=groups(), decay=st.sampled_from([0.0, 0.5, 0.95]), split=st.integers(0, 4))
-def test_rae_keeps_a_baseline_for_each_environment_and_agent_over_batches(
-    batch: list[RolloutGroup], decay: float, split: int
-) -> None:
-    """The recursion of SPIRAL over all traces; a run that is cut into batches and restarted goes on with it."""
+def test_rae_carries_a_baseline_per_environment_and_agent(batch: list[RolloutGroup], decay: float, split: int) -> None:
+    # Batches and restarts must not change the recursion of SPIRAL over all traces.
     baseline: dict[tuple[str, str], float] = {}
     expected = []
     for group in batch:
@@ -150,15 +148,15 @@ def test_rae_keeps_a_baseline_for_each_environment_and_agent_over_batches(
         credits = algorithm.assign(part)
         repeated = again.assign([RolloutGroup.from_bytes(group.to_bytes()) for group in part])
         for one, other in zip(chain.from_iterable(credits), chain.from_iterable(repeated), strict=True):
-            assert (one.advantages == other.advantages).all(), "the same groups and memory, the same answer"
+            assert (one.advantages == other.advantages).all(), "assign must be pure"
         found += [credit.advantages[0] for mine in credits for credit in mine]
         memory = Echo(Rae(decay), 0.1).remember(memory, part)
     assert np.allclose(np.array(found, np.float64), expected, rtol=1e-5, atol=1e-5)
     assert memory == pytest.approx({"/".join(key): value for key, value in baseline.items()})
 
 
-def test_baselines_come_back_with_the_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint of step 2 is written while the batches of 3 and 4 are formed already: what they added is undone."""
+def test_baselines_are_restored_with_the_checkpoint(tmp_path: Path) -> None:
+    # The batches of steps 3 and 4 are formed before the checkpoint of step 2 is written.
     memory = {step: {"duel/solver": step / 10} for step in (2, 3, 4, 5)}
     directory = checkpoints.step_dir(tmp_path, 2)
     RunProgress(1, next_step=5, memory=memory).save(directory / CHECKPOINT_PART)
@@ -175,8 +173,7 @@ def test_baselines_come_back_with_the_checkpoint(tmp_path: Path) -> None:
     assert {float(value) for value in row.advantages[row.mask]} == wanted
 
 
-def test_old_files_have_one_agent_and_no_penalty() -> None:
-    """What a release wrote that knew neither is read, and means the same."""
+def test_rollout_info_without_agent_and_penalty_is_read() -> None:
     old = {"id": "r", "group": "g", "environment": "e", "opened_version": 3, "reward": 0.5, "metrics": {"exact": 1.0}}
     info = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=RolloutInfo)
     assert (info.agent, info.trace, info.length_penalty, info.net_reward) == ("", 0, 0.0, 0.5)
@@ -184,8 +181,8 @@ def test_old_files_have_one_agent_and_no_penalty() -> None:
 
 @relaxed
 @given(batch=groups(), average=st.sampled_from(["rollouts", "seq_len"]))
-def test_averages_are_what_they_are_called(batch: list[RolloutGroup], average: Any) -> None:
-    """Sum over the batch of advantage / N, the trainer's division, in float64."""
+def test_average_over_rollouts_or_seq_len(batch: list[RolloutGroup], average: Any) -> None:
+    # The trainer sums over the batch, and divides by its number of trained tokens.
     credits = Grpo().assign(batch)
     scaled = averaged(batch, credits, average, 16)
     total = sum(int(credit.mask.sum()) for mine in credits for credit in mine)
@@ -231,7 +228,7 @@ class DuelConfig(vf.EnvConfig):  # type: ignore[misc]
 
 
 class DuelEnv(vf.Env[DuelConfig]):  # type: ignore[misc]
-    """A proposer reverses a word, solvers reverse what it said; it wins what they miss. A judge is not trained."""
+    """A proposer reverses a word, and solvers reverse its reply. It wins if they fail. The judge is not trained."""
 
     async def setup(self, agents: vf.Agents) -> None:
         agents.judge.trainable = False
@@ -252,7 +249,7 @@ class DuelEnv(vf.Env[DuelConfig]):  # type: ignore[misc]
                 trace.record_reward("missed", float(np.mean(missed)))
 
 
-async def test_a_worker_brings_the_traces_of_all_trained_agents(tmp_path: Path) -> None:
+async def test_worker_returns_the_traces_of_all_trained_agents(tmp_path: Path) -> None:
     tokenizer = write_tokenizer(tmp_path)
     made = Recipe.model_validate(
         {
@@ -275,8 +272,8 @@ async def test_a_worker_brings_the_traces_of_all_trained_agents(tmp_path: Path) 
             worker._clients["router-0"] = clients[client.key] = client
             rollouts = [await worker._rollout(Job(f"j{i}", "g", "duel", 0, 3, "router-0", "run.1:3")) for i in range(4)]
     group = RolloutGroup("g", "duel", 0, 3, tuple(rollouts))
-    seats = [trace[0].info.agent for trace in group.traces]
-    assert seats == ["proposer", "solver", "solver"] * 4, "the judge is not trained"
+    agents_of_rollout = [trace[0].info.agent for trace in group.traces]
+    assert agents_of_rollout == ["proposer", "solver", "solver"] * 4, "the judge is not trained"
     assert len(engine.requests) == 16
     for number, trace in enumerate(group.traces):
         assert [one.info.trace for one in trace] == [number % 3] * len(trace)

@@ -1,4 +1,4 @@
-"""Algorithms against their formulas in float64, and a user's own, which is believed nothing."""
+"""Algorithms against their formulas in float64, and the validation of a user's own algorithm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ relaxed = settings(deadline=None)
 
 @st.composite
 def groups(draw: st.DrawFn, min_reward: float = -10) -> list[RolloutGroup]:
-    """A batch of groups of up to five rollouts, some in several sequences, all with a teacher's and observed tokens."""
+    """A batch of groups of up to five rollouts, with teacher log-probs and observed tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     made = []
     for number in range(draw(st.integers(1, 4))):
@@ -64,7 +64,7 @@ def sequence(rng: np.random.Generator, name: str, reward: float) -> Rollout:
 
 
 def pairs(batch: Sequence[RolloutGroup], algorithm: Algorithm) -> list[tuple[RolloutGroup, Rollout, Credit]]:
-    """Each sequence with its group and credit. Nothing that was given is changed, and asking again says the same."""
+    """Return each sequence with its group and credit. `assign` must be pure, and its arrays must be valid."""
     before = [group.to_bytes() for group in batch]
     credits, again = algorithm.assign(batch), algorithm.assign(batch)
     assert [group.to_bytes() for group in batch] == before
@@ -86,7 +86,7 @@ def close(found: np.ndarray, exact: np.ndarray | float) -> bool:
 
 @relaxed
 @given(batch=groups())
-def test_grpo_is_the_reward_less_the_mean_and_sums_to_zero_in_each_group(batch: list[RolloutGroup]) -> None:
+def test_grpo_is_reward_minus_mean(batch: list[RolloutGroup]) -> None:
     for group, one, credit in pairs(batch, Grpo()):
         exact = np.float64(one.info.reward) - np.mean(np.array(group.rewards, np.float64))
         assert close(credit.advantages, exact)
@@ -97,7 +97,7 @@ def test_grpo_is_the_reward_less_the_mean_and_sums_to_zero_in_each_group(batch: 
 
 @relaxed
 @given(batch=groups(min_reward=0))
-def test_max_rl_is_that_over_the_mean(batch: list[RolloutGroup]) -> None:
+def test_max_rl_divides_by_the_mean(batch: list[RolloutGroup]) -> None:
     for group, one, credit in pairs(batch, MaxRl()):
         mean = np.mean(np.array(group.rewards, np.float64))
         exact = (np.float64(one.info.reward) - mean) / mean if mean > 0 else 0.0
@@ -106,7 +106,7 @@ def test_max_rl_is_that_over_the_mean(batch: list[RolloutGroup]) -> None:
 
 @relaxed
 @given(batch=groups(), reward=st.sampled_from([0.0, 0.37]))
-def test_opd_is_the_gap_to_the_teacher_and_a_share_of_the_reward(batch: list[RolloutGroup], reward: float) -> None:
+def test_opd_adds_the_log_ratio_to_a_fraction_of_the_reward(batch: list[RolloutGroup], reward: float) -> None:
     for group, one, credit in pairs(batch, Opd(reward)):
         assert one.ref_logprobs is not None
         gap = one.ref_logprobs.astype(np.float64) - one.logprobs.astype(np.float64)
@@ -130,10 +130,10 @@ def test_echo_adds_the_mean_cross_entropy_of_observed_tokens(
         assert close(credit.cross_entropy, np.where(one.observed, factor, 0))
     if trained and observed:
         total = sum(float(credit.cross_entropy.sum()) for _, _, credit in found if credit.cross_entropy is not None)
-        assert total / trained == pytest.approx(weight, rel=1e-4), "as the trainer divides by the tokens that it trains"
+        assert total / trained == pytest.approx(weight, rel=1e-4), "the trainer divides by the number of trained tokens"
 
 
-def test_what_an_algorithm_needs_is_what_those_in_it_need() -> None:
+def test_wrapper_needs_what_its_inner_algorithm_needs() -> None:
     assert not any([Grpo().needs_teacher, Grpo().needs_observed, MaxRl().needs_teacher, Opd().needs_observed])
     assert Opd().needs_teacher and Echo(Opd(), 0.1).needs_teacher and not Echo(Grpo(), 0.1).needs_teacher
     assert Echo(Grpo(), 0.1).needs_observed
@@ -148,16 +148,13 @@ def test_what_an_algorithm_needs_is_what_those_in_it_need() -> None:
         ({"advantages": "max_rl", "echo": 0.1}, Echo(MaxRl(), 0.1)),
     ],
 )
-def test_a_recipe_names_its_algorithm(options: dict[str, Any], expected: Algorithm) -> None:
+def test_recipe_selects_the_algorithm(options: dict[str, Any], expected: Algorithm) -> None:
     assert from_recipe(Recipe.model_validate(recipe_data(orchestrator=options))) == expected
-
-
-# a user's own
 
 
 @dataclass(frozen=True)
 class FirstTokens(Algorithm):
-    """Trains the first sampled tokens of each sequence, the others by cross-entropy; keeps every second prompt."""
+    """Trains the first sampled tokens of each sequence, and the others with cross-entropy. Rejects odd examples."""
 
     tokens: int = 1
     needs_observed = True
@@ -175,7 +172,7 @@ class FirstTokens(Algorithm):
 
 
 class Returns(Algorithm):
-    """Gives an answer that a test made, or raises it."""
+    """Returns what a test has set."""
 
     needs_teacher = True
     answer: Callable[[RolloutGroup], Any] = staticmethod(lambda group: None)
@@ -188,15 +185,15 @@ class Returns(Algorithm):
         return self.answer(groups[0])
 
 
-class Silent(Algorithm):
-    """Answers nothing."""
+class ReturnsNone(Algorithm):
+    """Returns None."""
 
     def assign(self, groups: Sequence[RolloutGroup]) -> Any:
         return None
 
 
 class Unfinished(Algorithm):
-    """Forgot to assign."""
+    """Has no `assign`."""
 
 
 def not_one(**kwargs: object) -> dict[str, object]:
@@ -220,7 +217,7 @@ def one_group(rewards: Sequence[float] = (1.0, 0.0)) -> RolloutGroup:
     return RolloutGroup("g", "e", 0, 0, tuple((one,) for one in whole))
 
 
-def test_an_algorithm_of_ones_own_says_which_tokens_are_trained_and_how() -> None:
+def test_own_algorithm_chooses_trained_tokens() -> None:
     algorithm, group = own("FirstTokens", tokens=2), one_group()
     assert algorithm.needs_observed and not algorithm.needs_teacher
     assert algorithm.rejects(group) is None and algorithm.rejects(replace(group, example=3)) == "odd"
@@ -231,7 +228,7 @@ def test_an_algorithm_of_ones_own_says_which_tokens_are_trained_and_how() -> Non
         assert set(doc.advantages.tolist()) == {reward}
 
 
-def test_echo_adds_to_an_algorithm_of_ones_own() -> None:
+def test_echo_adds_to_an_own_algorithm() -> None:
     group = one_group()
     marked = [replace(one, mask=one.mask & (np.arange(len(one.mask)) != 2)) for one in group.sequences]
     marked = [replace(one, observed=np.arange(len(one.mask)) == 2) for one in marked]
@@ -252,11 +249,11 @@ def test_echo_adds_to_an_algorithm_of_ones_own() -> None:
         ),
         ("FirstTokens", {"toknes": 1}, r"cannot be called with its kwargs: TypeError: .*toknes"),
         ("Unfinished", {}, r"cannot be called with its kwargs: TypeError: .*abstract.*assign"),
-        ("not_one", {"a": 1}, r"makes a dict, which is no Algorithm \(derive it from"),
+        ("not_one", {"a": 1}, r"returns a dict, which is not an Algorithm \(derive it from"),
         ("__name__", {}, "'str' object is not callable"),
     ],
 )
-def test_what_is_no_algorithm_is_refused_by_name(name: str, kwargs: dict[str, Any], why: str) -> None:
+def test_function_that_is_not_an_algorithm_is_refused(name: str, kwargs: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=rf"^orchestrator.algorithm.function = {__name__}:{name}: .*{why}"):
         own(name, **kwargs)
     missing = {"algorithm": {"function": "no_such_package.algorithms:A"}}
@@ -264,23 +261,23 @@ def test_what_is_no_algorithm_is_refused_by_name(name: str, kwargs: dict[str, An
         from_recipe(Recipe.model_validate(recipe_data(orchestrator=missing)))
 
 
-def test_a_teacher_that_is_needed_must_be_there() -> None:
+def test_own_algorithm_may_require_a_teacher() -> None:
     with pytest.raises(UsageError, match=r"Returns: needs a teacher \(add `teacher: "):
         own("Returns", teacher=False)
     assert own("Returns").needs_teacher
     teacher = {"type": "engines", "path": "/models/teacher"}
     with_teacher = recipe_data(orchestrator={"algorithm": {"function": "a.b:C"}}, teacher=teacher)
-    assert violations(Recipe.model_validate(with_teacher)) == [], "nobody knows yet whether it asks"
+    assert violations(Recipe.model_validate(with_teacher)) == [], "only the import shows whether it needs a teacher"
 
 
 def credits_of(group: RolloutGroup, **changes: Any) -> list[list[Credit]]:
-    """Right ones, but for some fields of the second sequence."""
+    """Valid credits, except for some fields of the second sequence."""
     first, second = per_rollout(group, [0.5, -0.5])
     return [[first, replace(second, **changes)]]
 
 
 def arrays(group: RolloutGroup, **values: Any) -> list[list[Credit]]:
-    """The same, with fields that are made for the second sequence's length."""
+    """As `credits_of`, with functions of the second sequence's length."""
     length = len(group.sequences[1].token_ids)
     return credits_of(group, **{name: value(length) for name, value in values.items()})
 
@@ -307,7 +304,7 @@ def arrays(group: RolloutGroup, **values: Any) -> list[list[Credit]]:
         (lambda group: 1 / 0, "assign raised ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_wrong_answer_is_one_error_that_names_the_algorithm(
+def test_invalid_credit_is_one_error_that_names_the_algorithm(
     answer: Callable[[RolloutGroup], Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm, group = own("Returns"), one_group()
@@ -320,7 +317,7 @@ def test_a_wrong_answer_is_one_error_that_names_the_algorithm(
 
 
 @pytest.mark.parametrize("reason", [True, "Too long", "", 3])
-def test_a_reason_is_a_word(reason: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_must_be_a_word(reason: object, monkeypatch: pytest.MonkeyPatch) -> None:
     algorithm = own("Returns")
     monkeypatch.setattr(Returns, "reason", "too_long")
     assert algorithm.rejects(one_group()) == "too_long"
@@ -331,8 +328,8 @@ def test_a_reason_is_a_word(reason: object, monkeypatch: pytest.MonkeyPatch) -> 
 
 @relaxed
 @given(batch=groups(min_reward=0.125), weight=st.sampled_from([0.25, 1.0, 3.0]))
-def test_each_environment_has_its_own_rule_and_weight(batch: list[RolloutGroup], weight: float) -> None:
-    """Each is asked as if its groups were all there is; the factor is that of its advantages and cross-entropy."""
+def test_each_environment_has_its_own_algorithm_and_weight(batch: list[RolloutGroup], weight: float) -> None:
+    # Each algorithm sees only the groups of its environment. The weight scales advantages and cross-entropy.
     environments = [
         {"id": "reverse-text", "name": "a", "advantages": "max_rl"},
         {"id": "reverse-text", "name": "b", "weight": weight},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import subprocess
@@ -15,8 +16,8 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, provision_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs
-from primeslurm.orchestrator.environments.sandbox import containers, disk
+from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments.sandbox import apptainer, containers
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
 from tests.support.verifiers_restored import restored
@@ -27,7 +28,7 @@ FILL = "dd if=/dev/zero of=$0/fill bs=65536 count=2048 conv=fsync"
 STAND_IN = (
     f"#!{sys.executable} -IS"
     + r'''
-"""A stand-in for apptainer: an image is a directory, and an instance is nothing."""
+"""A fake apptainer: an image is a directory, and nothing runs in an instance."""
 import json, os, pathlib, shutil, sys
 words = sys.argv[1:]
 if words[0] == "exec":
@@ -38,7 +39,9 @@ if words[:2] == ["instance", "start"]:
     pathlib.Path(sys.argv[0] + ".asked").write_text(json.dumps(words))
 '''
 )
-needs_mke2fs = pytest.mark.skipif(disk.find("mke2fs") is None, reason="mke2fs (e2fsprogs) is not installed")
+needs_mke2fs = pytest.mark.skipif(
+    apptainer.find_program("mke2fs") is None, reason="mke2fs (e2fsprogs) is not installed"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +56,10 @@ def _verifiers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
 @pytest.fixture
 def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A SIF with some programs of this machine, and a file in its working directory."""
-    if shutil.which("apptainer") is None or disk.lacking():
+    if shutil.which("apptainer") is None or apptainer.missing_for_disks():
         pytest.skip("apptainer, fuse2fs, fuse-overlayfs or mke2fs is not installed")
     (tmp_path / "config").mkdir()
-    monkeypatch.setenv(containers.CONFIG, str(tmp_path / "config"))  # logs of instances would stay at home
+    monkeypatch.setenv(containers.CONFIG, str(tmp_path / "config"))  # else logs stay in the home directory
     root = tmp_path / "root"
     for name in ("app/deep", "dev", "etc", "proc", "sys", "tmp", "var/tmp", "usr/bin", "root", "home"):
         (root / name).mkdir(parents=True)
@@ -81,9 +84,13 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("network", ["open", "none"])
-async def test_what_a_rollout_writes_is_held(image: Path, network: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_files_of_a_rollout_are_limited_everywhere(
+    image: Path, network: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("APPTAINER_USERNS", "1")
-    monkeypatch.setenv("APPTAINER_NO_PRIVS", "1")  # root's has all capabilities, which root of some machines has not
+    monkeypatch.setenv(
+        "APPTAINER_NO_PRIVS", "1"
+    )  # root in the container needs capabilities that root of some hosts lacks
     containers.patch_runtimes("tasks-0", limits=Limits.model_validate({"disk_gb": 0.05, "network": network}))
     async with provision_runtime(ApptainerConfig(image=str(image))) as runtime:
         given = await runtime.run(["sh", "-c", "cat deep/given && echo mine >deep/given && cat deep/given"], {})
@@ -92,13 +99,13 @@ async def test_what_a_rollout_writes_is_held(image: Path, network: str, monkeypa
             full = await runtime.run(["sh", "-c", f"{FILL}; echo $?; : >$0/fill", place], {})
             assert "No space left on device" in full.stderr and full.stdout == "1\n", place
         await runtime.write("/app/kept", b"x" * MIB)
-        assert len(await runtime.read("/app/kept")) == MIB, "there is room again"
+        assert len(await runtime.read("/app/kept")) == MIB, "the disk has room again"
         (own,) = Path(tempfile.gettempdir()).glob("vf-apptainer-*/disk.img")
         assert own.stat().st_blocks * 512 <= own.stat().st_size == 50_000_000
 
 
 @needs_mke2fs
-async def test_an_instance_gets_a_disk_with_what_its_image_has_there(
+async def test_disk_has_the_files_of_the_image_or_is_too_small_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "apptainer").write_text(STAND_IN)
@@ -107,34 +114,30 @@ async def test_an_instance_gets_a_disk_with_what_its_image_has_there(
     (tmp_path / "image/app/given").write_text("of the image")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     containers.patch_runtimes("tasks-0", limits=Limits(disk_gb=0.05))
-    monkeypatch.setattr(disk.FixedSizeDisk, "_image", lambda self: _told(str(tmp_path / "image")))
+    monkeypatch.setattr(apptainer.FixedSizeDisk, "_image", lambda self: asyncio.sleep(0, str(tmp_path / "image")))
     async with provision_runtime(ApptainerConfig()):
         asked = (tmp_path / "apptainer.asked").read_text()
     made = tmp_path / "apptainer.disk"
     assert made.stat().st_size == 50_000_000
     assert "--writable-tmpfs" not in asked and "--bind" not in asked and "home,tmp" in asked
-    debugfs = shutil.which("debugfs", path=disk._SYSTEM)
+    debugfs = shutil.which("debugfs", path=apptainer._ADMIN_PATH)
     assert debugfs is not None
     words = [debugfs, "-R", "cat upper/app/given", str(made)]
     assert subprocess.run(words, capture_output=True, text=True, check=True).stdout == "of the image"
     (tmp_path / "image/app/given").write_bytes(os.urandom(60 * MIB))
-    with pytest.raises(SandboxError, match=r"runtime\.limits\.disk_gb: no disk of this size has what the image has"):
+    with pytest.raises(SandboxError, match=r"runtime\.limits\.disk_gb is too small for the image's files"):
         async with provision_runtime(ApptainerConfig()):
             pass
 
 
-async def _told(image: str) -> str:
-    return image
-
-
-def test_a_machine_that_cannot_hold_it_is_found_out_before_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_fuse2fs_is_reported_before_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = {"type": "apptainer", "limits": {"disk_gb": 3}}
     made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    monkeypatch.setattr(host_needs, "_runtime", lambda *_: ())
-    monkeypatch.setattr(disk, "find", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
+    env = environments.load_from_recipe(made)
+    monkeypatch.setattr(host_needs, "_missing_for_runtime", lambda *_: ())
+    monkeypatch.setattr(apptainer, "find_program", lambda name: None if name == "fuse2fs" else f"/bin/{name}")
     monkeypatch.setattr(os, "access", lambda *_: True)
-    (problem,) = host_needs.unmet(made, env)
-    assert problem.field == "environments.runtime.limits.disk_gb" and problem.why.endswith(": fuse2fs is lacking")
-    monkeypatch.setattr(disk, "find", lambda name: f"/bin/{name}")
-    assert host_needs.unmet(made, env) == []
+    (problem,) = host_needs.missing(made, env)
+    assert problem.field == "environments.runtime.limits.disk_gb" and problem.why.endswith("no fuse2fs")
+    monkeypatch.setattr(apptainer, "find_program", lambda name: f"/bin/{name}")
+    assert host_needs.missing(made, env) == []

@@ -1,4 +1,4 @@
-"""`network: none` in apptainer: real namespaces, which a stand-in for apptainer makes and enters."""
+"""`network: none` with apptainer: a fake apptainer creates and enters real namespaces."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ApptainerConfig, Runtime, make_runtime
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments import host_needs
 from primeslurm.orchestrator.environments.sandbox import apptainer, containers
-from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
+from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_problem
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import Limits
 
 STAND_IN = (
     f"#!{sys.executable} -IS"
     + r'''
-"""A stand-in for apptainer: an instance is a process in namespaces of its own, if that is asked for."""
+"""A fake apptainer: an instance is a process, in its own namespaces if the environment says so."""
 import os, pathlib, signal, subprocess, sys, time
 LOOPBACK_UP = (
     "import fcntl, os, socket, struct, sys, time; flags = struct.pack('16sh14x', b'lo', 1); "
@@ -68,16 +68,16 @@ FETCH = "import sys,urllib.request as u; print(len(u.urlopen(sys.argv[1]).read()
 
 @pytest.fixture
 async def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Runtime]:
-    """A rollout's instance, as a worker whose recipe says `network: none` starts it."""
-    why = bubblewrap_works()
+    """A running instance with `network: none`."""
+    why = bubblewrap_problem()
     if why and os.getuid() != 0:
-        pytest.skip(why)  # this user may make no namespaces
+        pytest.skip(why)  # this user may not create namespaces
     (tmp_path / "apptainer").write_text(STAND_IN)
     (tmp_path / "apptainer").chmod(0o755)
     (tmp_path / "image.sif").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     for name in apptainer.PRIVATE_NETWORK:
-        monkeypatch.setenv(name, "")  # what is set below goes with the test
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what the code sets
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
         monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
     containers.patch_runtimes("tasks-0", limits=Limits(network="none"))
@@ -89,7 +89,7 @@ async def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIter
         await made.stop()
 
 
-async def test_programs_reach_the_endpoints_of_their_rollout_and_nothing_else(instance: Runtime) -> None:
+async def test_programs_reach_only_the_endpoints_of_their_rollout(instance: Runtime) -> None:
     async def connects(host: str, port: int) -> bool:
         return (await instance.run([sys.executable, "-c", CONNECT, host, str(port)], {})).stdout == "open\n"
 
@@ -102,7 +102,7 @@ async def test_programs_reach_the_endpoints_of_their_rollout_and_nothing_else(in
         assert not await connects("1.1.1.1", 443)
 
 
-async def test_a_server_within_is_reached_from_outside(instance: Runtime, tmp_path: Path) -> None:
+async def test_server_inside_is_reachable_from_the_node(instance: Runtime, tmp_path: Path) -> None:
     log = tmp_path / "log"
     (tmp_path / "page").write_bytes(b"x" * 300_000)
     serving = ["sh", "-c", f'cd {tmp_path} && exec "$0" -u -c "$1"', sys.executable, SERVE]
@@ -116,17 +116,17 @@ async def test_a_server_within_is_reached_from_outside(instance: Runtime, tmp_pa
     assert (await fetching.communicate())[0] == b"300000\n"
 
 
-async def test_a_network_that_cannot_be_entered_is_said(instance: Runtime) -> None:
+async def test_network_that_cannot_be_entered_is_an_error(instance: Runtime) -> None:
     instance.cleanup()
     instance.host_url("http://127.0.0.1:1/v1")
-    with pytest.raises(SandboxError, match="the container's network cannot be entered: nsenter: "):
+    with pytest.raises(SandboxError, match="cannot enter the container's network: nsenter: "):
         await instance.run(["true"], {})
 
 
-def test_a_recipe_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_nsenter_is_reported_before_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = {"type": "apptainer", "install": False, "limits": {"network": "none"}}
     made = Environment.model_validate({"id": "tool-use", "harness": {"id": "bash"}, "runtime": runtime})
-    assert "allow" not in agents.agent_options(made)["runtime"], "verifiers' apptainer has no such option"
+    assert "allow" not in environments.agent_options(made)["runtime"], "verifiers' apptainer has no such option"
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "nsenter" else f"/bin/{name}")
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    assert [each.value for each in host_needs.unmet(made, env)] == ["none"]
+    env = environments.load_from_recipe(made)
+    assert [each.value for each in host_needs.missing(made, env)] == ["none"]

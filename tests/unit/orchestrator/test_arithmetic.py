@@ -1,4 +1,4 @@
-"""The bundled environment of sums."""
+"""The `arithmetic` environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments.arithmetic import ArithmeticConfig, last_number, pairs
 
 
-def test_splits_share_no_sum_and_together_hold_all() -> None:
+def test_splits_are_disjoint_and_complete() -> None:
     train = pairs(ArithmeticConfig(highest=10, held_out=20))
     held_out = pairs(ArithmeticConfig(highest=10, held_out=20, split="held_out"))
     assert len(held_out) == 20
@@ -29,7 +29,7 @@ def test_splits_share_no_sum_and_together_hold_all() -> None:
         ("9" * 5000, None),
     ],
 )
-def test_the_last_number_is_the_answer(reply: str, number: int | None) -> None:
+def test_last_number_is_the_answer(reply: str, number: int | None) -> None:
     assert last_number(reply) == number
 
 
@@ -43,7 +43,7 @@ def test_the_last_number_is_the_answer(reply: str, number: int | None) -> None:
         (None, 0.0),
     ],
 )
-async def test_a_reply_is_rewarded_for_value_distance_and_form(reply: str | None, reward: float) -> None:
+async def test_reply_is_rewarded_for_value_distance_and_form(reply: str | None, reward: float) -> None:
     task = next(iter(environments.load("arithmetic", {}).taskset))
     answer = task.data.answer
     text = None if reply is None else reply.format(answer=answer, next=answer + 1)
@@ -52,6 +52,6 @@ async def test_a_reply_is_rewarded_for_value_distance_and_form(reply: str | None
     assert sum(parts) == pytest.approx(reward)
 
 
-def test_a_split_without_sums_is_refused() -> None:
+def test_split_without_sums_is_refused() -> None:
     with pytest.raises(UsageError, match="held_out = 9 leaves no sum to train: there are 9 sums"):
         environments.load("arithmetic", {"highest": 3, "held_out": 9})

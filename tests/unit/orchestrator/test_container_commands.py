@@ -1,4 +1,4 @@
-"""What docker, podman and apptainer are told: no secrets, as all users read command lines, and what containers see."""
+"""Command lines of docker, podman and apptainer: they hold no secrets, and show containers the right directories."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SECRET = "a 'quoted' one\nof two $LINES"
 STAND_IN = (
     f"#!{sys.executable} -IS"
     + '''
-"""A stand-in for docker, podman and apptainer: no container starts, and commands run here with what is told alone."""
+"""A fake docker, podman and apptainer. Commands run on the host, with the variables that the options pass."""
 import json, os, pathlib, sys
 words = sys.argv[1:]
 with (pathlib.Path(__file__).parent / "asked").open("a") as asked:
@@ -62,13 +62,12 @@ def _stand_in(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("TOKEN", SECRET)
     monkeypatch.setenv("LEVEL", "the worker's")
     monkeypatch.delenv("APPTAINER_BIND", raising=False)
-    monkeypatch.setattr(containers, "_hidden", {"TOKEN"})
+    monkeypatch.setattr(containers, "_secret_names", {"TOKEN"})
     with restored(monkeypatch):
         yield
 
 
 async def started(config: Config, tmp_path: Path, env: dict[str, str], shown: tuple[Path, ...] = ()) -> Runtime:
-    """A worker's runtime after its container was asked for."""
     containers.patch_runtimes("tasks-0", shown)
     runtime = make_runtime(config)
     runtime.env = env
@@ -82,7 +81,7 @@ async def started(config: Config, tmp_path: Path, env: dict[str, str], shown: tu
 
 @each_engine
 @pytest.mark.usefixtures("_stand_in")
-async def test_a_secret_is_in_no_command_line(config: Config, tmp_path: Path) -> None:
+async def test_command_lines_hold_no_secret(config: Config, tmp_path: Path) -> None:
     runtime = await started(config, tmp_path, {"TOKEN": SECRET})
     for _ in range(2):
         result = await runtime.run(["sh", "-c", 'echo "$LEVEL: $TOKEN"'], {"LEVEL": "the program's"})
@@ -97,7 +96,7 @@ async def test_a_secret_is_in_no_command_line(config: Config, tmp_path: Path) ->
 
 @each_engine
 @pytest.mark.usefixtures("_stand_in")
-async def test_a_secret_that_a_task_calls_otherwise_is_in_no_command_line(config: Config, tmp_path: Path) -> None:
+async def test_command_lines_hold_no_secret_that_a_task_renames_or_embeds(config: Config, tmp_path: Path) -> None:
     runtime = await started(config, tmp_path, {"KEY": SECRET, "HEADER": f"it's {SECRET}, {SECRET}", "OTHER": "'s"})
     result = await runtime.run([sys.executable, "-c", "import os; print(dict(os.environ))"], {})
     assert result.exit_code == 0, result.stderr
@@ -110,26 +109,26 @@ async def test_a_secret_that_a_task_calls_otherwise_is_in_no_command_line(config
     for token in (SECRET, "the task's", f"more than {SECRET}"):
         told = await runtime.run(printing, {"TOKEN": token})
         assert told.stdout == f"{SECRET}; {token}\n"
-    with pytest.raises(SandboxError, match=r"gives a secret to 'A\\nB', which is not a name"):
+    with pytest.raises(SandboxError, match=r"gives a secret to 'A\\nB', which is not a valid name"):
         await runtime.run(["true"], {"A\nB": SECRET})
 
 
-def test_variables_that_harbor_tasks_may_name_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_harbor_tasks_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "one" / "tests").mkdir(parents=True)
     for name in ("tests/test.sh", "instruction.md"):
         (tmp_path / "one" / name).touch()
     (tmp_path / "one" / "task.toml").write_text("[environment]\nenv = {KEY = 'of ${TOKEN}'}\n")
-    monkeypatch.setattr(containers, "_hidden", set())
+    monkeypatch.setattr(containers, "_secret_names", set())
     monkeypatch.setenv("TOKEN", SECRET)
     (task,) = environments.load("harbor-local", {"path": str(tmp_path), "variables": ["TOKEN"]}).taskset.load()
-    made = containers._made(task.runtime_env())
+    made = containers._derived_from_secrets(task.runtime_env())
     assert made == {"KEY": (("TOKEN",), "'of '\"$TOKEN\"")}
 
 
 @each_engine
 @pytest.mark.usefixtures("_stand_in")
 async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: Path) -> None:
-    """The stand-in's containers see all of this machine, so what they were told to show is looked at."""
+    # Commands of the fake see the whole host, so the test checks the options that show directories.
     shown = uv_scripts.environment_directories()
     assert not any(path.is_relative_to(other) for path in shown for other in shown if path != other)
     runtime = await started(config, tmp_path, {}, shown)
@@ -152,7 +151,7 @@ async def test_scripts_run_with_packages_of_the_node(config: Config, tmp_path: P
 
 
 APPTAINER = """#!/bin/sh
-# A stand-in that logs instances where apptainer 1.4 does.
+# A fake that writes logs of instances to the same place as apptainer 1.4.
 echo "$1 $2 ${APPTAINER_CONFIGDIR:-$HOME/.apptainer} ${APPTAINER_CACHEDIR:-$HOME/.apptainer/cache}" >>"$0.asked"
 [ "$1 $2" = "instance start" ] || exit 0
 for last; do :; done
@@ -161,7 +160,7 @@ mkdir -p "$logs" && touch "$logs/$last.out" "$logs/$last.err"
 """
 
 
-async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
+async def test_apptainer_writes_nothing_to_the_home_directory_and_keeps_no_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, run, image = tmp_path / "home", tmp_path / "run" / "containers", tmp_path / "image.sif"
@@ -174,7 +173,7 @@ async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("HOME", str(home))
     for name in ("APPTAINER_CONFIGDIR", "APPTAINER_CACHEDIR"):
-        monkeypatch.setenv(name, "")  # what is set below goes with the test
+        monkeypatch.setenv(name, "")  # so that monkeypatch restores what the code sets
     for name in ("ApptainerRuntime", "DockerRuntime", "PodmanRuntime"):
         monkeypatch.setattr(runtimes, name, getattr(runtimes, name))
     containers.use_directory(run)
@@ -192,12 +191,12 @@ async def test_apptainer_writes_nothing_at_home_and_keeps_no_logs(
     assert {path.stem for path in logs.iterdir()} == {killed._instance}
     containers.remove_stale(["apptainer"], "tasks-0")
     assert not list(logs.iterdir())
-    assert len([path for path in home.rglob("*") if path.is_file()]) == 2, "there is more at home than there was"
+    assert len([path for path in home.rglob("*") if path.is_file()]) == 2, "apptainer wrote to the home directory"
     shutil.rmtree(killed._dir)
 
 
 UNLIMITED = """#!/bin/sh
-# A stand-in for apptainer where it may set no limits.
+# A fake apptainer that cannot set limits.
 echo "$@" >>"$0.asked"
 case "$*" in *"--memory"*|*"--cpus"*)
   echo "FATAL:   container creation failed: while applying cgroups config: no session" >&2
@@ -210,7 +209,7 @@ echo "$@" >>"$0.asked"
 
 
 @pytest.mark.parametrize("stand_in", [UNLIMITED, LIMITED], ids=["unlimited", "limited"])
-async def test_limits_of_tasks_are_held_where_apptainer_may(
+async def test_limits_of_tasks_are_dropped_only_if_apptainer_cannot_set_them(
     stand_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "apptainer").write_text(stand_in)
@@ -229,12 +228,14 @@ async def test_limits_of_tasks_are_held_where_apptainer_may(
     starts = [line for line in asked if line.startswith("instance start")]
     assert len(starts) == 2
     assert all(("--memory 2.0g" in line and "--cpus 1" in line) == (stand_in == LIMITED) for line in starts), starts
-    assert len([line for line in asked if line.startswith("exec --containall --memory")]) == 1, "it is tried once"
+    assert len([line for line in asked if line.startswith("exec --containall --memory")]) == 1, (
+        "apptainer is probed once"
+    )
     containers.patch_runtimes("tasks-0", limits=Limits(memory_gb=2))
     runtime = make_runtime(config)
     if stand_in == LIMITED:
         await runtime.start()
         await runtime.stop()
     else:
-        with pytest.raises(SandboxError, match=r"limits.memory_gb cannot be held by apptainer here.*no session"):
+        with pytest.raises(SandboxError, match=r"cannot enforce runtime.limits.memory_gb here.*no session"):
             await runtime.start()

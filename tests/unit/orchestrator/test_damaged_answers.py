@@ -283,7 +283,7 @@ class Loop:
         for name, engine in self.engines.items():
             clients[name] = EngineClient(lambda name=name: f"http://{name}:1", "/m")  # type: ignore[misc]
             transport = httpx.AsyncClient(transport=httpx.MockTransport(engine))
-            clients[name]._http = clients[name]._looking = transport
+            clients[name]._http = clients[name]._polling = transport
         urls = {name: f"http://{name}:1" for name in clients}
         self.journal = Journal(directory / "attempts" / "1", "o")
         self.loop = WeightUpdateLoop(clients, self.journal, 60, poll_s=0.01, after_update=self._after, urls=urls)

@@ -160,7 +160,7 @@ def test_a_policy_that_is_sent_is_wanted_by_every_engine_that_is_up_and_sound(po
     pool.updating("a")
     pool.failed("b", "refused")
     assert pool.wanting() == 1, "b has to be restarted first"
-    pool.held("a")
+    pool.update_pending("a")
     assert states(pool)["a"] == "STALE" and pool.needs_update("a"), "it waits for the trainer to send"
     pool.seen("a", engine(1, paused=True))
     assert pool.needs_update("a") and not pool.needs_weights("a"), "it only has to be resumed"

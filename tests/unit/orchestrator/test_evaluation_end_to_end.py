@@ -1,4 +1,4 @@
-"""Whole runs against a FakeEngine that evaluate, with processes killed on the way."""
+"""Whole runs with evaluations against a FakeEngine. Some tests kill processes on the way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BATCHES = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
 
 
 class EvaluatedRun(Run):
-    """A Run on one FakeEngine, with an evaluation environment beside the one of training."""
+    """A Run on one FakeEngine, with an environment for training and one for evaluation."""
 
     def __init__(self, engine: FakeEngine, root: Path, **evaluation: Any) -> None:
         environment = {
@@ -50,7 +50,7 @@ class EvaluatedRun(Run):
         self.start("evaluation", "held-out")
 
     def evaluated(self) -> list[dict[str, Any]]:
-        """What was asked of the engine by evaluation."""
+        """Requests of evaluations to the engine."""
         return [request for request in self.engine.requests if "evaluation" in request["cache_salt"]]
 
     def wait_for(self, step: int) -> EvaluationRecord:
@@ -62,15 +62,17 @@ class EvaluatedRun(Run):
         raise AssertionError(self.logs())
 
     def wait_for_samples(self, step: int, count: int) -> None:
-        """Until so many samples of an evaluation are on disk; it must not be done."""
+        """Wait until an evaluation has this many samples on disk. It must not be finished."""
         deadline = time.monotonic() + 600
         while self.samples(step) < count:
             assert time.monotonic() < deadline, self.logs()
-            assert not (step_dir(self.run_dir, step) / "summary.json").exists(), "the test came too late"
+            assert not (step_dir(self.run_dir, step) / "summary.json").exists(), (
+                "the evaluation finished before the test saw its samples"
+            )
             time.sleep(0.02)
 
     def samples(self, step: int) -> int:
-        """How many samples of an unfinished evaluation are on disk."""
+        """Number of samples of an unfinished evaluation on disk."""
         try:
             return len((step_dir(self.run_dir, step) / "progress.jsonl").read_bytes().splitlines()) - 1
         except OSError:
@@ -83,9 +85,7 @@ def engine(tmp_path: Path) -> Iterator[FakeEngine]:
         yield engine
 
 
-def test_a_run_is_evaluated_at_its_start_every_interval_and_on_the_final_policy(
-    engine: FakeEngine, tmp_path: Path
-) -> None:
+def test_run_is_evaluated_at_start_every_interval_and_at_the_end(engine: FakeEngine, tmp_path: Path) -> None:
     run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=3, keep_best="held-out/reward_mean")
     try:
         run.start_all()
@@ -101,13 +101,13 @@ def test_a_run_is_evaluated_at_its_start_every_interval_and_on_the_final_policy(
                 kept[step] = link.committed(step)
         assert kept == {2: [2], 4: [2]}
         checkpoints.prune(run.run_dir, 1, kept[4])
-        assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best one, and the last"
+        assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best and the last checkpoint"
         assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     found = evaluations(run.run_dir)
     assert [(record.step, record.version) for record in found] == [(0, 0), (2, 2), (4, 4), (5, 5)]
-    assert (found[-1].oldest_version, found[-1].newest_version) == (STEPS, STEPS), "the final policy, and no other"
+    assert (found[-1].oldest_version, found[-1].newest_version) == (STEPS, STEPS), "only the final policy sampled"
     for record in found:
         result = record.result("held-out")
         assert result is not None and (result.examples, result.samples, result.failed) == (EXAMPLES, SAMPLES, 0)
@@ -131,7 +131,7 @@ def test_a_run_is_evaluated_at_its_start_every_interval_and_on_the_final_policy(
     assert state["evaluation"]["last"]["step"] == STEPS and state["evaluation"]["step"] is None
 
 
-def test_a_killed_orchestrator_neither_repeats_nor_loses_an_evaluation(engine: FakeEngine, tmp_path: Path) -> None:
+def test_restarted_orchestrator_repeats_no_sample_and_loses_no_evaluation(engine: FakeEngine, tmp_path: Path) -> None:
     run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1, at_start=False)
     try:
         run.start_all()
@@ -147,7 +147,7 @@ def test_a_killed_orchestrator_neither_repeats_nor_loses_an_evaluation(engine: F
         run.wait_for(2)
         again = len(run.evaluated()) - asked
         left = EXAMPLES * SAMPLES - there
-        assert left - 1 <= again <= left + 1, "what was not there, once, but for the one that its worker went on with"
+        assert left - 1 <= again <= left + 1, "each missing sample runs once; the worker may have continued one"
         run.kill("evaluation")
         run.start("evaluation", "held-out")
         engine._delay_s = 0.05
@@ -165,13 +165,13 @@ def test_a_killed_orchestrator_neither_repeats_nor_loses_an_evaluation(engine: F
     assert steps[0] == 2 and steps[-1] == STEPS
     done = [event["step"] for event in run.events("evaluation_done")]
     skipped = [event["step"] for event in run.events("evaluation_skipped")]
-    assert sorted([*done, *skipped]) == [2, 4, 5] and done == steps, "each once, and none without a word"
+    assert sorted([*done, *skipped]) == [2, 4, 5] and done == steps, "each is done or skipped, once"
     lines = [line for line in run.metrics() if any(name.startswith("eval/") for name in line)]
-    assert [line["step"] for line in lines] == steps, "each has its metrics, once"
+    assert [line["step"] for line in lines] == steps, "each has its metrics once"
 
 
-def test_a_new_attempt_goes_on_with_what_its_policy_sampled(engine: FakeEngine, tmp_path: Path) -> None:
-    """The evaluation of step 2 stays; that of step 4, which was undone, is made again."""
+def test_new_attempt_keeps_evaluations_up_to_its_checkpoint(engine: FakeEngine, tmp_path: Path) -> None:
+    # The evaluation of step 2 stays. Step 4 is trained again, so its evaluation is repeated.
     run = EvaluatedRun(engine, tmp_path, at_start=False, max_inflight_rollouts=4)
     try:
         run.start_all()
@@ -203,8 +203,8 @@ def test_a_new_attempt_goes_on_with_what_its_policy_sampled(engine: FakeEngine, 
     assert [line["step"] for line in run.metrics() if "eval/seconds" in line] == [2, 4, 5]
 
 
-def test_an_environment_that_always_fails_ends_as_failed(engine: FakeEngine, tmp_path: Path) -> None:
-    """The engine refuses: no prompt leaves room for an answer. Training goes on, and the run ends."""
+def test_evaluation_of_an_environment_that_always_fails_ends(engine: FakeEngine, tmp_path: Path) -> None:
+    # The prompts leave no room for an answer, so the engine refuses them. Training continues, and the run ends.
     run = EvaluatedRun(engine, tmp_path, at_start=False, interval=100)
     recipe = json.loads(run.recipe.read_text())
     recipe["evaluation"]["environments"][0]["args"] = {"n": 2, "min_length": 80, "max_length": 80}
@@ -221,11 +221,11 @@ def test_an_environment_that_always_fails_ends_as_failed(engine: FakeEngine, tmp
     (record,) = evaluations(run.run_dir)
     result = record.result("held-out")
     assert result is not None and (result.failed, result.reward.value, result.examples) == (1, 0, 2)
-    assert len(run.events("evaluation_sample_failed")) == 2 * SAMPLES, "a prompt that is too long is not tried again"
+    assert len(run.events("evaluation_sample_failed")) == 2 * SAMPLES, "a prompt that is too long is not retried"
     assert run.events("rollout_failed") == []
 
 
-def test_an_evaluation_alone_needs_no_trainer_and_goes_on_after_a_kill(engine: FakeEngine, tmp_path: Path) -> None:
+def test_eval_task_needs_no_trainer_and_survives_a_restart(engine: FakeEngine, tmp_path: Path) -> None:
     run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1)
     recipe = json.loads(run.recipe.read_text())
     run.recipe.write_text(json.dumps({**recipe, "task": "eval"}))

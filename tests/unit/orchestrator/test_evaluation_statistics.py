@@ -1,4 +1,4 @@
-"""Statistics of evaluations against references in float64, and against what they estimate."""
+"""Statistics of evaluations against float64 references and against the true values that they estimate."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from primeslurm.orchestrator.evaluation.statistics import Sample, estimated, pass_at_k, summarise
+from primeslurm.orchestrator.evaluation.statistics import Sample, estimate_mean, pass_at_k, summarise
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 8])
-def test_pass_at_k_is_the_share_of_all_subsets_that_solve(samples: int) -> None:
+def test_pass_at_k_is_the_fraction_of_subsets_that_solve(samples: int) -> None:
     for solved in range(samples + 1):
         outcomes = [i < solved for i in range(samples)]
         for k in range(1, samples + 1):
@@ -20,7 +20,7 @@ def test_pass_at_k_is_the_share_of_all_subsets_that_solve(samples: int) -> None:
             assert pass_at_k(samples, solved, k) == pytest.approx(fmean(map(any, subsets)), abs=1e-15)
 
 
-def test_pass_at_k_is_that_of_the_paper_and_holds_for_many_samples() -> None:
+def test_pass_at_k_equals_the_formula_of_the_paper() -> None:
     """Chen et al. 2021, figure 3: 1 - prod(1 - k / range(n - c + 1, n + 1))."""
     for n, c, k in ((200, 13, 10), (200, 199, 1), (4096, 7, 512), (4096, 0, 100)):
         reference = 1.0 - np.prod(1.0 - k / np.arange(n - c + 1, n + 1, dtype=np.float64)) if n - c >= k else 1.0
@@ -34,7 +34,7 @@ def test_pass_at_k_is_unbiased() -> None:
     truth = 1 - (1 - chance) ** k
     assert abs(found.mean() - truth) < 4 * found.std() / np.sqrt(trials)
     naive = np.mean([1 - (1 - c / n) ** k for c in generator.binomial(n, chance, trials)])
-    assert abs(naive - truth) > 4 * found.std() / np.sqrt(trials), "the reference can tell a biased estimate"
+    assert abs(naive - truth) > 4 * found.std() / np.sqrt(trials), "the test can detect a biased estimate"
 
 
 def clustered(examples: np.ndarray) -> float:
@@ -44,15 +44,15 @@ def clustered(examples: np.ndarray) -> float:
     return float(np.sqrt(n / (n - 1) * (residuals.sum(axis=1) ** 2).sum()) / examples.size)
 
 
-def test_the_standard_error_is_that_of_examples_and_not_of_samples() -> None:
+def test_standard_error_is_clustered_by_example() -> None:
     generator = np.random.default_rng(1)
     rewards = generator.normal(generator.normal(0, 1, (40, 1)), 0.2, (40, 8))  # samples of an example are alike
-    result = estimated([float(mean) for mean in rewards.mean(axis=1)])
+    result = estimate_mean([float(mean) for mean in rewards.mean(axis=1)])
     assert result.value == pytest.approx(rewards.mean(), rel=1e-12)
     assert result.stderr == pytest.approx(clustered(rewards), rel=1e-12)
     by_sample = rewards.std(ddof=1) / np.sqrt(rewards.size)
-    assert result.stderr > 2 * by_sample, "taken for independent, samples promise too much"
-    assert estimated([0.5]).stderr is None
+    assert result.stderr > 2 * by_sample, "samples treated as independent give too small an error"
+    assert estimate_mean([0.5]).stderr is None
 
 
 def test_one_standard_error_covers_the_truth_in_two_of_three_evaluations() -> None:
@@ -61,20 +61,20 @@ def test_one_standard_error_covers_the_truth_in_two_of_three_evaluations() -> No
     for _ in range(2000):
         chances = generator.beta(1, 2, 50)
         means = generator.binomial(4, chances) / 4
-        result = estimated([float(mean) for mean in means])
+        result = estimate_mean([float(mean) for mean in means])
         assert result.stderr is not None
         inside += abs(result.value - 1 / 3) < result.stderr
     assert 0.64 < inside / 2000 < 0.72
 
 
-def test_what_came_out_in_an_environment() -> None:
+def test_summary_of_an_environment() -> None:
     solved = Sample("w", 0, 0, reward=1.0, tokens=10, turns=2, finish_reason="stop", metrics={"own": 3.0})
     cut_off = Sample("w", 0, 1, reward=0.25, tokens=30, turns=4, finish_reason="length")
     wrong = Sample("w", 1, 0, reward=0.5, tokens=20, turns=3, finish_reason="stop", metrics={"own": 5.0})
     failed = Sample("w", 1, 1, error="the tool is gone")
     result = summarise("w", [solved, cut_off, wrong, failed], (1, 2), solved_reward=1.0)
     assert (result.examples, result.samples) == (2, 2)
-    assert result.reward.value == pytest.approx((0.625 + 0.25) / 2), "what failed counts as 0"
+    assert result.reward.value == pytest.approx((0.625 + 0.25) / 2), "a failed sample counts as 0"
     assert result.reward.stderr == pytest.approx(np.std([0.625, 0.25], ddof=1) / np.sqrt(2))
     assert {k: each.value for k, each in result.pass_at.items()} == {1: 0.25, 2: 0.5}
     assert result.failed == 0.25 and result.truncated == pytest.approx(1 / 3)
@@ -84,6 +84,6 @@ def test_what_came_out_in_an_environment() -> None:
     assert row["metrics/own"] == 4.0
 
 
-def test_a_failed_sample_never_solves_even_where_nothing_is_enough() -> None:
+def test_failed_sample_never_solves() -> None:
     result = summarise("w", [Sample("w", 0, 0, error="gone"), Sample("w", 1, 0)], (1,), solved_reward=0.0)
     assert result.pass_at[1].value == 0.5

@@ -1,4 +1,4 @@
-"""A Harbor task, solved by mini-swe-agent in a sandbox, with a model that plays a recorded solution."""
+"""Harbor tasks: how they are read, what they need of a host, and whole rollouts with a recorded solution."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from uv_scripts.models import tiny_model
 
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments import host_needs
+from primeslurm.orchestrator.environments.host_needs import HostNeeds
 from primeslurm.orchestrator.environments.sandbox import uv_scripts
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -27,6 +27,7 @@ from primeslurm.testbed.fakes.scripted_engine import ScriptedEngine, tool_call
 from primeslurm.wire.batches.rollout import Rollout
 from primeslurm.wire.stored import task_images
 from primeslurm.wire.transport.addresses import AddressBook
+from scripts.models import tiny_model
 from tests.support.verifiers_restored import restored
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
@@ -52,14 +53,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def recipe(model: str, harness: str, **environment: Any) -> Recipe:
     runtime = {"type": "subprocess", "limits": {"memory_gb": 2, "disk_gb": 0.2, "wall_time_s": 300}}
-    asked = {"id": "harbor-local", "args": {"path": str(EXAMPLES)}, "harness": {"id": harness}, "runtime": runtime}
+    base = {"id": "harbor-local", "args": {"path": str(EXAMPLES)}, "harness": {"id": harness}, "runtime": runtime}
     fields: dict[str, Any] = {"name": "test", "max_steps": 5, "seq_len": 65536, "model": {"path": model}}
     fields["orchestrator"] = {"batch_size": 8, "group_size": 4, "request_timeout_s": 60}
-    return Recipe.model_validate({**fields, "environments": [{**asked, **environment}]})
+    return Recipe.model_validate({**fields, "environments": [{**base, **environment}]})
 
 
 async def played(made: Recipe, engine: ScriptedEngine, tmp_path: Path) -> tuple[Rollout, ...]:
-    """One rollout of a worker, as `worker.main` sets it up."""
+    """Run one rollout in a worker, set up as `worker.main` does it."""
     (environment,) = made.environments
     install(environment.runtime, tmp_path / "files", tmp_path / "containers", [])
     worker = Worker(made, environment, 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
@@ -70,19 +71,14 @@ async def played(made: Recipe, engine: ScriptedEngine, tmp_path: Path) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("commands", "reward"),
-    [
-        pytest.param((SOLUTION,), 1.0, id="solved"),
-        pytest.param(("python3 total.py 4",), 0.5, id="looked-at"),
-    ],
+    ("command", "reward"), [(SOLUTION, 1.0), ("python3 total.py 4", 0.5)], ids=["solved", "only looked"]
 )
 async def test_mini_swe_agent_solves_a_task_in_a_sandbox(
-    model: str, commands: tuple[str, ...], reward: float, tmp_path: Path
+    model: str, command: str, reward: float, tmp_path: Path
 ) -> None:
-    with ScriptedEngine(Path(model), [*(tool_call("bash", command=line) for line in commands), DONE]) as engine:
+    with ScriptedEngine(Path(model), [tool_call("bash", command=command), DONE]) as engine:
         engine.version = 3
-        found = await played(recipe(model, "mini_swe_agent"), engine, tmp_path)
-    (rollout,) = found
+        (rollout,) = await played(recipe(model, "mini_swe_agent"), engine, tmp_path)
     assert rollout.info.reward == reward
     assert rollout.info.turns == len(engine.requests) == 2
     assert "total.py` in the working directory prints the sum" in engine.prompts[0]
@@ -91,101 +87,95 @@ async def test_mini_swe_agent_solves_a_task_in_a_sandbox(
     assert not list(tmp_path.rglob("*")), "the rollout left files"
 
 
-def test_a_harness_without_its_packages_is_found_out_before_a_rollout(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_harness_without_its_packages_is_reported_before_a_rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(model, "mini_swe_agent").environments[0]
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    assert host_needs.needs(made, env) == host_needs.HostNeeds(("subprocess",), ("mini_swe_agent",))
-    assert host_needs.unmet(made, env) == []
+    env = environments.load_from_recipe(made)
+    assert host_needs.needs(made, env) == HostNeeds(("subprocess",), ("mini_swe_agent",))
+    assert host_needs.missing(made, env) == []
     uv_scripts.find_python.cache_clear()
     monkeypatch.setattr(uv_scripts, "_environments", lambda: (Path(sys.prefix),))
-    (problem,) = host_needs.unmet(made, env)
+    (problem,) = host_needs.missing(made, env)
     assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "primeslurm install --harness mini_swe_agent"
     uv_scripts.find_python.cache_clear()
 
 
-def test_what_rollouts_install_into_containers_is_known_before_one_is(model: str) -> None:
-    for runtime, harness, expected in (
-        ({"type": "apptainer"}, "mini_swe_agent", ["apptainer"]),
-        ({"type": "docker"}, "bash", ["docker"]),
-        ({"type": "docker", "install": False}, "bash", []),
-        ({"type": "subprocess"}, "mini_swe_agent", []),
-        ({"type": "modal"}, "bash", []),
-    ):
-        made = recipe(model, harness, runtime=runtime).environments[0]
-        env = environments.load(made.id, made.args, agents.agent_options(made))
-        found = host_needs.notes(made, env)
-        assert [each.value for each in found] == expected, runtime
-        assert all(harness in each.why and "PyPI" in each.why for each in found)
+INSTALL, KEY = "environments.runtime", "environments.harness.search"
 
 
-def test_a_key_that_a_command_line_of_the_node_shows_is_noted(model: str) -> None:
-    for runtime, search, expected in (
-        ("subprocess", True, ["environments.harness.search"]),
-        ("docker", True, ["environments.runtime", "environments.harness.search"]),
-        ("subprocess", False, []),
-        ("modal", True, []),
-    ):
-        (made,) = recipe(model, "bash", runtime={"type": runtime}).environments
-        made = made.model_copy(update={"harness": Harness.model_validate({"id": "bash", "search": search})})
-        env = environments.load(made.id, made.args, agents.agent_options(made))
-        assert [each.field for each in host_needs.notes(made, env)] == expected, runtime
+@pytest.mark.parametrize(
+    ("runtime", "harness", "search", "fields"),
+    [
+        ({"type": "apptainer"}, "mini_swe_agent", False, [INSTALL]),
+        ({"type": "docker"}, "bash", True, [INSTALL, KEY]),
+        ({"type": "docker", "install": False}, "bash", False, []),
+        ({"type": "subprocess"}, "mini_swe_agent", False, []),
+        ({"type": "subprocess"}, "bash", True, [KEY]),
+        ({"type": "modal"}, "bash", True, []),
+    ],
+)
+def test_downloads_into_containers_and_visible_keys_are_noted(
+    model: str, runtime: dict[str, Any], harness: str, search: bool, fields: list[str]
+) -> None:
+    (made,) = recipe(model, harness, runtime=runtime).environments
+    if search:
+        made = made.model_copy(update={"harness": Harness.model_validate({"id": harness, "search": search})})
+    notes = host_needs.notes(made, environments.load_from_recipe(made))
+    assert [note.field for note in notes] == fields
+    assert all(harness in note.why for note in notes if note.field == INSTALL)
 
 
-def test_a_container_that_nothing_is_installed_into_needs_the_packages_here(
+def test_container_with_install_false_needs_the_packages_on_the_host(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = recipe(model, "mini_swe_agent", runtime={"type": "docker", "install": False}).environments[0]
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    assert host_needs.needs(made, env) == host_needs.HostNeeds(("docker",), ("mini_swe_agent",))
-    monkeypatch.setattr(uv_scripts, "directories", lambda: (Path("/usr"), Path("/opt/python")))
-    monkeypatch.setattr(host_needs, "_runtime", lambda *_: ())
-    monkeypatch.setattr(host_needs, "_harness", lambda _: ())
-    (problem,) = host_needs.unmet(made, env)
-    assert (problem.field, problem.value) == ("environments.runtime.install", "false") and "/usr" in problem.why
+    env = environments.load_from_recipe(made)
+    assert host_needs.needs(made, env) == HostNeeds(("docker",), ("mini_swe_agent",))
+    monkeypatch.setattr(uv_scripts, "environment_directories", lambda: (Path("/usr"), Path("/opt/python")))
+    (problem,) = [each for each in host_needs.missing(made, env) if each.field == "environments.runtime.install"]
+    assert problem.value == "false" and "/usr" in problem.why
 
 
-def test_a_machine_without_bubblewrap_is_found_out_before_a_rollout(
-    model: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_without_bubblewrap_is_reported_before_a_rollout(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = recipe(model, "bash").environments[0]
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    monkeypatch.setattr(host_needs, "_bubblewrap", lambda: "bubblewrap is not installed")
-    (problem,) = host_needs.unmet(made, env)
+    monkeypatch.setattr(host_needs, "_bubblewrap_problem", lambda: "bubblewrap is not installed")
+    (problem,) = host_needs.missing(made, environments.load_from_recipe(made))
     assert problem.why == "bubblewrap is not installed" and "trusted: true" in problem.fix
 
 
-def test_what_runs_no_program_needs_nothing() -> None:
+def test_environment_without_programs_needs_nothing() -> None:
     made = Environment.model_validate({"id": "reverse-text"})
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    assert host_needs.needs(made, env) == host_needs.HostNeeds((), ())
+    assert host_needs.needs(made, environments.load_from_recipe(made)) == HostNeeds((), ())
 
 
-def test_what_needs_a_container_gets_apptainer_unless_the_recipe_says_otherwise(model: str) -> None:
+def test_apptainer_is_the_default_of_a_harness_that_needs_a_container(model: str) -> None:
     made = recipe(model, "mini_swe_agent", runtime=None).environments[0]
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    assert host_needs.needs(made, env).runtimes == ("apptainer",)
-    with_image = {
-        "type": "apptainer",
-        "image": "python:3.12",
-        "limits": {"cpus": 2, "memory_gb": 3},
-        "secrets": ["TOKEN"],
-    }
+    assert host_needs.needs(made, environments.load_from_recipe(made)).runtimes == ("apptainer",)
+
+
+def test_image_limits_and_secrets_of_the_recipe_become_options_of_the_agent(model: str) -> None:
+    limits = {"cpus": 2, "memory_gb": 3}
+    with_image = {"type": "apptainer", "image": "python:3.12", "limits": limits, "secrets": ["TOKEN"]}
     made = recipe(model, "claude_code", runtime=with_image).environments[0]
-    env = environments.load(made.id, made.args, agents.agent_options(made))
-    (spec,) = env._agent_specs.values()
+    (spec,) = environments.load_from_recipe(made)._agent_specs.values()
     runtime = spec.runtime
     assert (runtime.type, runtime.image, runtime.cpu, runtime.memory) == ("apptainer", "python:3.12", 2, 3)
     assert spec.harness.forward_env == ["TOKEN"] and spec.timeout.rollout == spec.timeout.scoring == 3600
 
 
+def write_task(directory: Path, toml: str = "", *more: str) -> Path:
+    for name in ("tests/test.sh", "instruction.md", *more):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).touch()
+    (directory / "task.toml").write_text(toml)
+    return directory
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("toml", "problem"),
     [
-        ("[environment]\nhealthcheck = {command = 'true'}", "healthcheck is not done"),
-        ("[[verifier.collect]]\ncommand = 'pg_dump db > /app/db.sql'", r"\[\[verifier.collect\]\] is not done"),
-        ("artifacts = ['/app/db.sql']", "artifacts are not done"),
+        ("[environment]\nhealthcheck = {command = 'true'}", "healthcheck is not supported"),
+        ("[[verifier.collect]]\ncommand = 'pg_dump db > /app/db.sql'", r"\[\[verifier.collect\]\] is not supported"),
+        ("artifacts = ['/app/db.sql']", "artifacts are not supported"),
         ("[[steps]]\nname = 'one'", "several steps"),
         ("[environment]\nenv = {KEY = '${OPENAI_API_KEY}'}", "which is not in `variables`"),
         ("[verifier]\nenvironment_mode = 'separate'", "separate environment"),
@@ -196,20 +186,17 @@ def test_what_needs_a_container_gets_apptainer_unless_the_recipe_says_otherwise(
         ("[environment", "Expected"),
     ],
 )
-def test_tasks_that_cannot_be_run_are_named_at_once(change: str, words: str, tmp_path: Path) -> None:
+def test_all_tasks_that_cannot_run_are_named_in_one_error(toml: str, problem: str, tmp_path: Path) -> None:
     for name in ("one", "other"):
-        (tmp_path / name / "tests").mkdir(parents=True)
-        (tmp_path / name / "tests/test.sh").touch()
-        (tmp_path / name / "instruction.md").touch()
-        (tmp_path / name / "task.toml").write_text(change)
+        write_task(tmp_path / name, toml)
     env = environments.load("harbor-local", {"path": str(tmp_path)})
-    with pytest.raises(ValueError, match=words) as raised:
+    with pytest.raises(ValueError, match=problem) as raised:
         list(env.taskset.load())
     assert "one: " in str(raised.value) and "other: " in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("said", "memory", "disk"),
+    ("toml", "memory", "disk"),
     [
         ("memory_mb = 2048\nstorage_mb = 512", 2, 0.5),
         ("memory = '2G'\nstorage = '512M'", 2, 0.5),
@@ -219,51 +206,50 @@ def test_tasks_that_cannot_be_run_are_named_at_once(change: str, words: str, tmp
     ],
 )
 def test_sizes_are_numbers_of_mebibytes_or_have_a_unit(
-    said: str, memory: float | None, disk: float | None, tmp_path: Path
+    toml: str, memory: float | None, disk: float | None, tmp_path: Path
 ) -> None:
-    (tmp_path / "one/tests").mkdir(parents=True)
-    for name in ("tests/test.sh", "instruction.md"):
-        (tmp_path / "one" / name).touch()
-    (tmp_path / "one/task.toml").write_text(f"[environment]\n{said}")
+    write_task(tmp_path / "one", f"[environment]\n{toml}")
     (task,) = environments.load("harbor-local", {"path": str(tmp_path)}).taskset.load()
     assert (task.data.resources.memory, task.data.resources.disk) == (memory, disk)
 
 
 @pytest.fixture
 def with_dockerfile(tmp_path: Path) -> Path:
-    """A task whose environment is a Dockerfile alone."""
-    task = tmp_path / "tasks" / "built"
-    (task / "environment").mkdir(parents=True)
-    (task / "tests").mkdir()
-    for name in ("environment/Dockerfile", "environment/data", "tests/test.sh", "instruction.md", "task.toml"):
-        (task / name).touch()
-    return task
+    """A task whose environment is only a Dockerfile."""
+    return write_task(tmp_path / "tasks" / "built", "", "environment/Dockerfile", "environment/data")
 
 
-def test_a_dockerfile_is_not_passed_over(with_dockerfile: Path) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "more", "message"),
+    [
+        ("apptainer", {}, "built: environment/Dockerfile is not built for apptainer: `primeslurm images {}` does"),
+        ("podman", {"images": "/other"}, "`primeslurm images {} --runtime podman --images /other` does that"),
+        ("subprocess", {}, "built: environment/Dockerfile needs a container"),
+    ],
+)
+def test_task_whose_dockerfile_is_not_built_is_refused(
+    runtime: str, more: dict[str, str], message: str, with_dockerfile: Path
+) -> None:
     tasks = str(with_dockerfile.parent)
-    for runtime, words in (
-        ("apptainer", f"built: environment/Dockerfile is not built for apptainer: `primeslurm images {tasks}` does"),
-        ("podman", f"`primeslurm images {tasks} --runtime podman --images /other` does that"),
-        ("subprocess", "built: environment/Dockerfile needs a container"),
-    ):
-        more = {"images": "/other"} if runtime == "podman" else {}
-        env = environments.load("harbor-local", {"path": tasks, **more}, {"runtime": {"type": runtime}})
-        with pytest.raises(ValueError, match=re.escape(words)):
-            list(env.taskset.load())
-    env = environments.load("harbor-local", {"path": tasks, "ignore_dockerfile": True})
-    (task,) = env.taskset.load()
+    env = environments.load("harbor-local", {"path": tasks, **more}, {"runtime": {"type": runtime}})
+    with pytest.raises(ValueError, match=re.escape(message.format(tasks))):
+        list(env.taskset.load())
+
+
+def test_ignored_dockerfile_leaves_the_files_to_upload(with_dockerfile: Path) -> None:
+    args = {"path": str(with_dockerfile.parent), "ignore_dockerfile": True}
+    (task,) = environments.load("harbor-local", args).taskset.load()
     assert task.data.image is None and task.data.upload_environment
 
 
 @pytest.mark.parametrize("runtime", ["apptainer", "docker"])
-@pytest.mark.parametrize("said", [None, "/said"])
-def test_a_task_runs_in_the_image_that_was_built_for_its_runtime(
-    runtime: str, said: str | None, with_dockerfile: Path
+@pytest.mark.parametrize("workdir", [None, "/of-the-task"])
+def test_task_runs_in_the_image_that_was_built_for_its_runtime(
+    runtime: str, workdir: str | None, with_dockerfile: Path
 ) -> None:
     tasks, environment = with_dockerfile.parent, with_dockerfile / "environment"
-    if said:
-        (with_dockerfile / "task.toml").write_text(f"[environment]\nworkdir = '{said}'")
+    if workdir:
+        (with_dockerfile / "task.toml").write_text(f"[environment]\nworkdir = '{workdir}'")
     images, digest = task_images.image_directory(tasks), task_images.environment_digest(environment)
     images.mkdir()
     for kind in task_images.RUNTIMES:
@@ -273,15 +259,15 @@ def test_a_task_runs_in_the_image_that_was_built_for_its_runtime(
     env = environments.load("harbor-local", {"path": str(tasks)}, {"runtime": {"type": runtime}})
     (task,) = env.taskset.load()
     assert task.data.image == (str(sif) if runtime == "apptainer" else f"localhost/primeslurm-tasks:{digest}")
-    assert task.data.workdir == (said or f"/from-{runtime}")
-    assert not task.data.upload_environment, "the image has them"
+    assert task.data.workdir == (workdir or f"/from-{runtime}")
+    assert not task.data.upload_environment, "the image has the files"
     (environment / "data").chmod(0o755)
     with pytest.raises(ValueError, match="is not built"):
         list(env.taskset.load())
 
 
 @pytest.mark.parametrize(("runtime", "is_file"), [("apptainer", True), ("docker", False)])
-def test_an_image_of_a_registry_is_replaced_by_its_file(runtime: str, is_file: bool, with_dockerfile: Path) -> None:
+def test_local_file_replaces_an_image_of_a_registry(runtime: str, is_file: bool, with_dockerfile: Path) -> None:
     (with_dockerfile / "task.toml").write_text("[environment]\ndocker_image = 'python:3.12'")
     tasks = with_dockerfile.parent
     env = environments.load("harbor-local", {"path": str(tasks)}, {"runtime": {"type": runtime}})
@@ -294,7 +280,7 @@ def test_an_image_of_a_registry_is_replaced_by_its_file(runtime: str, is_file: b
     assert [task.data.image for task in env.taskset.load()] == [expected]
 
 
-def test_a_directory_without_tasks_is_said(tmp_path: Path) -> None:
+def test_directory_without_tasks_is_refused(tmp_path: Path) -> None:
     env = environments.load("harbor-local", {"path": str(tmp_path)})
     with pytest.raises(ValueError, match="there is no task"):
         list(env.taskset.load())

@@ -1,4 +1,4 @@
-"""The bundled environment of mathematical problems."""
+"""The `math-problems` environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from verifiers.v1.runtimes import SubprocessConfig, make_runtime
 
 from primeslurm.base.errors import UsageError
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, boxed
+from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, last_box
 
 
 def problems(directory: Path, *records: object, **args: str) -> list[vf.Task]:
@@ -31,7 +31,7 @@ def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
     assert second.data.answer == r"\frac{3}{4}"
 
 
-def test_what_is_wrong_with_the_file_is_said(tmp_path: Path) -> None:
+def test_missing_file_and_missing_key_are_errors(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no file .*absent\.jsonl"):
         environments.load("math-problems", {"path": str(tmp_path / "absent.jsonl")})
     with pytest.raises(ValueError, match=r"math\.jsonl, line 2: there is no answer, only question"):
@@ -54,7 +54,7 @@ DAPO = {
     ],
     ids=["GSM8K", "DAPO"],
 )
-def test_public_data_sets_are_read_as_they_are(
+def test_public_data_sets_are_read_without_conversion(
     tmp_path: Path, suffix: str, record: dict[str, Any], args: dict[str, str], prompt: str, answer: str
 ) -> None:
     path = tmp_path / f"data.{suffix}"
@@ -76,14 +76,14 @@ def test_public_data_sets_are_read_as_they_are(
         ({"question": "?", "answer": None}, {}, "line 1: answer = None is neither text nor a number"),
     ],
 )
-def test_a_record_without_question_or_answer_is_named(
+def test_record_without_question_or_answer_is_named(
     tmp_path: Path, record: dict[str, Any], args: dict[str, str], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
         problems(tmp_path, record, **args)
 
 
-def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
+def test_invalid_parquet_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"data\.parquet is not a readable parquet file"):
@@ -99,8 +99,8 @@ def test_a_file_that_is_not_parquet_is_named(tmp_path: Path) -> None:
         ("1", None),
     ],
 )
-def test_the_last_box_is_the_answer(text: str, expected: str | None) -> None:
-    assert boxed(text) == expected
+def test_last_box_is_the_answer(text: str, expected: str | None) -> None:
+    assert last_box(text) == expected
 
 
 async def test_answers_are_compared_as_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

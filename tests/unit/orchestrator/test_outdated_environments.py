@@ -1,4 +1,4 @@
-"""A package for verifiers before 0.4 is named as such, whichever way it does not load."""
+"""Packages made for verifiers before 0.4 are recognised, whichever way they fail to load."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def refusal(name: str) -> str:
         ("of_old_entry", LAZY, "it has load_environment() and exports no taskset"),
     ],
 )
-def test_what_verifiers_no_longer_has_tells(module: str, text: str, sign: str, packages: Path) -> None:
+def test_removed_parts_of_verifiers_reveal_an_old_package(module: str, text: str, sign: str, packages: Path) -> None:
     install(packages, module, text, "verifiers>=0.1", "datasets")
     said = refusal(module.replace("_", "-"))
     assert said.startswith(f"it is made for verifiers before 0.4 ({sign}), and verifiers 0.4")
@@ -65,12 +65,12 @@ def test_what_verifiers_no_longer_has_tells(module: str, text: str, sign: str, p
     "requirement",
     ["verifiers<0.2", "verifiers>=0.1.9,<0.4 ; python_version > '3'", "verifiers==0.1.*", "verifiers[all]~=0.1.8"],
 )
-def test_what_a_package_requires_tells(requirement: str, packages: Path) -> None:
+def test_requirements_reveal_an_old_package(requirement: str, packages: Path) -> None:
     install(packages, "of_old_requirement", BROKEN, "not a requirement !", requirement)
     assert "before 0.4 (of_old_requirement requires verifiers" in refusal("of-old-requirement")
 
 
 @pytest.mark.parametrize("requirement", ["verifiers>=0.4", "verifiers>=0.5", "verifiers==99.*", "verifiers"])
-def test_an_error_of_a_newer_package_is_its_own(requirement: str, packages: Path) -> None:
+def test_error_of_a_newer_package_is_described(requirement: str, packages: Path) -> None:
     install(packages, "of_old_error", BROKEN, requirement)
     assert "KeyError: 'data' (of_old_error.py, line 1" in refusal("of-old-error")

@@ -1,4 +1,4 @@
-"""The examples of what one can write oneself work as their recipes use them. The loss is in tests/trainer/test_loss."""
+"""The examples of own algorithms and environments work with their recipes. tests/trainer/test_loss has the loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recipe(name: str, **changes: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_recipe_passes_every_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipe_of_an_example_passes_all_checks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{EXAMPLES}")
     model = model_dir(tmp_path)
     write_model(model, CHATML, "<|im_end|>")
@@ -44,7 +44,7 @@ def test_its_recipe_passes_every_check(name: str, tmp_path: Path, monkeypatch: p
     assert result.code == 0 and "recipe is valid. " in result.err, result.err
 
 
-def test_the_algorithm_gives_batches_leave_one_out_advantages() -> None:
+def test_own_algorithm_assigns_leave_one_out_advantages() -> None:
     wanted = recipe("own_algorithm")
     algorithm = algorithms.from_recipe(wanted)
     rewards = [1.0, 0.25, 0.0, 0.0]
@@ -61,7 +61,7 @@ def test_the_algorithm_gives_batches_leave_one_out_advantages() -> None:
 
 
 @pytest.mark.parametrize(("reply", "reward"), [("Cold.", 1.0), ("It is cold", 1 / 3), ("It is warm", 0.2 / 3)])
-async def test_the_environment_is_loaded_by_its_name_and_scores_replies(
+async def test_own_environment_scores_replies(
     reply: str, reward: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tokenizer = write_tokenizer(tmp_path)
@@ -80,7 +80,7 @@ async def test_the_environment_is_loaded_by_its_name_and_scores_replies(
     assert capsys.readouterr().out.startswith("What is the opposite of hot? -> ")
 
 
-def test_the_tutorial_shows_the_environment() -> None:
+def test_tutorial_shows_the_own_environment() -> None:
     page = (ROOT / "docs" / "tutorials" / "own-environment.md").read_text()
     code = (EXAMPLES / "own_environment.py").read_text().partition("\n")[2].strip()
     assert code in page

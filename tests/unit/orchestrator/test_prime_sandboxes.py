@@ -1,4 +1,4 @@
-"""A rollout in a sandbox of a provider: the real client and runtime, and a stand-in for the provider."""
+"""Rollouts at Prime Intellect, with the real client and runtime and a fake service."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PrimeS
 
 
 def recipe(directory: Path, **runtime: Any) -> Recipe:
-    """One that plays a Harbor task there; the way back to the model is a port of this machine."""
+    """A recipe whose sandbox reaches the model through a port of this host."""
     tiny_model.tokenizer().save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -63,7 +63,7 @@ async def played(made: Recipe, engine: ScriptedEngine) -> Rollout:
     return rollout
 
 
-async def test_a_task_is_set_up_solved_and_graded_there(provider: PrimeService, tmp_path: Path) -> None:
+async def test_harbor_task_is_set_up_solved_and_graded_at_the_provider(provider: PrimeService, tmp_path: Path) -> None:
     limits = {"cpus": 2, "memory_gb": 4, "disk_gb": 3, "network": "none"}
     own = {"region": "eu", "labels": ["mine"], "idle_timeout": 600, "gpu": "A100:2"}
     made = recipe(tmp_path / "model", limits=limits, **own)
@@ -81,7 +81,7 @@ async def test_a_task_is_set_up_solved_and_graded_there(provider: PrimeService, 
     assert KEY not in "".join((*provider.commands, json.dumps(provider.created)))
 
 
-async def test_a_wrong_key_is_the_rollouts_error(provider: PrimeService, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_wrong_key_is_an_error_of_the_rollout(provider: PrimeService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PRIME_API_KEY", "another")
     with pytest.raises(SandboxError, match="provisioning failed"):
         async with provision_runtime(PrimeConfig()):

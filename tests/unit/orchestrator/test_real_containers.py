@@ -1,4 +1,4 @@
-"""Tasks in real containers: `primeslurm images` builds what a Dockerfile says, and rollouts run in it."""
+"""Tasks in real containers: `primeslurm images` builds a Dockerfile, and rollouts run in the image."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def docker(daemon: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A directory with one task, which has a Dockerfile."""
+    """A directory with one task that has a Dockerfile."""
     task = tmp_path / "tasks" / "wrong-total"
     shutil.copytree(test_harbor.EXAMPLES / "wrong-total", task)
     about = (task / "task.toml").read_text()
@@ -61,7 +61,7 @@ def tasks(tmp_path: Path) -> Path:
 async def played(
     tasks: Path, model: str, commands: list[str], tmp_path: Path, **runtime: Any
 ) -> tuple[float | None, list[str]]:
-    """A rollout whose model gives these commands, one a turn. Returns its reward, and what each of them said."""
+    """Run a rollout whose model sends one command per turn. Return its reward, and the output of each command."""
     asked = {"limits": {"wall_time_s": 300}, **runtime, "install": False}
     made = test_harbor.recipe(model, "bash", args={"path": str(tasks)}, runtime=asked)
     containers.patch_runtimes("tasks-0", uv_scripts.environment_directories(), Limits.model_validate(asked["limits"]))
@@ -74,7 +74,7 @@ async def played(
 
 
 @pytest.mark.usefixtures("docker")
-async def test_docker_builds_a_task_and_plays_it_within_limits(tasks: Path, model: str, tmp_path: Path) -> None:
+async def test_docker_builds_a_task_and_enforces_limits(tasks: Path, model: str, tmp_path: Path) -> None:
     words = ("-m", "primeslurm", "images", tasks, "--runtime", "docker")
     built = run_python(*words, cwd=tmp_path)
     assert built.code == 0, built.err
@@ -85,25 +85,27 @@ async def test_docker_builds_a_task_and_plays_it_within_limits(tasks: Path, mode
     reward, said = await played(tasks, model, commands, tmp_path, type="docker", limits=limits)
     assert reward == 1.0
     assert said[0].split() == ["0", "/testbed"] and "ended with 137" in said[1], said
-    assert said[2].split()[0] == "100000", "a CPU of the period's 100 ms"
+    assert said[2].split()[0] == "100000", "one CPU: 100 ms of each period of 100 ms"
     subprocess.run(["docker", "rmi", "--force", built.out.split()[0]], check=True, capture_output=True)
     assert "1 built, 0 there already" in run_python(*words, cwd=tmp_path).err
 
 
 @pytest.mark.usefixtures("docker")
-async def test_apptainer_converts_what_docker_builds_and_plays_it(
+async def test_apptainer_runs_the_converted_image_without_network(
     tasks: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shutil.which("apptainer") is None:
         pytest.skip("apptainer is not installed")
     monkeypatch.setenv("APPTAINER_USERNS", "1")
-    monkeypatch.setenv("APPTAINER_NO_PRIVS", "1")  # root's has all capabilities, which root of some machines has not
+    monkeypatch.setenv(
+        "APPTAINER_NO_PRIVS", "1"
+    )  # root in the container needs capabilities that root of some hosts lacks
     built = run_python("-m", "primeslurm", "images", tasks, cwd=tmp_path)
     assert built.code == 0, built.err
     (sif,) = tasks.glob(".images/*.sif")
     assert built.out == f"{sif}  wrong-total\n"
     images = subprocess.run(["docker", "images", "--quiet", "localhost/*"], capture_output=True, text=True, check=True)
-    assert images.stdout == "", "docker keeps what no one runs"
+    assert images.stdout == "", "docker keeps an unused image"
     limits = {"network": "none", "wall_time_s": 300}
     commands = [LOOK, LINKS, test_harbor.SOLUTION]
     reward, said = await played(tasks, model, commands, tmp_path, type="apptainer", limits=limits)

@@ -1,4 +1,4 @@
-"""Every environment that a shipped recipe names loads, with its arguments, harness and runtime, and has tasks."""
+"""Every environment of a shipped recipe loads and has tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import agents, harness_compatibility, host_needs, probe
+from primeslurm.orchestrator.environments import harness_compatibility, host_needs, probe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.sandboxes import sees_packages
@@ -24,8 +24,8 @@ NAMED = [
 
 
 @pytest.mark.parametrize("environment", NAMED)
-def test_it_loads(environment: Environment, tmp_path: Path) -> None:
-    """Where it reads a path of the cluster, something of the same form stands there."""
+def test_environment_of_a_recipe_loads(environment: Environment, tmp_path: Path) -> None:
+    # Paths of the cluster are replaced by files of the same form.
     dapo = tmp_path / "dapo.parquet"
     row = {"prompt": "In triangle ABC, ...", "solution": "34"}
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), dapo)
@@ -34,21 +34,21 @@ def test_it_loads(environment: Environment, tmp_path: Path) -> None:
         "/shared/data/swe": str(ROOT / "examples" / "harbor"),
     }
     args = {name: stand_ins.get(str(value), value) for name, value in environment.args.items()}
-    env = environments.load(environment.id, args, agents.agent_options(environment))
+    env = environments.load(environment.id, args, environments.agent_options(environment))
     task = next(iter(env.taskset))
     assert task.data.prompt
-    assert harness_compatibility.unrewarded(environment, env, task) == []
-    assert host_needs.notes(environment, env) == [], "its rollouts download their harness"
+    assert harness_compatibility.without_reward(environment, env, task) == []
+    assert host_needs.notes(environment, env) == [], "rollouts download their harness"
 
 
 @pytest.mark.parametrize(("module", "rewarded"), [("broken-tool", False), ("fine-words", True)])
-def test_rewards_that_nobody_gives_are_noticed(module: str, rewarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_without_reward_is_noted(module: str, rewarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "tests" / "support" / "environments")
     found = probe.probe(Environment.model_validate({"id": module}))
     assert found.violations == [] and [note.value for note in found.notes] == ([] if rewarded else [module])
 
 
-def test_harnesses_are_installed_by_a_command_that_the_recipe_names() -> None:
+def test_recipes_name_the_command_that_installs_their_harness() -> None:
     for path in sorted((ROOT / "recipes").glob("*.yaml")):
         for environment in load_recipe(path).environments:
             if environment.harness is not None and sees_packages(environment.runtime):
@@ -56,7 +56,7 @@ def test_harnesses_are_installed_by_a_command_that_the_recipe_names() -> None:
                 assert (ROOT / "requirements" / "harnesses" / f"{environment.harness.id}.txt").is_file()
 
 
-def test_environments_of_recipes_are_listed_and_their_packages_are_locked() -> None:
+def test_environments_of_recipes_are_documented_and_their_packages_locked() -> None:
     page = (ROOT / "docs" / "how-to" / "environments.md").read_text()
     assert {f"`{environment.values[0].id}`" for environment in NAMED} <= set(page.split())
     head = (ROOT / "examples" / "textarena.yaml").read_text()
@@ -67,7 +67,7 @@ def test_environments_of_recipes_are_listed_and_their_packages_are_locked() -> N
     )
 
 
-def test_models_of_demos_are_made_by_a_warm_start() -> None:
+def test_models_of_demo_recipes_have_a_warm_start() -> None:
     known = set(re.findall(r"^  ([a-z-]+)\)$", (ROOT / "scripts" / "warm_start.sh").read_text(), re.MULTILINE))
     texts = [path.read_text() for folder in ("recipes", "examples") for path in sorted((ROOT / folder).glob("*.yaml"))]
     named = {name for text in texts for name in re.findall(r"path: \.primeslurm/([a-z-]+)/model", text)}

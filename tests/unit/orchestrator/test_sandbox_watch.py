@@ -1,4 +1,4 @@
-"""A program cannot hide from those who look at what it uses."""
+"""Programs cannot hide their processes or memory from the watcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from primeslurm.node.host.process_condition import condition_of
-from primeslurm.orchestrator.environments.sandbox.watch import proportional, uses
+from primeslurm.orchestrator.environments.sandbox.limits import measure_usage, proportional_memory
 
 HIDING = """
 import ctypes, os, sys, time
@@ -28,14 +28,14 @@ time.sleep(600)
     [b"usual", b"\xff\xfe", b") R 1 2 (", b"a b\n1 2", b"\xe2\x98"],
     ids=["usual", "bytes", "stat", "lines", "half"],
 )
-def test_a_process_is_counted_with_those_it_has_started_whatever_its_name_is(name: bytes) -> None:
+def test_processes_are_counted_whatever_their_names(name: bytes) -> None:
     process = subprocess.Popen([sys.executable, "-c", HIDING, name.hex()], stdout=-1, start_new_session=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == b"there\n"
-        (use,) = uses([process.pid]).values()
+        (use,) = measure_usage([process.pid]).values()
         assert len(use.pids) == 2 and use.threads == 2 and use.resident > 80_000_000
-        assert 40_000_000 < proportional(use) < use.resident
+        assert 40_000_000 < proportional_memory(use) < use.resident
         assert not condition_of(process.pid).stopped
     finally:
         os.killpg(process.pid, 9)

@@ -1,4 +1,4 @@
-"""A tool server (MCP) and the program that calls it, each in a sandbox of its own, in one rollout of a worker."""
+"""A rollout whose agent calls a tool server (MCP) in another sandbox."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.verifiers_restored import restored
 from tests.unit.orchestrator import test_harbor
 
 MODULE = '''
-"""A taskset with a tool that says what it sees of the machine."""
+"""A taskset with a tool that lists a directory of the host."""
 import os
 from pathlib import Path
 import verifiers.v1 as vf
@@ -55,7 +55,7 @@ model = test_harbor.model
 
 @pytest.fixture
 def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The taskset, where Python finds it."""
+    """Id of the taskset, which Python can import."""
     with restored(monkeypatch):
         modules = tmp_path / "modules"
         modules.mkdir()
@@ -67,7 +67,7 @@ def look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-async def test_tools_are_called_from_sandbox_to_sandbox(model: str, look: str, tmp_path: Path, trusted: bool) -> None:
+async def test_tool_in_a_sandbox_does_not_see_the_host(model: str, look: str, tmp_path: Path, trusted: bool) -> None:
     runtime = {"type": "subprocess", "trusted": trusted, "limits": {"wall_time_s": 300}}
     made = test_harbor.recipe(model, "null", id=look, args={}, runtime=runtime)
     private = tmp_path / "private"

@@ -16,7 +16,7 @@ from verifiers.v1.runtimes import SubprocessConfig, provision_runtime
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
+from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_problem
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.orchestrator.worker.tool_servers import serve_in_runtime
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
@@ -67,7 +67,7 @@ async def test_a_module_that_serves_nothing_is_told_what_it_lacks(
     )
 
 
-@pytest.mark.skipif(bool(bubblewrap_works()), reason="needs bubblewrap")
+@pytest.mark.skipif(bool(bubblewrap_problem()), reason="needs bubblewrap")
 async def test_a_server_in_a_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", ROOT)
     with restored(monkeypatch):

@@ -1,4 +1,4 @@
-"""The bundled environment that uses a tool: its tasks, its shell, whole rollouts, and what warms a model up for it."""
+"""The `tool-use` environment and the `shell` harness: rollouts, commands and demonstrations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.unit.orchestrator.test_worker import recipe, rollouts
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a worker reads of the demo's model."""
+    """A directory with the tokenizer and config of the demo's model."""
     directory = tmp_path_factory.mktemp("model")
     tiny_model.tokenizer(tiny_model.PHRASES).save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "max_position_embeddings": 2048}))
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Follower(FakeEngine):
-    """Follows the chain for so many turns, by calls in Qwen3's format, and then says what it read last."""
+    """Follows the chain with calls in Qwen3's format for `turns` turns, and then replies with the last word it read."""
 
     turns = 100
 
@@ -46,9 +46,7 @@ class Follower(FakeEngine):
 
 
 @pytest.mark.parametrize(("turns", "reward"), [(100, 1.0), (1, 0.0)])
-async def test_a_rollout_runs_commands_and_is_one_sequence_of_what_was_sampled(
-    model: Path, turns: int, reward: float
-) -> None:
+async def test_rollout_with_commands_is_one_sequence_of_sampled_tokens(model: Path, turns: int, reward: float) -> None:
     environment = {"id": "tool-use", "args": {"links": 3, "n": 5}}
     made = recipe(model, seq_len=512, environments=[environment])
     engine = Follower(model)
@@ -69,13 +67,12 @@ async def test_a_rollout_runs_commands_and_is_one_sequence_of_what_was_sampled(
 
 
 class OneCommand:
-    """A runtime that answers every command alike."""
+    """A runtime that returns the same result for every command."""
 
     def __init__(self, result: ProgramResult, seconds: float = 0) -> None:
         self.result, self.seconds = result, seconds
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """Take a while."""
         await asyncio.sleep(self.seconds)
         return self.result
 
@@ -92,30 +89,30 @@ class OneCommand:
         ("sh", '{"comm', ProgramResult(0, "b", ""), "error: arguments must be a JSON object"),
     ],
 )
-async def test_what_the_shell_answers(name: str, arguments: str, result: ProgramResult, expected: str) -> None:
+async def test_shell_returns_output_or_error(name: str, arguments: str, result: ProgramResult, expected: str) -> None:
     harness = ShellHarness(ShellConfig(id="shell", output_chars=20))
     runtime: Any = OneCommand(result)
-    assert (await harness._output({"name": name, "arguments": arguments}, runtime)).startswith(expected)
+    assert (await harness.run_command({"name": name, "arguments": arguments}, runtime)).startswith(expected)
 
 
-async def test_a_command_that_does_not_end_is_stopped() -> None:
+async def test_command_is_stopped_at_its_timeout() -> None:
     harness = ShellHarness(ShellConfig(id="shell", command_timeout_s=1))
     runtime: Any = OneCommand(ProgramResult(0, "", ""), seconds=600)
     started = time.monotonic()
     assert (
-        await harness._output({"name": "sh", "arguments": '{"command": "cat"}'}, runtime) == "error: stopped after 1 s"
+        await harness.run_command({"name": "sh", "arguments": '{"command": "cat"}'}, runtime)
+        == "error: stopped after 1 s"
     )
     assert time.monotonic() - started < 300
 
 
-def test_bundled_harnesses_are_found_by_name() -> None:
+def test_bundled_harness_takes_options() -> None:
     agent = {"harness": {"id": "shell", "command_timeout_s": 7}}
     env = environments.load("reverse-text", {"env": {"agent": agent}})
     assert env.config.agent.harness.command_timeout_s == 7
 
 
-def test_demonstrations_are_learned_turn_by_turn(model: Path, tmp_path: Path) -> None:
-    """A share of `noise` of the turns guesses; what is trained is what the model would have sampled."""
+def test_demonstrations_train_all_turns_and_guess_with_the_given_probability(model: Path, tmp_path: Path) -> None:
     made = list(demonstrations(400, 0.35, 1))
     guesses = sum(chat["messages"][-1]["content"] == GUESS for chat in made)
     calls = sum("tool_calls" in message for chat in made for message in chat["messages"])

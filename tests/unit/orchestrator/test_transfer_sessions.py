@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, PATIENCE_S, NoSenderError, TransferSessions
+from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, OFFER_TIMEOUT_S, NoSenderError, TransferSessions
 from primeslurm.wire.link.messages import Answer
 from primeslurm.wire.weight_transfer.messages import OfferTransfer, SessionPlace
 
@@ -99,7 +99,7 @@ async def test_an_engine_does_not_wait_for_a_trainer_that_does_something_else(me
     assert meeting.sessions.sends(1) and not meeting.sessions.sends(2)
     with pytest.raises(NoSenderError, match="version 2"):
         await meeting.sessions.join(2)
-    meeting.clock.now += PATIENCE_S
+    meeting.clock.now += OFFER_TIMEOUT_S
     assert not meeting.sessions.sends(1), "it promised to ask, and never did"
 
 

@@ -1,5 +1,6 @@
-"""Sandboxes for programs of rollouts that run on the node itself, with bubblewrap.
+"""Sandboxes for the programs of rollouts: bubblewrap on the node itself, and our changes to verifiers' containers.
 
-`view` says what a sandbox sees, `limits` what it may use, `box` makes one and starts programs in it by way of `inside`,
-`runtime` is what verifiers knows of it, `scripts` finds the Python of harnesses, `watch` stands in for control groups.
+`install` replaces verifiers' runtimes. `runtime` is the replacement that runs programs with bubblewrap: `bwrap_sandbox`
+starts one sandbox, `bwrap_args` says what it sees, `limits` what it may use, and `sandbox_init` starts programs inside.
+`containers` and `apptainer` adapt container engines. `uv_scripts` finds a Python for harnesses that are scripts.
 """

@@ -1,111 +1,268 @@
-"""What apptainer does not do by itself: a network of an instance's own, and telling whether limits can be held.
-
-Instances that their user may enter need no rights for a network with nothing but a loopback. The worker carries the
-connections to the endpoints of the rollout.
-"""
+"""Isolation that verifiers' apptainer runtime lacks: a private network, a disk of fixed size, and a probe of limits."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import logging
+import os
+import shutil
 import socket
-from typing import Any
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar
 
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, RuntimeProcess
+from verifiers.v1.runtimes.apptainer import ApptainerConfig, ApptainerRuntime
+from verifiers.v1.runtimes.base import parse_gpu
 from verifiers.v1.runtimes.container import cli
 
-from primeslurm.orchestrator.environments.sandbox import namespaces
+from primeslurm.orchestrator.environments.sandbox.limits import GB
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import (
     PortForwarder,
     PrivateLoopback,
     SandboxGoneError,
 )
+from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
 PRIVATE_NETWORK = {"APPTAINER_NET": "1", "APPTAINER_NETWORK": "none", "APPTAINER_USERNS": "1"}
-"""Environment variables: apptainer gives an instance a network of its own, which its user may enter, also if it is
-installed setuid."""
+"""Environment variables: each instance gets a network of its own, with nothing but a loopback. Its user may enter it,
+even if apptainer is installed setuid."""
+NSENTER = "nsenter"
+"""Command of util-linux that enters namespaces."""
+DISK_PROGRAMS = ("fuse2fs", "fuse-overlayfs", "mke2fs")
+"""Programs that a disk of fixed size needs. Packages of apptainer may bring the first two."""
+_ADMIN_PATH = "/usr/local/sbin:/usr/sbin:/sbin"
+"""Directories that are not on every user's PATH."""
+_ISOLATION = ("--cleanenv", "--containall", "--no-mount", "cwd,hostfs,bind-paths,home,tmp", "--no-eval")
+_INODE_BYTES = 4096
+_COPY = 'if [ -d "$1" ]; then cp -R -P "$1"/. "$2"/; fi'
+_ENTER_TIMEOUT_S = 30
+_MAKE_SOCKET = """
+import socket, sys
+made = socket.socket()
+if port := int(sys.argv[2]):
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("127.0.0.1", port))
+    made.listen(64)
+socket.send_fds(socket.socket(fileno=int(sys.argv[1])), [b"."], [made.fileno()])
+"""
 
 
 class PrivateNetwork(PrivateLoopback):
-    """Of an instance that has one: what its class does beside other things."""
+    """Mixin of instances with a network of their own. The worker forwards connections to the rollout's endpoints."""
 
     _instance: str
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._crossing = PortForwarder(self._socket)
+        self._forwarder = PortForwarder(self._make_socket)
         self._ports: set[int] = set()
         self._lock = asyncio.Lock()
 
     async def expose(self, port: int) -> str:
-        """Open the way from the node to a port within."""
-        return f"http://127.0.0.1:{await self._crossing.expose(port)}"
+        """Return a URL on the node that leads to a port inside."""
+        return f"http://127.0.0.1:{await self._forwarder.expose(port)}"
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
         """Run a program to its end."""
-        await self._open()
+        await self._forward_ports()
         result: ProgramResult = await super().run(argv, env)  # type: ignore[misc]
         return result
 
     async def open_process(self, argv: list[str], env: dict[str, str]) -> RuntimeProcess:
         """Start a program whose streams stay open."""
-        await self._open()
+        await self._forward_ports()
         process: RuntimeProcess = await super().open_process(argv, env)  # type: ignore[misc]
         return process
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Start a program that runs as long as the instance."""
-        await self._open()
+        await self._forward_ports()
         await super().run_background(argv, env, log)  # type: ignore[misc]
 
     async def teardown(self) -> None:
-        """End the instance, and all connections of it."""
-        self._crossing.close()
+        """End the instance and its connections."""
+        self._forwarder.close()
         await super().teardown()  # type: ignore[misc]
 
-    async def _open(self) -> None:
+    async def _forward_ports(self) -> None:
         async with self._lock:
             try:
                 for port in sorted(self._ports):
-                    await self._crossing.forward(port)
+                    await self._forwarder.forward(port)
             except SandboxGoneError as error:
                 raise SandboxError(str(error)) from error
 
-    async def _socket(self, port: int | None) -> socket.socket:
+    async def _make_socket(self, port: int | None) -> socket.socket:
         listed = await cli("apptainer", "instance", "list", self._instance)
         rows = [line.split() for line in listed.stdout.splitlines()]
         pids = [row[1] for row in rows if row[:1] == [self._instance] and row[1].isdigit()]
         if not pids:
             raise SandboxGoneError(f"apptainer does not list the instance: {listed.stderr.strip()[-300:]}")
-        return await namespaces.socket_within(int(pids[0]), port)
+        return await _socket_in_network(int(pids[0]), port)
+
+
+async def _socket_in_network(pid: int, port: int | None) -> socket.socket:
+    """Create a TCP socket in the network of a process.
+
+    A helper enters the process's namespaces, creates the socket and passes it back. This needs no privilege if the
+    user namespace belongs to this user.
+
+    Args:
+        pid: a process of the instance.
+        port: loopback port on which the socket listens; None: the socket is not connected.
+
+    Raises:
+        SandboxGoneError: the namespaces cannot be entered, or the port is in use.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs:
+            enter = [NSENTER, f"--user=/proc/{pid}/ns/user", f"--net=/proc/{pid}/ns/net", "--preserve-credentials"]
+            make = [sys.executable, "-I", "-S", "-c", _MAKE_SOCKET, str(theirs.fileno()), str(port or 0)]
+            process = await asyncio.create_subprocess_exec(
+                *(*enter, "--", *make),
+                env={"PATH": os.environ.get("PATH", os.defpath)},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=[theirs.fileno()],
+            )
+        try:
+            async with asyncio.timeout(_ENTER_TIMEOUT_S):
+                _, stderr = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+        if process.returncode:
+            why = (stderr.decode(errors="replace").strip().splitlines() or ["no error message"])[-1]
+            raise SandboxGoneError(f"cannot enter the container's network: {why}")
+        _, fds, _, _ = socket.recv_fds(ours, 1, 1)
+    made = socket.socket(fileno=fds[0])
+    made.setblocking(False)
+    return made
 
 
 class LimitProbe:
-    """Whether apptainer may limit cores and memory here.
+    """Finds out whether apptainer can limit cores and memory on this node.
 
-    It has systemd do that, in a session of the user that few jobs have. Without one, no instance starts with limits.
+    apptainer delegates that to systemd, in a user session that few jobs have. Without a session, an instance with
+    limits does not start.
     """
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
-        self._why: str | None = None
+        self._problem: str | None = None
 
-    async def why_not(self, image: str) -> str:
-        """Say why it may not; empty if it may. It is tried once.
-
-        Args:
-            image: path of any SIF.
-        """
+    async def problem(self, image: str) -> str:
+        """Return why apptainer cannot set limits; empty if it can. The first call tries it with a SIF file."""
         async with self._lock:
-            if self._why is None:
-                tried = await cli("apptainer", "exec", "--containall", "--memory", "1g", image, "true")
-                said = [line for line in tried.stderr.splitlines() if "cgroup" in line]
-                self._why = said[-1].rpartition("FATAL:")[2].strip() if tried.exit_code and said else ""
-                if self._why:
+            if self._problem is None:
+                trial = await cli("apptainer", "exec", "--containall", "--memory", "1g", image, "true")
+                lines = [line for line in trial.stderr.splitlines() if "cgroup" in line]
+                self._problem = lines[-1].rpartition("FATAL:")[2].strip() if trial.exit_code and lines else ""
+                if self._problem:
                     log.warning(
-                        "apptainer holds no limits here: what tasks say of cores and memory is not held. %s", self._why
+                        "apptainer cannot limit cores and memory here, so limits of tasks are ignored. %s",
+                        self._problem,
                     )
-        return self._why
+        return self._problem
+
+
+class FixedSizeDisk(ApptainerRuntime):  # type: ignore[misc]
+    """An apptainer runtime that enforces `disk_gb` with an ext3 file system in a sparse file.
+
+    verifiers gives an instance directories of the node, and nothing bounds their size. Here, everything that programs
+    write goes to an overlay of fixed size, including their working directory, /tmp and the home directory. apptainer
+    mounts it without privileges through fuse2fs.
+    """
+
+    config: ApptainerConfig
+    limits: ClassVar[Limits]
+    _instance: str
+    _dir: Path | None
+
+    async def start(self) -> None:
+        """Start the instance, with a disk of fixed size if the recipe sets `disk_gb`. Raises SandboxError."""
+        if self.limits.disk_gb is None:
+            await super().start()
+            return
+        self._dir = Path(tempfile.mkdtemp(prefix="vf-apptainer-"))
+        image = await self._image()
+        script = await _apptainer("inspect", "--startscript", image)
+        if any(line.strip() and not line.lstrip().startswith("#") for line in script.splitlines()):
+            raise SandboxError("Apptainer requires an image without a startscript")  # verifiers' own message
+        disk = self._dir / "disk.img"
+        await self._make_disk(disk, image, round(self.limits.disk_gb * GB))
+        options = [] if self.config.cpu is None else ["--cpus", str(self.config.cpu)]
+        options += [] if self.config.memory is None else ["--memory", f"{self.config.memory}g"]
+        options += ["--nv"] if parse_gpu(self.config.gpu)[1] else []
+        await _apptainer("instance", "start", *_ISOLATION, "--overlay", str(disk), *options, image, self._instance)
+        self.info.id = self._instance
+
+    async def _make_disk(self, disk: Path, image: str, size: int) -> None:
+        """Create a disk with the image's working directory, owned by this user.
+
+        mke2fs fills the disk while it formats it. Files of the image belong to root, and this user could not change
+        them through the overlay.
+        """
+        assert self._dir is not None and self.config.workdir is not None
+        files = self._dir / "files"
+        workdir = files / "upper" / self.config.workdir.lstrip("/")
+        for path in (files / "work", workdir, files / "upper" / str(Path.home()).lstrip("/")):
+            path.mkdir(parents=True, exist_ok=True)
+        for name in ("tmp", "var/tmp"):
+            path = files / "upper" / name
+            path.mkdir(parents=True, exist_ok=True)
+            path.chmod(0o1777)
+        target = f"/{self._instance}"
+        bind = ("--bind", f"{workdir}:{target}")
+        await _apptainer("exec", *_ISOLATION, *bind, image, "sh", "-c", _COPY, "copy", self.config.workdir, target)
+        with disk.open("wb") as file:
+            file.truncate(size)
+        options = ["-q", "-F", "-t", "ext3", "-m", "0", "-b", "4096", "-i", str(_INODE_BYTES), "-J", "size=4"]
+        owner = f"root_owner={os.getuid()}:{os.getgid()}"
+        program = find_program("mke2fs") or "mke2fs"
+        result = await cli(program, *options, "-E", owner, "-d", str(files), str(disk))
+        if result.exit_code:
+            why = f"runtime.limits.disk_gb is too small for the image's files in {self.config.workdir}"
+            raise SandboxError(f"{why}: {result.stderr.strip()[-300:]}")
+        await asyncio.to_thread(shutil.rmtree, files)
+
+
+async def _apptainer(*words: str) -> str:
+    """Run an apptainer command and return its output. Raises SandboxError."""
+    result = await cli("apptainer", *words)
+    if result.exit_code:
+        raise SandboxError(f"apptainer {words[0]} failed: {result.stderr.strip()[-2000:]}")
+    return str(result.stdout)
+
+
+def find_program(program: str) -> str | None:
+    """Find one of `DISK_PROGRAMS` where apptainer would find it."""
+    return shutil.which(program, path=os.pathsep.join([os.environ.get("PATH", ""), _ADMIN_PATH, *_bundled_programs()]))
+
+
+def missing_for_disks() -> list[str]:
+    """List what this host lacks for disks of fixed size."""
+    missing = [program for program in DISK_PROGRAMS if find_program(program) is None]
+    return missing if os.access("/dev/fuse", os.R_OK | os.W_OK) else [*missing, "/dev/fuse"]
+
+
+@functools.cache
+def _bundled_programs() -> tuple[str, ...]:
+    """Return the directory with apptainer's own programs, if there is one."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        words = ["apptainer", "buildcfg", "LIBEXECDIR"]
+        libexec = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=True
+        ).stdout.strip()
+        return (f"{libexec}/apptainer/bin",) if libexec else ()
+    return ()

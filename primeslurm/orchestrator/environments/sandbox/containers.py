@@ -1,15 +1,12 @@
-"""Containers of a worker bear its mark, and no command line of theirs has the worker's own variables.
+"""Changes to verifiers' docker, podman and apptainer runtimes.
 
-The mark is for what outlives a worker to be found again and removed, and nothing else: one that is killed removes
-nothing, and a command that is ended while it starts a container may have asked for one already. docker and podman keep
-labels; apptainer has names only.
-
-Command lines are for all users of the node to see. Secrets that a recipe names are variables of the worker, and so of
-what it starts: docker and podman are told names alone, apptainer is told a file of the worker's user. What a task makes
-of a secret (`KEY = "${TOKEN}"`) is made of it in the container, by a shell.
-
-apptainer keeps names and logs of its instances at home, and the logs for good. Here both are files of the run, and logs
-go with their instance.
+- A worker marks its containers, so that a later worker can remove what a killed one has left. docker and podman have
+  labels; apptainer only has instance names.
+- Command lines hold no secrets, because all users of the node can read them. docker and podman get only the names of
+  variables, apptainer gets a file that only this user can read. If a task puts a secret into another variable
+  (`KEY = "${TOKEN}"`), a shell in the container does that.
+- apptainer keeps names and logs of instances in the home directory, and never deletes the logs. Here both are in the
+  run directory, and an instance's logs are removed with it.
 """
 
 from __future__ import annotations
@@ -31,28 +28,32 @@ from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
 from verifiers.v1.utils.scope import run_scope
 
 from primeslurm.orchestrator.environments.sandbox import uv_scripts
-from primeslurm.orchestrator.environments.sandbox.apptainer import PRIVATE_NETWORK, LimitProbe, PrivateNetwork
-from primeslurm.orchestrator.environments.sandbox.disk import FixedSizeDisk
+from primeslurm.orchestrator.environments.sandbox.apptainer import (
+    PRIVATE_NETWORK,
+    FixedSizeDisk,
+    LimitProbe,
+    PrivateNetwork,
+)
 from primeslurm.recipe.sections.sandboxes import Limits
 
 log = logging.getLogger(__name__)
 
 RUN_LABEL = "verifiers.run"
-"""verifiers' own, with the run's id (`VF_RUN_ID`)."""
+"""verifiers' own label, with the run's id (`VF_RUN_ID`)."""
 WORKER_LABEL = "primeslurm.worker"
 COMMAND_TIMEOUT_S = 60.0
-"""Longest wait for an answer of an engine."""
-_hidden: set[str] = set()
-"""Names of variables; see `hide`."""
+"""Timeout of a command of a container engine."""
 CONFIG = "APPTAINER_CONFIGDIR"
-"""Environment variable: what apptainer uses instead of `~/.apptainer`."""
-_OPEN = Limits()
+"""Environment variable: the directory that apptainer uses instead of `~/.apptainer`."""
+_NO_LIMITS = Limits()
+_secret_names: set[str] = set()
+"""Variables of this process whose values appear in no command line; see `hide_secrets`."""
 _logins: dict[str, Path] = {}
-"""Files of the user, by the names that apptainer looks for in that directory; see `write_below`."""
+"""The user's files with registry logins, by their names in apptainer's directory; see `use_directory`."""
 
 
-class _Scripted:
-    """A container that may see the environments of the node, where scripts then find their packages."""
+class _ScriptRuntime:
+    """Mixin of containers that may see the node's Python environments."""
 
     shown: ClassVar[tuple[Path, ...]] = ()
 
@@ -60,12 +61,12 @@ class _Scripted:
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         if self.shown:
-            return await uv_scripts.put(self, script, activate)
+            return await uv_scripts.upload(self, script, activate)
         words: list[str] = await super().prepare_uv_script(script, env, activate=activate)  # type: ignore[misc]
         return words
 
 
-class _MarkedDocker(_Scripted, DockerRuntime):  # type: ignore[misc]
+class _MarkedDocker(_ScriptRuntime, DockerRuntime):  # type: ignore[misc]
     worker: ClassVar[str]
     _label_args: list[str]
     env: dict[str, str]
@@ -76,7 +77,7 @@ class _MarkedDocker(_Scripted, DockerRuntime):  # type: ignore[misc]
         self._label_args += [word for path in self.shown for word in ("--volume", f"{path}:{path}:ro")]
 
     async def start(self) -> None:
-        # the container's own process needs none of the task's variables, and each command gets them
+        # `docker run` would show the task's variables. Each command gets them, and the container itself needs none.
         variables, self.env = self.env, {}
         try:
             await super().start()
@@ -84,39 +85,40 @@ class _MarkedDocker(_Scripted, DockerRuntime):  # type: ignore[misc]
             self.env = variables
 
     def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
-        made = _made(env)
-        used = {secret: os.environ[secret] for one in made.values() for secret in one.secrets}
-        told = {name: value for name, value in env.items() if name not in made} | used
-        named = {f"{name}={value}": name for name, value in _own(told).items()}
-        words = [named.get(word, word) for word in super()._exec(told, stdin=stdin)]
-        return [*words, *_making(made, used, env)] if made else words
+        derived = _derived_from_secrets(env)
+        secrets = {name: os.environ[name] for value in derived.values() for name in value.secrets}
+        passed = {name: value for name, value in env.items() if name not in derived} | secrets
+        # `--env NAME` takes the value from docker's own environment, which is the worker's.
+        by_name = {f"{name}={value}": name for name, value in _same_in_worker(passed).items()}
+        words = [by_name.get(word, word) for word in super()._exec(passed, stdin=stdin)]
+        return [*words, *_derive_in_shell(derived, secrets, env)] if derived else words
 
 
 class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
-    """verifiers' podman is its docker with another command."""
+    """verifiers' podman runtime is its docker runtime with another command."""
 
 
-class _MarkedApptainer(_Scripted, FixedSizeDisk):
+class _MarkedApptainer(_ScriptRuntime, FixedSizeDisk):
     worker: ClassVar[str]
     probe: ClassVar[LimitProbe]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._instance = _instances(self.worker) + self._instance.removeprefix("vf-")
+        self._instance = _instance_prefix(self.worker) + self._instance.removeprefix("vf-")
 
     async def start(self) -> None:
         _link_logins()
         if self.config.cpu is not None or self.config.memory is not None:
-            self._drop_limits(await self.probe.why_not(await self._image()))
+            self._drop_limits(await self.probe.problem(await self._image()))
         await super().start()
 
-    def _drop_limits(self, why: str) -> None:
-        """Go without limits that apptainer may not set here, if only the task asks for them. Raises SandboxError."""
-        if not why:
+    def _drop_limits(self, problem: str) -> None:
+        """Drop a task's limits if apptainer cannot set them here. Raises SandboxError if the recipe sets them."""
+        if not problem:
             return
         for name in ("cpus", "memory_gb"):
             if getattr(self.limits, name) is not None:
-                raise SandboxError(f"runtime.limits.{name} cannot be held by apptainer here: leave it out. {why}")
+                raise SandboxError(f"apptainer cannot enforce runtime.limits.{name} here: leave it out. {problem}")
         self.config = self.config.model_copy(update={"cpu": None, "memory": None})
 
     def cleanup(self) -> None:
@@ -124,15 +126,15 @@ class _MarkedApptainer(_Scripted, FixedSizeDisk):
         _remove_logs(self._instance)
 
     def _exec(self, env: dict[str, str], *, stdin: bool = False) -> list[str]:
-        hidden = _own(env) | {name: env[name] for name in _made(env)}
-        words: list[str] = super()._exec({name: env[name] for name in env if name not in hidden}, stdin=stdin)
-        return [*words[:2], "--env-file", str(self._file_of(hidden)), *words[2:]] if hidden else words
+        in_file = _same_in_worker(env) | {name: env[name] for name in _derived_from_secrets(env)}
+        words: list[str] = super()._exec({name: env[name] for name in env if name not in in_file}, stdin=stdin)
+        return [*words[:2], "--env-file", str(self._env_file(in_file)), *words[2:]] if in_file else words
 
-    def _file_of(self, hidden: Mapping[str, str]) -> Path:
-        """Write variables where a shell reads them, once, for as long as the instance is there."""
+    def _env_file(self, variables: Mapping[str, str]) -> Path:
+        """Write variables to a file that lasts as long as the instance. Equal variables share a file."""
         assert self._dir is not None
-        # os.fsencode: values may have bytes that are no text.
-        content = os.fsencode("".join(f"{name}={shlex.quote(value)}\n" for name, value in hidden.items()))
+        # os.fsencode, because values may hold bytes that are not text.
+        content = os.fsencode("".join(f"{name}={shlex.quote(value)}\n" for name, value in variables.items()))
         path = self._dir / f"{hashlib.sha256(content).hexdigest()}.env"
         if not path.exists():
             path.touch(0o600)
@@ -140,155 +142,159 @@ class _MarkedApptainer(_Scripted, FixedSizeDisk):
         return path
 
 
-def _own(env: Mapping[str, str]) -> dict[str, str]:
-    """Those of a command's variables that are the worker's, too."""
+def _same_in_worker(env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that have the same value in the worker's environment."""
     return {name: value for name, value in env.items() if os.environ.get(name) == value}
 
 
-class _Made(NamedTuple):
-    """A value with secrets in it."""
+class _Derived(NamedTuple):
+    """A value that contains secrets."""
 
     secrets: tuple[str, ...]
-    """Names of the worker's variables."""
-    word: str
-    """What a shell that has them makes the value of."""
+    """Names of the worker's variables in it."""
+    shell_word: str
+    """Shell syntax that yields the value in a shell that has these variables."""
 
 
-def _made(env: Mapping[str, str]) -> dict[str, _Made]:
-    """Those of a command's variables that have secrets in them, and are not the worker's, too.
+def _derived_from_secrets(env: Mapping[str, str]) -> dict[str, _Derived]:
+    """Return the variables whose values contain secrets, except those that are equal in the worker.
 
     Raises:
-        SandboxError: one has a name that no shell can give to it.
+        SandboxError: one has a name that a shell cannot export.
     """
-    secrets = {os.environ[name]: name for name in sorted(_hidden) if os.environ.get(name)}
+    secrets = {os.environ[name]: name for name in sorted(_secret_names) if os.environ.get(name)}
     if not secrets:
         return {}
-    longest_first = sorted(secrets, key=len, reverse=True)
-    anywhere = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
-    own, found = _own(env), {}
+    # Longest first: a secret may be part of another one.
+    any_secret = re.compile(f"({'|'.join(map(re.escape, sorted(secrets, key=len, reverse=True)))})")
+    same, derived = _same_in_worker(env), {}
     for name, value in env.items():
-        parts = anywhere.split(value)
-        if name in own or len(parts) == 1:
+        parts = any_secret.split(value)
+        if name in same or len(parts) == 1:
             continue
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) is None:
-            raise SandboxError(f"a task's env gives a secret to {name!r}, which is not a name of a variable")
-        used = tuple(secrets[part] for part in parts[1::2])
+            raise SandboxError(f"a task's env gives a secret to {name!r}, which is not a valid name of a variable")
+        names = tuple(secrets[part] for part in parts[1::2])
         word = "".join(f'"${secrets[part]}"' if part in secrets else shlex.quote(part) for part in parts if part)
-        found[name] = _Made(used, word)
-    return found
+        derived[name] = _Derived(names, word)
+    return derived
 
 
-def _making(made: Mapping[str, _Made], used: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
-    """A shell that makes variables of secrets, puts back what these took the names of, and becomes what follows."""
-    back = {
-        name: shlex.quote(env[name]) for name in used if env.get(name, used[name]) != used[name] and name not in made
+def _derive_in_shell(derived: Mapping[str, _Derived], secrets: Mapping[str, str], env: Mapping[str, str]) -> list[str]:
+    """Return a shell command that sets derived variables, restores what the secrets hid, and runs the words after it.
+
+    Args:
+        derived: variables to set.
+        secrets: variables that were passed only for this.
+        env: what the program must see in the end.
+    """
+    restored = {
+        name: shlex.quote(env[name])
+        for name in secrets
+        if env.get(name, secrets[name]) != secrets[name] and name not in derived
     }
-    words = {name: one.word for name, one in made.items()} | back
-    exported = " ".join(f"{name}={word}" for name, word in words.items())  # by one command, which sees the secrets only
-    gone = "".join(f"unset {name}; " for name in used if name not in env)
-    return ["sh", "-c", f'export {exported}; {gone}exec "$@"', "sh"]
+    words = {name: value.shell_word for name, value in derived.items()} | restored
+    # One export command: the shell expands all words before it sets a variable, so every word sees the secrets.
+    exports = " ".join(f"{name}={word}" for name, word in words.items())
+    unset = "".join(f"unset {name}; " for name in secrets if name not in env)
+    return ["sh", "-c", f'export {exports}; {unset}exec "$@"', "sh"]
 
 
 def hide_secrets(names: Iterable[str]) -> None:
-    """Keep values of variables of this process out of all command lines of its containers, whatever they are part of.
-
-    Args:
-        names: of secrets, and of what tasks may make others of.
-    """
-    _hidden.update(names)
+    """Keep the values of these variables of this process out of all command lines, even as part of another value."""
+    _secret_names.update(names)
 
 
 def use_directory(directory: Path) -> None:
-    """Have apptainer write below a directory what it writes at home by itself. The user's logins at registries stay.
+    """Make apptainer use a directory instead of the home directory. The user's registry logins keep working.
 
     Args:
-        directory: of the run, on a file system that all its nodes share.
+        directory: in the run directory, on a file system that all nodes of the run share.
     """
-    given = os.environ.get(CONFIG)
-    theirs = Path(given) if given else Path.home() / ".apptainer"
-    docker = theirs if given else Path.home() / ".docker"  # so apptainer looks for what docker has
-    _logins.update({name: theirs / name for name in ("docker-config.json", "remote.yaml")})
+    configured = os.environ.get(CONFIG)
+    home = Path(configured) if configured else Path.home() / ".apptainer"
+    docker = home if configured else Path.home() / ".docker"  # where apptainer looks for docker's logins
+    _logins.update({name: home / name for name in ("docker-config.json", "remote.yaml")})
     _logins["config.json"] = docker / "config.json"
     os.environ |= {"APPTAINER_CACHEDIR": str(directory / "cache"), CONFIG: str(directory / "config")}
 
 
 def _link_logins() -> None:
-    """Show apptainer the user's logins, where it looks for them now."""
     if config := os.environ.get(CONFIG):
         Path(config).mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, path in _logins.items():
-            with contextlib.suppress(FileExistsError):  # another worker's
+            with contextlib.suppress(FileExistsError):  # another worker was first
                 if path.is_file():
                     Path(config, name).symlink_to(path)
 
 
-def _remove_logs(instances: str) -> None:
-    """Remove the logs of instances whose names begin so."""
+def _remove_logs(prefix: str) -> None:
+    """Remove the logs of instances whose names have this prefix."""
     if config := os.environ.get(CONFIG):
-        for path in Path(config).glob(f"instances/logs/*/*/{instances}*"):
+        for path in Path(config).glob(f"instances/logs/*/*/{prefix}*"):
             path.unlink(missing_ok=True)
 
 
-def patch_runtimes(worker: str, shown: Sequence[Path] = (), limits: Limits = _OPEN) -> None:
-    """Have verifiers mark the containers of this process.
+def patch_runtimes(worker: str, shown: Sequence[Path] = (), limits: Limits = _NO_LIMITS) -> None:
+    """Replace verifiers' container runtimes in this process.
 
     Args:
-        worker: its name within the run.
-        shown: directories of the node that containers see, read-only. With any, scripts run with the packages there.
-        limits: the recipe's, of apptainer's. With network none, they reach nothing but the endpoints of their rollout.
+        worker: the worker's name within the run, with which containers are marked.
+        shown: directories of the node that containers see read-only. If there are any, scripts use their packages.
+        limits: the recipe's limits of apptainer. With `network: none`, containers reach only their rollout's endpoints.
     """
-    made: dict[str, Any] = {"worker": worker, "shown": tuple(shown)}
-    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), made)
-    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), made)
-    kinds: tuple[type, ...] = (_MarkedApptainer,)
+    attributes: dict[str, Any] = {"worker": worker, "shown": tuple(shown)}
+    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), attributes)
+    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), attributes)
+    bases: tuple[type, ...] = (_MarkedApptainer,)
     if limits.network == "none":
-        kinds = (PrivateNetwork, _MarkedApptainer)
+        bases = (PrivateNetwork, _MarkedApptainer)
         os.environ |= PRIVATE_NETWORK
-    made |= {"limits": limits, "probe": LimitProbe()}
-    runtimes.ApptainerRuntime = type("Apptainer", kinds, made)
-    if shown:  # apptainer adds them to the `--bind` of its command line
-        before = filter(None, [os.environ.get("APPTAINER_BIND")])
-        os.environ["APPTAINER_BIND"] = ",".join([*before, *(f"{path}:{path}:ro" for path in shown)])
+    runtimes.ApptainerRuntime = type("Apptainer", bases, attributes | {"limits": limits, "probe": LimitProbe()})
+    if shown:  # apptainer adds this variable to the `--bind` options of its command line
+        binds = [*filter(None, [os.environ.get("APPTAINER_BIND")]), *(f"{path}:{path}:ro" for path in shown)]
+        os.environ["APPTAINER_BIND"] = ",".join(binds)
 
 
 def remove_stale(kinds: Iterable[str], worker: str) -> None:
-    """Remove containers of this node that a worker of this name has left, of this run.
+    """Remove this run's containers on this node that an earlier worker of the same name has left.
 
     Args:
-        kinds: types of runtimes to look at; others than containers of the node are passed over.
-        worker: its name within the run.
+        kinds: types of runtimes. Types that are not containers of the node are ignored.
+        worker: the worker's name within the run.
     """
     for kind in kinds:
         try:
             if kind in ("docker", "podman"):
-                _sweep_labelled(kind, worker)
-            elif kind == "apptainer":  # says that it has failed where there is none
+                _remove_labelled(kind, worker)
+            elif kind == "apptainer":
+                # check=False, because it fails if no such instance exists.
                 subprocess.run(
-                    [kind, "instance", "stop", "--force", f"{_instances(worker)}*"],
+                    [kind, "instance", "stop", "--force", f"{_instance_prefix(worker)}*"],
                     capture_output=True,
                     timeout=COMMAND_TIMEOUT_S,
                     check=False,
                 )
-                _remove_logs(_instances(worker))
+                _remove_logs(_instance_prefix(worker))
         except (OSError, subprocess.SubprocessError) as error:
-            log.warning("containers that an earlier worker may have left were not looked for: %s", error)
+            log.warning("cannot look for containers of an earlier worker: %s", error)
 
 
-def _sweep_labelled(engine: str, worker: str) -> None:
+def _remove_labelled(engine: str, worker: str) -> None:
     labels = (f"{RUN_LABEL}={run_scope()}", f"{WORKER_LABEL}={worker}")
-    chosen = [word for label in labels for word in ("--filter", f"label={label}")]
-    found = _answer([engine, "ps", "--all", "--quiet", *chosen]).split()
-    if found:
-        _answer([engine, "rm", "--force", *found])
-        log.info("%d containers of %s were left, and are removed", len(found), engine)
+    filters = [word for label in labels for word in ("--filter", f"label={label}")]
+    containers = _output([engine, "ps", "--all", "--quiet", *filters]).split()
+    if containers:
+        _output([engine, "rm", "--force", *containers])
+        log.info("removed %d %s containers of an earlier worker", len(containers), engine)
 
 
-def _answer(argv: list[str]) -> str:
+def _output(argv: list[str]) -> str:
     return subprocess.run(
         argv, capture_output=True, encoding="utf-8", errors="replace", timeout=COMMAND_TIMEOUT_S, check=True
     ).stdout
 
 
-def _instances(worker: str) -> str:
-    """How names of a worker's instances begin. Names are the user's on this node, whichever run they are of."""
+def _instance_prefix(worker: str) -> str:
+    """Return how names of a worker's instances begin. It includes the run, as a user's runs on a node share names."""
     return f"vf-{hashlib.sha256(f'{run_scope()} {worker}'.encode()).hexdigest()[:16]}-"

@@ -1,4 +1,4 @@
-"""Makes verifiers, in this process, run the node's programs in sandboxes, and keep its files below the run."""
+"""Replaces verifiers' subprocess runtime in this process, and moves verifiers' files below the run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from primeslurm.recipe.sections.sandboxes import Limits, Runtime, SubprocessRunt
 
 
 def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence[Path]) -> None:
-    """Replace verifiers' subprocess runtime.
+    """Make verifiers run programs of the node in bubblewrap sandboxes.
 
     Args:
-        runtime: the recipe's, if it says one.
-        files: directory for what this process's rollouts write outside of sandboxes.
-        images: directory for container images and apptainer's own files, which all processes of the run share.
-        hidden: directories that no sandbox may see: the run's, and others'.
+        runtime: the recipe's runtime. None or a container: sandboxes with default limits.
+        files: directory for files that this process's rollouts write outside sandboxes.
+        images: directory for container images and apptainer's files, shared by all processes of the run.
+        hidden: directories that no sandbox may see, such as the run directory.
     """
     kind: type[runtimes.Runtime] = TrustedRuntime
     if not isinstance(runtime, SubprocessRuntime):
@@ -31,7 +31,7 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     elif not runtime.trusted:
         kind = _sandboxed(sandbox_limits(runtime.limits), tuple(map(Path, runtime.visible)), hidden)
     runtimes.SubprocessRuntime = kind
-    # verifiers keeps all this below the home directory, where a killed worker would leave it
+    # verifiers keeps these files in the home directory, where a killed worker would leave them.
     unprotected.CACHE_DIR = files
     apptainer._ROOT = images
     e2b._TEMPLATE_LOCK_DIR, limiters.LIMITER_DIR = files / "e2b", files / "limiter"
@@ -40,15 +40,15 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     limits.remove_stale_groups()
 
 
-def sandbox_limits(asked: Limits) -> SandboxLimits:
-    """The recipe's limits in bytes; what it leaves open is the default."""
+def sandbox_limits(recipe: Limits) -> SandboxLimits:
+    """Convert the recipe's limits to bytes, and fill in the defaults."""
     default = SandboxLimits()
     return SandboxLimits(
-        cpus=asked.cpus,
-        memory=default.memory if asked.memory_gb is None else round(asked.memory_gb * GB),
-        disk=default.disk if asked.disk_gb is None else round(asked.disk_gb * GB),
-        processes=asked.processes or default.processes,
-        open_network=asked.network == "open",
+        cpus=recipe.cpus,
+        memory=default.memory if recipe.memory_gb is None else round(recipe.memory_gb * GB),
+        disk=default.disk if recipe.disk_gb is None else round(recipe.disk_gb * GB),
+        processes=recipe.processes or default.processes,
+        open_network=recipe.network == "open",
     )
 
 
@@ -57,13 +57,13 @@ def _sandboxed(allowed: SandboxLimits, visible: tuple[Path, ...], hidden: Sequen
 
 
 class TrustedRuntime(unprotected.SubprocessRuntime):  # type: ignore[misc]
-    """verifiers' own, without a sandbox; only that it installs nothing."""
+    """verifiers' subprocess runtime, without a sandbox. The only change: it installs no packages for scripts."""
 
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
-        """Write a script to the rollout's directory, for a Python that has its packages. Raises SandboxError."""
-        text, python = uv_scripts.prepared(script)
+        """Write a script to the rollout's directory. Return the command that runs it. Raises SandboxError."""
+        text, python = uv_scripts.text_and_python(script)
         assert self.workdir is not None
         path = self.workdir.resolve() / ".program.py"
         if not path.exists():

@@ -1,30 +1,44 @@
-"""How much one sandbox may use, and what holds it to that.
+"""Limits of a bubblewrap sandbox, and their enforcement.
 
-Control groups hold memory, processes and cores exactly, where this user may make any. Elsewhere the kernel's limits for
-single processes stand in (RLIMIT_DATA for private memory; RLIMIT_NPROC, which since Linux 5.14 counts a sandbox's own
-processes, but not for root), and `watch` ends a sandbox whose processes are too many or too large together.
+Where this user may create control groups, these hold memory, processes and cores exactly. Elsewhere, resource limits of
+single processes take their place (RLIMIT_DATA for private memory; RLIMIT_NPROC, which since Linux 5.14 counts per user
+namespace, but not for root). A watcher then kills sandboxes whose processes together are too many or too large.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import os
 import shutil
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from primeslurm.recipe.sections.sandboxes import SUBPROCESS_DISK_GB, SUBPROCESS_MEMORY_GB
 
+if TYPE_CHECKING:
+    from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox
+
 GB = 10**9
-_NAME = "primeslurm-"
+WATCH_INTERVAL_S = 0.25
+_GROUP_PREFIX = "primeslurm-"
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_CONTROLLER_FILES = {
+    "memory": ("memory.max", "memory.limit_in_bytes"),
+    "pids": ("pids.max",),
+    "cpu": ("cpu.max", "cpu.cfs_quota_us"),
+}
+"""Files that set the limit of a controller, in version 2 and version 1 of control groups."""
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What all programs of one sandbox may use together. Sizes in bytes."""
+    """What all programs of one sandbox together may use. Sizes in bytes."""
 
     cpus: float | None = None
     memory: int = round(SUBPROCESS_MEMORY_GB * GB)
@@ -32,56 +46,56 @@ class SandboxLimits:
     processes: int = 256
     open_network: bool = False
 
-    def for_processes(self, group: ControlGroup | None) -> dict[str, int]:
-        """Limits of each single process, by their names in Python's `resource`."""
+    def rlimits(self, group: ControlGroup | None) -> dict[str, int]:
+        """Return the limits of each single process, by their names in Python's `resource`."""
         limits = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": self.disk, "RLIMIT_MSGQUEUE": 0}
         if group is None or not group.holds("memory"):
             limits["RLIMIT_DATA"] = self.memory
-        if (group is None or not group.holds("pids")) and _counts_by_namespace():
+        if (group is None or not group.holds("pids")) and _nproc_counts_by_namespace():
             limits["RLIMIT_NPROC"] = self.processes
         return limits
 
 
-def _counts_by_namespace() -> bool:
+def _nproc_counts_by_namespace() -> bool:
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)) or 0)) >= (5, 14)
 
 
 @dataclass(frozen=True)
 class ControlGroup:
-    """The control groups of one sandbox: directory by controller; with version 2 they are one and the same."""
+    """The control groups of one sandbox, by controller. In version 2 all controllers share one directory."""
 
     directories: dict[str, Path]
 
     def holds(self, controller: str) -> bool:
-        """Whether a controller is among them."""
+        """Tell whether a controller limits the sandbox."""
         return controller in self.directories
 
     @property
-    def doors(self) -> list[str]:
-        """The files that a process enters by writing its pid to them."""
+    def procs_files(self) -> list[str]:
+        """Files to which a process writes its pid to join."""
         return [str(path / "cgroup.procs") for path in dict.fromkeys(self.directories.values())]
 
     def limit(self, limits: SandboxLimits) -> None:
-        """Set the limits. Files in memory count as memory, so their share comes on top."""
+        """Write the limits. The sandbox's files are in memory, so the disk limit is added to the memory limit."""
         memory = limits.memory + limits.disk
-        values = {
+        values: dict[str, dict[str, object]] = {
             "memory": {"memory.max": memory, "memory.swap.max": 0, "memory.limit_in_bytes": memory},
             "pids": {"pids.max": limits.processes},
             "cpu": {},
         }
         if limits.cpus is not None:
             quota = round(100_000 * limits.cpus)
-            values["cpu"] = {"cpu.max": f"{quota} 100000", "cpu.cfs_quota_us": quota}  # type: ignore[dict-item]
+            values["cpu"] = {"cpu.max": f"{quota} 100000", "cpu.cfs_quota_us": quota}
         for controller, directory in self.directories.items():
             for name, value in values[controller].items():
                 with contextlib.suppress(FileNotFoundError, PermissionError):  # the other version's name
                     if (directory / name).exists():
                         (directory / name).write_text(str(value))
 
-    def remove(self, patience_s: float = 5.0) -> None:
-        """Remove the groups, once their last process is gone."""
-        deadline = time.monotonic() + patience_s
+    def remove(self, timeout_s: float = 5.0) -> None:
+        """Remove the groups once their last process is gone."""
+        deadline = time.monotonic() + timeout_s
         for path in dict.fromkeys(self.directories.values()):
             while path.exists():
                 try:
@@ -93,85 +107,153 @@ class ControlGroup:
 
 
 def make_group(name: str) -> ControlGroup | None:
-    """Make the control groups of a sandbox below those of this worker; None where that is not allowed."""
-    made: dict[str, Path] = {}
-    for controller, parent in _parents().items():
-        path = parent / f"{_NAME}{os.getpid()}-{name}"
+    """Create the control groups of a sandbox below those of this worker; None if this user may not."""
+    directories: dict[str, Path] = {}
+    for controller, parent in _parent_groups().items():
+        path = parent / f"{_GROUP_PREFIX}{os.getpid()}-{name}"
         with contextlib.suppress(OSError):
             path.mkdir(exist_ok=True)
-            made[controller] = path
-    return ControlGroup(made) if made else None
+            directories[controller] = path
+    return ControlGroup(directories) if directories else None
 
 
 def remove_stale_groups() -> None:
-    """Remove groups that workers left which were killed."""
-    for parent in dict.fromkeys(_parents().values()):
-        for path in parent.glob(f"{_NAME}*-*"):
-            pid = path.name.removeprefix(_NAME).split("-")[0]
+    """Remove groups that killed workers have left."""
+    for parent in dict.fromkeys(_parent_groups().values()):
+        for path in parent.glob(f"{_GROUP_PREFIX}*-*"):
+            pid = path.name.removeprefix(_GROUP_PREFIX).split("-")[0]
             if pid.isdigit() and not Path(f"/proc/{pid}").exists():
                 with contextlib.suppress(OSError):
                     path.rmdir()
 
 
 @functools.cache
-def _parents() -> dict[str, Path]:
-    """Where groups of each controller can be made, found by making one."""
-    found: dict[str, Path] = {}
-    for controllers, directory in _own():
+def _parent_groups() -> dict[str, Path]:
+    """Return the directory below which this user can create groups of each controller. It tries to create one."""
+    parents: dict[str, Path] = {}
+    for controllers, directory in _groups_of_this_process():
         for candidate in (directory, directory.parent):
-            trial = candidate / f"{_NAME}{os.getpid()}-trial"
+            trial = candidate / f"{_GROUP_PREFIX}{os.getpid()}-trial"
             try:
                 trial.mkdir()
             except OSError:
                 continue
             try:
                 (trial / "cgroup.procs").read_text()
-                files = {"memory": ("memory.max", "memory.limit_in_bytes"), "pids": ("pids.max",)}
-                files["cpu"] = ("cpu.max", "cpu.cfs_quota_us")
-                held = [c for c in controllers if any(os.access(trial / name, os.W_OK) for name in files[c])]
-                found |= {c: candidate for c in held if c not in found}
+                usable = [
+                    controller
+                    for controller in controllers
+                    if any(os.access(trial / name, os.W_OK) for name in _CONTROLLER_FILES[controller])
+                ]
+                parents |= {controller: candidate for controller in usable if controller not in parents}
             except OSError:
-                held = []
+                usable = []
             finally:
                 trial.rmdir()
-            if held:
+            if usable:
                 break
-    return found
+    return parents
 
 
-def _lines(path: str) -> list[str]:
-    """Return the lines of a file of the kernel. Names of directories in it may be in any encoding."""
-    return os.fsdecode(Path(path).read_bytes()).split("\n")[:-1]
-
-
-def _own() -> Iterator[tuple[tuple[str, ...], Path]]:
-    """This process's groups: controllers that may matter, and the directory."""
+def _groups_of_this_process() -> Iterator[tuple[tuple[str, ...], Path]]:
+    """Yield controllers and the directory of this process's group for them."""
     mounts: dict[str, Path] = {}
     with contextlib.suppress(OSError):
-        for line in _lines("/proc/self/mounts"):
-            _, place, kind, options, *_ = line.split()
-            for controller in ("memory", "pids", "cpu"):
+        for line in _kernel_lines("/proc/self/mounts"):
+            _, mount_point, kind, options, *_ = line.split()
+            for controller in _CONTROLLER_FILES:
                 if kind == "cgroup" and controller in options.split(","):
-                    mounts.setdefault(controller, Path(place))
+                    mounts.setdefault(controller, Path(mount_point))
             if kind == "cgroup2":
-                mounts.setdefault("", Path(place))
-        for line in _lines("/proc/self/cgroup"):
+                mounts.setdefault("", Path(mount_point))
+        for line in _kernel_lines("/proc/self/cgroup"):
             _, names, path = line.split(":", 2)
             for name in names.split(","):
                 if name in mounts and path.startswith("/") and ".." not in path:
-                    yield (name,) if name else ("memory", "pids", "cpu"), mounts[name] / path.lstrip("/")
+                    yield (name,) if name else tuple(_CONTROLLER_FILES), mounts[name] / path.lstrip("/")
 
 
-def bubblewrap_works() -> str:
-    """Why sandboxes cannot be made here; empty if they can."""
-    import subprocess
+def _kernel_lines(path: str) -> list[str]:
+    # Names of directories in these files may be in any encoding.
+    return os.fsdecode(Path(path).read_bytes()).split("\n")[:-1]
 
+
+def bubblewrap_problem() -> str:
+    """Say why bubblewrap cannot start a sandbox on this host; empty if it can."""
     if shutil.which("bwrap") is None:
-        return "bubblewrap is not installed (`bwrap`; the package is called bubblewrap)"
+        return "bubblewrap is not installed (command `bwrap`, package `bubblewrap`)"
     trial = (
         "bwrap --unshare-user --disable-userns --unshare-pid --unshare-net --ro-bind / / --proc /proc --dev /dev true"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         trial.split(), capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=False
     )
-    return "" if done.returncode == 0 else f"bubblewrap cannot make a sandbox: {done.stderr.strip()[-300:]}"
+    return "" if result.returncode == 0 else f"bubblewrap cannot start a sandbox: {result.stderr.strip()[-300:]}"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the processes of a sandbox use together."""
+
+    threads: int
+    resident: int
+    """Resident memory [bytes]; a page that several processes share counts once for each."""
+    pids: tuple[int, ...]
+
+
+def measure_usage(first_pids: Collection[int]) -> dict[int, Usage]:
+    """Measure sandboxes, each given by its first process.
+
+    All descendants of the first process belong to the sandbox, because it adopts orphans. The numbers come from files
+    that every user may read, so a program cannot hide them.
+    """
+    children: dict[int, list[int]] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                # Parse bytes: a program may choose a name that is not text, to be skipped with all its children.
+                fields = (entry / "stat").read_bytes().rsplit(b")", 1)[1].split()
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+                sizes[int(entry.name)] = int(fields[17]), int(fields[21]) * _PAGE
+    return {pid: _usage_below(pid, children, sizes) for pid in first_pids}
+
+
+def _usage_below(first: int, children: dict[int, list[int]], sizes: dict[int, tuple[int, int]]) -> Usage:
+    pids, queue = [], [first]
+    while queue:
+        pid = queue.pop()
+        pids.append(pid)
+        queue += children.get(pid, [])
+    used = [sizes.get(pid, (0, 0)) for pid in pids]
+    return Usage(sum(threads for threads, _ in used), sum(resident for _, resident in used), tuple(pids))
+
+
+def proportional_memory(usage: Usage) -> int:
+    """Return the memory [bytes] with shared pages counted once. Unreadable processes count with their resident size."""
+    total = 0
+    for pid in usage.pids:
+        with contextlib.suppress(OSError, StopIteration, ValueError):
+            lines = Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines()
+            total += int(next(line for line in lines if line.startswith(b"Pss:")).split()[1]) * 1024
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
+    return total
+
+
+async def watch(sandboxes: Collection[Sandbox]) -> None:
+    """Kill sandboxes that use more than they may, until there are no sandboxes left."""
+    while sandboxes:
+        await asyncio.sleep(WATCH_INTERVAL_S)
+        by_pid = {each.first_pid: each for each in list(sandboxes) if each.first_pid and not each.end_reason}
+        for pid, usage in (await asyncio.to_thread(measure_usage, by_pid)).items():
+            sandbox = by_pid[pid]
+            if usage.threads > sandbox.allowed.processes:
+                sandbox.kill(f"it had {usage.threads} processes, and {sandbox.allowed.processes} are allowed")
+            elif usage.resident > sandbox.allowed.memory:
+                # The exact number is slow to read, so it is read only if the upper bound is too high.
+                memory = await asyncio.to_thread(proportional_memory, usage)
+                if memory > sandbox.allowed.memory:
+                    allowed = sandbox.allowed.memory / 1e9
+                    sandbox.kill(f"it used {memory / 1e9:.1f} GB of memory, and {allowed:.1f} GB are allowed")

@@ -1,6 +1,6 @@
-"""What the program within a sandbox, `inside`, says to the worker outside: each message is one of these, as JSON.
+"""Messages that `sandbox_init` sends to the worker, as JSON.
 
-Whoever runs in a sandbox may write in its name, so nothing else than these fields is taken.
+Any program in the sandbox can forge them. The worker therefore accepts these fields and nothing else.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from primeslurm.wire.decoding import Count
 
 
 class SandboxReady(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """It takes requests."""
+    """The sandbox accepts requests."""
 
 
 class ProgramExited(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="exited"):
-    """A program that it had started has ended."""
+    """A program of the sandbox has ended."""
 
     pid: Count
     code: Annotated[int, msgspec.Meta(ge=-255, le=255)]
-    """Exit code, or the number of the signal that ended it, below zero."""
+    """Exit code, or minus the number of the signal that ended the program."""
 
 
 class RequestAnswered(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="answered"):
-    """It has done what a request asked for, or could not. Sockets that were asked for come with it."""
+    """A request was carried out or failed. A requested socket is attached to this message."""
 
     id: Count
-    """Of the request."""
+    """Number of the request."""
     pid: Count | None = None
-    """Of the program that was started."""
+    """Process that a spawn request started, as numbered in the sandbox."""
     error: str = ""
-    """Why it could not; empty if it could."""
+    """Why the request failed; empty on success."""
 
 
 SandboxAnswer = SandboxReady | ProgramExited | RequestAnswered

@@ -1,4 +1,4 @@
-"""verifiers' subprocess runtime, each in a sandbox of its own, which is made when the first program needs it."""
+"""verifiers' subprocess runtime with a bubblewrap sandbox for each rollout."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from typing import Any, ClassVar
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
-from primeslurm.orchestrator.environments.sandbox import bwrap_args, uv_scripts, watch
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, limits, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox, SandboxProcess
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PrivateLoopback, SandboxGoneError
 
-LONGEST_OUTPUT = 16 << 20
-"""Bytes of each stream of a command that are kept; a program that never stops writing must not fill the worker."""
+MAX_OUTPUT = 16 << 20
+"""Most bytes of each output stream of a command that are kept. Endless output must not fill the worker's memory."""
 _PASSED = ("LANG", "LC_ALL", "TZ", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
+"""Variables of the worker that programs get. None of them holds a secret."""
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "UV_OFFLINE": "1"}
-"""What would otherwise ask the internet first, and wait."""
-_LINGER_S = 1.0
+"""Without these, libraries first try to reach the internet, and wait."""
+_OUTPUT_GRACE_S = 1.0
+"""Wait for the rest of a command's output after its exit. A background process may hold the streams open."""
 
 
 class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
-    """Programs of the node in a sandbox. Made by verifiers, which gives it nothing but its own config."""
+    """Runs programs of the node in a sandbox, which starts with the first program.
+
+    verifiers constructs it with its own config only, so limits and directories are attributes of a subclass.
+    """
 
     limits: ClassVar[SandboxLimits] = SandboxLimits()
     visible: ClassVar[tuple[Path, ...]] = ()
     hidden: ClassVar[tuple[Path, ...]] = ()
-    boxes: ClassVar[weakref.WeakSet[Sandbox]] = weakref.WeakSet()
+    watched: ClassVar[weakref.WeakSet[Sandbox]] = weakref.WeakSet()
+    """Sandboxes whose memory or processes no control group limits."""
     _watcher: ClassVar[asyncio.Task[None] | None] = None
 
     def __init__(self, config: SubprocessConfig, name: str | None = None) -> None:
@@ -43,67 +49,62 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         self.config = config
         self.info = SubprocessRuntimeInfo(**config.model_dump(), id=bwrap_args.WORKDIR)
         self.cwd = bwrap_args.WORKDIR
-        self._box: Sandbox | None = None
+        self._sandbox: Sandbox | None = None
         self._lock = asyncio.Lock()
         self._ports: set[int] = set()
-        self._ending: asyncio.Task[None] | None = None
+        self._kill_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Nothing yet: many rollouts never run a program."""
+        """Do nothing, because many rollouts never run a program."""
 
-    async def box(self) -> Sandbox:
-        """Return the sandbox, made if there is none yet, in which all of the rollout's endpoints can be reached.
-
-        Raises:
-            SandboxError: it cannot be made.
-        """
+    async def sandbox(self) -> Sandbox:
+        """Return the sandbox, with all of the rollout's endpoints reachable. Raises SandboxError if it cannot start."""
         async with self._lock:
             try:
-                if self._box is None:
+                if self._sandbox is None:
                     if self.stopped:
                         raise SandboxGoneError("the rollout is over")
-                    made = Sandbox(self.limits, (*bwrap_args.python_paths(), *self.visible), self.hidden)
-                    self._box = made
-                    await made.start()
-                    self._watch(made)
+                    self._sandbox = Sandbox(self.limits, (*bwrap_args.python_paths(), *self.visible), self.hidden)
+                    await self._sandbox.start()
+                    self._watch(self._sandbox)
                 for port in sorted(self._ports):
-                    await self._box.forward(port)
+                    await self._sandbox.forward(port)
             except (SandboxGoneError, OSError) as error:
                 raise SandboxError(str(error)) from error
-            return self._box
+            return self._sandbox
 
     def environment(self, env: dict[str, str]) -> dict[str, str]:
-        """Make the environment of a program: nothing of the worker's but what names no secret."""
-        own = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        """Return the environment of a program. Of the worker's variables, it has only those that hold no secrets."""
+        from_worker = {name: os.environ[name] for name in _PASSED if name in os.environ}
         path = f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
         base = {"PATH": path, "HOME": bwrap_args.HOME, "TMPDIR": "/tmp", "TERM": "dumb", "LANG": "C.UTF-8"}
-        return {**base, **own, **_OFFLINE, **self.process_env(env)}
+        return {**base, **from_worker, **_OFFLINE, **self.process_env(env)}
 
     async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
-        """Run a program to its end. Of each stream, the first `LONGEST_OUTPUT` bytes are kept."""
+        """Run a program to its end. The first `MAX_OUTPUT` bytes of each stream are kept."""
         with _Pipes("r", "w", "w") as pipes:
             os.close(pipes.take(0))
             process = await self._spawn(argv, env, pipes)
             return await self._result(process, pipes)
 
     async def _result(self, process: SandboxProcess, pipes: _Pipes, data: bytes | None = None) -> ProgramResult:
-        kept = [asyncio.create_task(_keep(pipes.take(stream), LONGEST_OUTPUT)) for stream in (1, 2)]
+        outputs = [asyncio.create_task(_read_start(pipes.take(stream), MAX_OUTPUT)) for stream in (1, 2)]
         feeding = asyncio.create_task(_feed(pipes.take(0), data)) if data is not None else None
         try:
-            await _begun()
+            await _let_tasks_begin()
             code = await process.wait()
-            # What it started may hold the streams open: the command is over nevertheless.
-            await asyncio.wait(kept, timeout=_LINGER_S)
+            await asyncio.wait(outputs, timeout=_OUTPUT_GRACE_S)
         except SandboxGoneError as error:
             raise SandboxError(str(error)) from error
         except BaseException:
-            self._ending = asyncio.create_task(process.signal(signal.SIGKILL))  # who cancels does not wait for it
+            # Whoever cancels must not wait for the kill. The attribute keeps a reference to the task.
+            self._kill_task = asyncio.create_task(process.signal(signal.SIGKILL))
             raise
         finally:
-            for task in (*kept, *([feeding] if feeding is not None else [])):
+            for task in (*outputs, *([feeding] if feeding is not None else [])):
                 task.cancel()
-            await asyncio.wait(kept)
-        stdout, stderr = (b"" if task.cancelled() else task.result() for task in kept)
+            await asyncio.wait(outputs)
+        stdout, stderr = (b"" if task.cancelled() else task.result() for task in outputs)
         return ProgramResult(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
 
     async def _spawn(self, argv: list[str], env: dict[str, str], pipes: _Pipes) -> SandboxProcess:
@@ -111,10 +112,10 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         for text in (*argv, *variables, *variables.values()):
             os.fsencode(text)
             if "\0" in text:
-                raise ValueError("embedded null byte")  # as Python says it of any program
-        box = await self.box()
+                raise ValueError("embedded null byte")  # as Python's own subprocess does
+        sandbox = await self.sandbox()
         try:
-            process = await box.spawn(argv, variables, self.cwd, *pipes.inner)
+            process = await sandbox.spawn(argv, variables, self.cwd, *pipes.inner)
         except SandboxGoneError as error:
             raise SandboxError(str(error)) from error
         except OSError as error:
@@ -126,7 +127,8 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         """Start a program whose streams stay open."""
         with _Pipes("r", "w", "w") as pipes:
             process = await self._spawn(argv, env, pipes)
-            return await SandboxRuntimeProcess.around(process, pipes)
+            stdin = await _writer(pipes.take(0))
+            return SandboxRuntimeProcess(process, stdin, _chunks(pipes.take(1)), _chunks(pipes.take(2)))
 
     async def run_background(self, argv: list[str], env: dict[str, str], log: str) -> None:
         """Start a program that runs as long as the sandbox."""
@@ -135,26 +137,26 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
             await self._spawn(words, env, pipes)
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
-        most = self.limits.disk if max_bytes is None else max_bytes
+        limit = self.limits.disk if max_bytes is None else max_bytes
         with _Pipes("r", "w", "w") as pipes:
-            process = await self._spawn(["head", "-c", str(most), "--", path], {}, pipes)
-            kept = asyncio.create_task(_keep(pipes.take(1), most))
-            why = asyncio.create_task(_keep(pipes.take(2), 4096))
+            process = await self._spawn(["head", "-c", str(limit), "--", path], {}, pipes)
+            content = asyncio.create_task(_read_start(pipes.take(1), limit))
+            errors = asyncio.create_task(_read_start(pipes.take(2), 4096))
             try:
-                await _begun()
-                code, data = await process.wait(), await kept
-                said = (await why).decode(errors="replace").strip()
+                await _let_tasks_begin()
+                code, data = await process.wait(), await content
+                stderr = (await errors).decode(errors="replace").strip()
             except SandboxGoneError as error:
                 raise SandboxError(str(error)) from error
             finally:
-                kept.cancel()
-                why.cancel()
+                content.cancel()
+                errors.cancel()
         if code:
-            raise SandboxError(f"read {path!r}: {said[-500:]}")
+            raise SandboxError(f"read {path!r}: {stderr[-500:]}")
         return data
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file of the sandbox. Raises SandboxError."""
+        """Write a file in the sandbox. Raises SandboxError."""
         target = shlex.quote(path)
         parent = shlex.quote(str(PurePosixPath(path).parent))
         with _Pipes("r", "w", "w") as pipes:
@@ -167,53 +169,48 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
     async def prepare_uv_script(
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
-        """Put a script into the sandbox, to be run by a Python that set-up gave its packages. Raises SandboxError."""
-        return await uv_scripts.put(self, script, activate)
+        """Write a script into the sandbox. Return the command that runs it. Raises SandboxError."""
+        return await uv_scripts.upload(self, script, activate)
 
     async def expose(self, port: int) -> str:
-        """Open the way from the node to a port within."""
-        return f"http://127.0.0.1:{await (await self.box()).expose(port)}"
+        """Return a URL on the node that leads to a port inside."""
+        return f"http://127.0.0.1:{await (await self.sandbox()).expose(port)}"
 
     async def teardown(self) -> None:
-        """End all of its programs."""
+        """End all programs of the rollout."""
         async with self._lock:
-            if self._box is not None:
-                await self._box.stop()
+            if self._sandbox is not None:
+                await self._sandbox.stop()
 
     def cleanup(self) -> None:
-        """End all of its programs where no event loop runs any more."""
-        if self._box is not None:
-            self._box.abandon()
+        """End all programs of the rollout when no event loop runs any more."""
+        if self._sandbox is not None:
+            self._sandbox.abandon()
 
     @classmethod
-    def _watch(cls, box: Sandbox) -> None:
-        """Look after a sandbox whose memory or processes no control group holds."""
-        if box.group is not None and box.group.holds("memory") and box.group.holds("pids"):
+    def _watch(cls, sandbox: Sandbox) -> None:
+        """Watch a sandbox whose memory or processes no control group limits."""
+        if sandbox.group is not None and sandbox.group.holds("memory") and sandbox.group.holds("pids"):
             return
-        SandboxedRuntime.boxes.add(box)
+        SandboxedRuntime.watched.add(sandbox)
         if SandboxedRuntime._watcher is None or SandboxedRuntime._watcher.done():
-            SandboxedRuntime._watcher = asyncio.create_task(watch.watching(SandboxedRuntime.boxes))
+            SandboxedRuntime._watcher = asyncio.create_task(limits.watch(SandboxedRuntime.watched))
 
 
 class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
-    """A live program in a sandbox."""
+    """A running program in a sandbox, as verifiers sees it."""
 
     def __init__(self, process: SandboxProcess, stdin: asyncio.StreamWriter, stdout: Any, stderr: Any) -> None:
         self._process, self._stdin = process, stdin
         self.stdout, self.stderr = stdout, stderr
 
-    @classmethod
-    async def around(cls, process: SandboxProcess, pipes: _Pipes) -> SandboxRuntimeProcess:
-        """Take the worker's ends of a program's streams."""
-        return cls(process, await _writer(pipes.take(0)), _chunks(pipes.take(1)), _chunks(pipes.take(2)))
-
     async def write(self, data: bytes) -> None:
-        """Write to what it reads."""
+        """Write to the program's stdin."""
         self._stdin.write(data)
         await self._stdin.drain()
 
     async def wait(self) -> int:
-        """Wait for its exit code. Raises SandboxError."""
+        """Return the exit code once the program has ended. Raises SandboxError."""
         try:
             return await self._process.wait()
         except SandboxGoneError as error:
@@ -222,23 +219,23 @@ class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
             self._stdin.close()
 
     async def poll(self) -> int | None:
-        """Return its exit code, if it has ended."""
+        """Return the exit code, or None while the program runs."""
         exited = self._process.exited
         if not exited.done():
             return None
         return exited.result() if exited.exception() is None else -signal.SIGKILL
 
     async def terminate(self) -> None:
-        """Ask it to end."""
+        """Send SIGTERM."""
         await self._process.signal(signal.SIGTERM)
 
     async def kill(self) -> None:
-        """End it."""
+        """Send SIGKILL."""
         await self._process.signal(signal.SIGKILL)
 
 
 class _Pipes:
-    """The streams of a program, as pipes: the ends that it gets (`inner`), and ours. "r": it reads, "w": it writes."""
+    """Pipes for a program's streams. `inner` are the program's ends. "r": the program reads, "w": it writes."""
 
     def __init__(self, *directions: str) -> None:
         pairs = [os.pipe() for _ in directions]
@@ -256,12 +253,12 @@ class _Pipes:
                 os.close(fd)
 
     def take(self, stream: int) -> int:
-        """Hand our end over to the caller, who closes it."""
+        """Hand over the worker's end of a stream. The caller must close it."""
         fd, self._outer[stream] = self._outer[stream], -1
         return fd
 
     def close_inner(self) -> None:
-        """Close what the program has its own copies of."""
+        """Close the program's ends. The program has its own copies."""
         if self._inner_open:
             self._inner_open = False
             for fd in self.inner:
@@ -276,18 +273,18 @@ async def _reader(fd: int) -> tuple[asyncio.StreamReader, asyncio.ReadTransport]
     return reader, transport
 
 
-async def _keep(fd: int, most: int) -> bytes:
-    """Read to the end, and keep the first `most` bytes. When cancelled, what came so far."""
+async def _read_start(fd: int, limit: int) -> bytes:
+    """Read to the end and return the first `limit` bytes. If cancelled, return what has arrived."""
     reader, transport = await _reader(fd)
-    kept = bytearray()
+    start = bytearray()
     try:
         while chunk := await reader.read(1 << 16):
-            kept += chunk[: most - len(kept)]
+            start += chunk[: limit - len(start)]
     except asyncio.CancelledError:
         pass
     finally:
         transport.close()
-    return bytes(kept)
+    return bytes(start)
 
 
 async def _chunks(fd: int) -> AsyncIterator[bytes]:
@@ -312,11 +309,11 @@ async def _feed(fd: int, data: bytes) -> None:
             writer.write(data)
             await writer.drain()
     except asyncio.CancelledError:
-        writer.transport.abort()  # to close would be to wait until the rest is read
+        writer.transport.abort()  # close() would wait until the program has read the rest
         raise
     writer.close()
 
 
-async def _begun() -> None:
-    """Let tasks that were just made begin. One that is cancelled before it began does not close what it was given."""
+async def _let_tasks_begin() -> None:
+    # A task that is cancelled before it has begun never closes the file descriptor it was given.
     await asyncio.sleep(0)

@@ -1,15 +1,14 @@
-"""What runs within a sandbox and starts its programs, as the worker outside asks over a socket.
+"""The first program of a sandbox. It starts programs as the worker requests over a socket.
 
-It is given to a bare Python (`python -I -S -c`), so it imports nothing but the standard library, and little of that:
-each rollout in flight has one. Programs beside it run as the same user and may kill or stop it; whoever reads its
-answers must expect anything. A message is one packet, a JSON text. Requests carry `id`; the answer has it, too. What
-it sends is declared in `answers`.
+A bare Python (`python -I -S -c`) runs this file in each sandbox, so it imports little, and only the standard library.
+Programs in the sandbox run as the same user: they can kill it, stop it, or forge its answers. Each message is one
+packet of JSON, and an answer repeats the `id` of its request. `protocol` declares the answers. Requests:
 
-    spawn: four file descriptors: a file with argv, env and cwd, and what the program reads and writes. Answered by
-        pid or error; `exited` follows.
-    signal: to the process group of a pid.
-    listen: on a port; the answer carries the listening socket.
-    socket: the answer carries a socket that is not connected yet.
+    spawn    start a program. Four file descriptors follow: a file with argv, env and cwd, then stdin, stdout and
+             stderr. The answer has a pid or an error; `exited` follows when the program ends.
+    signal   send a signal to the process group of a pid.
+    listen   open a port. The answer carries the listening socket.
+    socket   the answer carries an unconnected socket.
 """
 
 from __future__ import annotations
@@ -27,52 +26,51 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-LONGEST = 4096
+MAX_MESSAGE = 4096
 
 
 def send(control: socket.socket, message: dict[str, object], fds: Sequence[int] = ()) -> None:
-    """Send one message, and descriptors with it."""
     socket.send_fds(control, [json.dumps(message).encode()], fds)
 
 
 def spawn(fds: list[int]) -> dict[str, object]:
-    """Start a program in a process group of its own."""
+    """Start a program in its own session and process group."""
     with os.fdopen(os.dup(fds[0]), "rb") as file:
         file.seek(0)
         message = json.load(file)
-    os.makedirs(message["cwd"], exist_ok=True)  # noqa: PTH103 - one import less in each sandbox
-    read, write = os.pipe()  # closed by a successful exec
+    os.makedirs(message["cwd"], exist_ok=True)  # noqa: PTH103 - pathlib would cost an import in every sandbox
+    read, write = os.pipe()  # a successful exec closes the write end
     pid = os.fork()
     if pid:
         os.close(write)
         with os.fdopen(read, "rb") as pipe:
-            why = pipe.read(LONGEST // 8).decode(errors="replace")  # an answer is one message, JSON's escapes included
-        return {"pid": pid, "error": why}
+            # JSON may escape each character to six. The answer must still fit into one packet.
+            error = pipe.read(MAX_MESSAGE // 8).decode(errors="replace")
+        return {"pid": pid, "error": error}
     try:
         os.setsid()
         os.chdir(message["cwd"])
         for target, fd in enumerate(fds[1:]):
             os.dup2(fd, target)
         signal.set_wakeup_fd(-1)
-        for each in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
+        for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
         os.execvpe(message["argv"][0], message["argv"], message["env"])
     except BaseException as error:
-        os.write(write, str(error).encode(errors="replace")[:LONGEST])
+        os.write(write, str(error).encode(errors="replace")[:MAX_MESSAGE])
     os._exit(127)
 
 
-def listening(port: int) -> socket.socket:
-    """A socket that listens on a port of this network, or on a free one."""
-    found = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    found.bind(("127.0.0.1", port))
-    found.listen(64)
-    return found
+def listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    listener.listen(64)
+    return listener
 
 
 def answer(control: socket.socket, message: dict[str, int | str], fds: list[int]) -> None:
-    """Do what one request asks, and say how it went."""
+    """Carry out one request and send the answer."""
     result: dict[str, object] = {}
     sockets: list[socket.socket] = []
     try:
@@ -81,7 +79,7 @@ def answer(control: socket.socket, message: dict[str, int | str], fds: list[int]
         elif message["do"] == "signal":
             os.killpg(int(message["pid"]), int(message["signal"]))
         elif message["do"] == "listen":
-            sockets = [listening(int(message["port"]))]
+            sockets = [listen(int(message["port"]))]
         elif message["do"] == "socket":
             sockets = [socket.socket(socket.AF_INET, socket.SOCK_STREAM)]
     except ProcessLookupError:
@@ -93,8 +91,8 @@ def answer(control: socket.socket, message: dict[str, int | str], fds: list[int]
         each.close()
 
 
-def ended(control: socket.socket) -> None:
-    """Tell of programs that have ended."""
+def reap(control: socket.socket) -> None:
+    """Report programs that have ended. Orphans count too, because this process is their parent."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -106,28 +104,29 @@ def ended(control: socket.socket) -> None:
 
 
 def main(control_fd: int, limits: dict[str, int]) -> None:
-    """Serve until the socket is closed."""
+    """Serve requests until the worker closes the socket."""
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, name), (value, value))
-    # When memory runs out, the kernel ends sandboxes first.
+    # If the node runs out of memory, the kernel should kill sandboxes before it kills the worker.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # noqa: PTH123
         file.write("1000")
     control = socket.socket(fileno=control_fd)
     os.set_inheritable(control_fd, False)
-    wake, woken = os.pipe()
+    # SIGCHLD writes to a pipe, so that one select waits for requests and for ended programs.
+    wake, wake_write = os.pipe()
     os.set_blocking(wake, False)
-    os.set_blocking(woken, False)
+    os.set_blocking(wake_write, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     send(control, {"type": "ready"})
     while True:
         ready, _, _ = select.select([control_fd, wake], [], [])
         if wake in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake, 1 << 16)
-            ended(control)
+            reap(control)
         if control_fd in ready:
-            data, fds, _, _ = socket.recv_fds(control, LONGEST, 8)
+            data, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 8)
             if not data:
                 return
             answer(control, json.loads(data), fds)

@@ -1,7 +1,8 @@
-"""Where the Python scripts that harnesses are made of find their packages.
+"""Python interpreters for harnesses that are scripts with inline dependencies (PEP 723).
 
-verifiers has uv install them when a rollout starts, which needs the internet and writes to the home directory. Here,
-`primeslurm install --harness NAME` has installed them below the worker's own environment, in `harnesses/NAME`.
+verifiers lets uv install the dependencies when a rollout starts, which needs the internet and writes to the home
+directory. Here, `primeslurm install --harness NAME` has installed them beforehand, in `harnesses/NAME` of the worker's
+Python environment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import Runtime
 
@@ -27,63 +29,53 @@ _HEADER = re.compile(r"^# /// script$\n(?P<body>(?:^#(?:| .*)$\n)+?)^# ///$", re
 
 
 class MissingPackagesError(RuntimeError):
-    """No environment has what a script asks for.
+    """No environment has all dependencies of a script. `missing` lists those that the closest environment lacks."""
 
-    Args:
-        lacking: what is missing in the one that has most.
-    """
-
-    def __init__(self, lacking: Sequence[str]) -> None:
+    def __init__(self, missing: Sequence[str]) -> None:
         super().__init__(
-            f"not installed: {', '.join(lacking)}; jobs install nothing: `primeslurm install --harness NAME` does"
+            f"not installed: {', '.join(missing)}; jobs install no packages, `primeslurm install --harness NAME` does"
         )
-        self.lacking = tuple(lacking)
+        self.missing = tuple(missing)
 
 
 @functools.lru_cache(maxsize=64)
 def find_python(script: str) -> str:
-    """Find the Python that a script (PEP 723) can run with.
-
-    Raises:
-        MissingPackagesError: there is none.
-    """
-    python, wanted = _asked(script)
-    lacking: list[str] = []
-    for place in _environments():
-        have, version = _installed(place)
-        unmet = [str(each) for each in wanted if not _met(each, have)]
-        if version not in python:
-            unmet.append(f"Python {python}")
-        if not unmet:
-            return str(place / "bin" / "python")
-        lacking = unmet if not lacking or len(unmet) < len(lacking) else lacking
-    raise MissingPackagesError(lacking)
+    """Return the path of a Python that has a script's dependencies. Raises MissingPackagesError."""
+    python_versions, requirements = _read_header(script)
+    fewest_missing: list[str] = []
+    for environment in _environments():
+        packages, version = _installed(environment)
+        missing = [str(each) for each in requirements if not _is_met(each, packages)]
+        if version not in python_versions:
+            missing.append(f"Python {python_versions}")
+        if not missing:
+            return str(environment / "bin" / "python")
+        if not fewest_missing or len(missing) < len(fewest_missing):
+            fewest_missing = missing
+    raise MissingPackagesError(fewest_missing)
 
 
-def prepared(script: str | bytes) -> tuple[str, str]:
-    """Return a script's text and the Python that it runs with. Raises SandboxError if there is none."""
+def text_and_python(script: str | bytes) -> tuple[str, str]:
+    """Return a script's text and the Python that runs it. Raises SandboxError if there is none."""
     text = script if isinstance(script, str) else script.decode()
     try:
-        return text, interpreter(text)
+        return text, find_python(text)
     except MissingPackagesError as error:
         raise SandboxError(str(error)) from error
 
 
-async def put(runtime: Runtime, script: str | bytes, activate: bool) -> list[str]:
-    """Put a script into a runtime that sees the node's environments, once.
+async def upload(runtime: Runtime, script: str | bytes, activate: bool) -> list[str]:
+    """Write a script into a runtime that sees the node's environments, once, and return the command that runs it.
 
     Args:
-        runtime: whose programs are to run it.
-        script: text of it.
-        activate: what it starts finds its Python and programs, too.
-
-    Returns:
-        The words that run it.
+        runtime: where the script will run.
+        script: its text.
+        activate: whether programs that the script starts also find its Python on PATH.
 
     Raises:
-        SandboxError: no environment has its packages, or it cannot be written.
+        SandboxError: no environment has the script's dependencies, or the file cannot be written.
     """
-    text, python = prepared(script)
+    text, python = text_and_python(script)
     user = "" if runtime.user is None else f"-{runtime.user}"
     path = f"{runtime.scripts_dir}{user}/{hashlib.sha256(text.encode()).hexdigest()}.py"
     if path not in runtime._uv_interpreters:
@@ -91,56 +83,52 @@ async def put(runtime: Runtime, script: str | bytes, activate: bool) -> list[str
         runtime._uv_interpreters[path] = python
     if not activate:
         return [python, path]
-    words = 'export VIRTUAL_ENV="$1" PATH="$1/bin:$PATH"; shift; exec "$@"'
-    return ["sh", "-c", words, "script", str(Path(python).parent.parent), python, path]
+    activation = 'export VIRTUAL_ENV="$1" PATH="$1/bin:$PATH"; shift; exec "$@"'
+    return ["sh", "-c", activation, "script", str(Path(python).parent.parent), python, path]
 
 
 def environment_directories() -> tuple[Path, ...]:
-    """The environments that scripts run in, and the installations of Python that these are made from."""
-    found = dict.fromkeys(_environments())
-    for place in tuple(found):
-        python = place / "bin" / "python"
-        found |= dict.fromkeys([python.resolve().parents[1]])
-        if python.is_symlink() and python.readlink().is_absolute():  # a name that may lead to another one
-            found |= dict.fromkeys([python.readlink().parents[1]])
-    return tuple(bwrap_args.outermost(found))
+    """Return the directories that scripts need: the environments, and the Python installations they are based on."""
+    paths = dict.fromkeys(_environments())
+    for environment in tuple(paths):
+        python = environment / "bin" / "python"
+        paths |= dict.fromkeys([python.resolve().parents[1]])
+        # uv links to a name such as cpython-3.11, which itself is a link. The name must exist inside, too.
+        if python.is_symlink() and python.readlink().is_absolute():
+            paths |= dict.fromkeys([python.readlink().parents[1]])
+    return tuple(bwrap_args.outermost(paths))
 
 
 def _environments() -> tuple[Path, ...]:
     return (Path(sys.prefix), *sorted(Path(sys.prefix).glob("harnesses/*")))
 
 
-def _asked(script: str) -> tuple[SpecifierSet, list[Requirement]]:
-    header = _HEADER.search(script)
-    lines = header["body"].splitlines() if header else []
-    about = tomllib.loads("\n".join(line[2:] for line in lines))
-    return SpecifierSet(about.get("requires-python", "")), [Requirement(text) for text in about.get("dependencies", [])]
+def _read_header(script: str) -> tuple[SpecifierSet, list[Requirement]]:
+    """Return the Python versions and the dependencies that a script declares."""
+    match = _HEADER.search(script)
+    lines = match["body"].splitlines() if match else []
+    header = tomllib.loads("\n".join(line[2:] for line in lines))
+    dependencies = [Requirement(text) for text in header.get("dependencies", [])]
+    return SpecifierSet(header.get("requires-python", "")), dependencies
 
 
-def _met(wanted: Requirement, have: dict[str, str]) -> bool:
-    if wanted.marker is not None and not wanted.marker.evaluate():
+def _is_met(requirement: Requirement, packages: dict[str, str]) -> bool:
+    if requirement.marker is not None and not requirement.marker.evaluate():
         return True
-    version = have.get(_normal(wanted.name))
-    return version is not None and wanted.specifier.contains(version, prereleases=True)
+    version = packages.get(canonicalize_name(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
 @functools.cache
-def _installed(place: Path) -> tuple[dict[str, str], str]:
-    """Packages of an environment, and its Python's version."""
+def _installed(environment: Path) -> tuple[dict[str, str], str]:
+    """Return the packages of an environment, name to version, and its Python version."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    directories = [str(path) for path in place.glob("lib/python3*/site-packages")]
-    if place != Path(sys.prefix):
-        settings = dict(
-            line.split(" = ", 1)
-            for line in os.fsdecode((place / "pyvenv.cfg").read_bytes()).splitlines()
-            if " = " in line
-        )
+    directories = [str(path) for path in environment.glob("lib/python3*/site-packages")]
+    if environment != Path(sys.prefix):
+        lines = os.fsdecode((environment / "pyvenv.cfg").read_bytes()).splitlines()
+        settings = dict(line.split(" = ", 1) for line in lines if " = " in line)
         version = settings.get("version_info", settings.get("version", version))
-    elif not (place / "pyvenv.cfg").is_file():
+    elif not (environment / "pyvenv.cfg").is_file():
         directories = sys.path
-    found = importlib.metadata.distributions(path=directories)
-    return {_normal(each.metadata["Name"]): each.version for each in found}, version
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    packages = importlib.metadata.distributions(path=directories)
+    return {canonicalize_name(each.metadata["Name"]): each.version for each in packages}, version

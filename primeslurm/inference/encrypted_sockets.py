@@ -27,7 +27,7 @@ def _keys() -> tuple[bytes, bytes]:
     return zmq.curve_public(private), private
 
 
-class GatedContext:
+class EncryptedContext:
     """Wraps a ZMQ context and makes encrypted sockets. `serves`: the sockets bind rather than connect."""
 
     def __init__(self, context: Any, serves: bool) -> None:
@@ -54,7 +54,7 @@ def use() -> None:
     @functools.wraps(make)
     def gated(ctx: Any, path: str, socket_type: int, bind: bool | None = None, *rest: Any, **others: Any) -> Any:
         if path.startswith("tcp://"):
-            ctx = GatedContext(ctx, socket_type not in _CONNECT if bind is None else bind)
+            ctx = EncryptedContext(ctx, socket_type not in _CONNECT if bind is None else bind)
         return make(ctx, path, socket_type, bind, *rest, **others)
 
     # Many modules have imported the function by name. `vars` avoids triggering modules that import lazily.

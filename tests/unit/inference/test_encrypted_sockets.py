@@ -9,15 +9,15 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from primeslurm.inference.gated_sockets import GatedContext
+from primeslurm.inference.encrypted_sockets import EncryptedContext
 from primeslurm.wire.transport import secret
 from tests.support.port_messages import Port, send_all
 
 HOST = "127.0.0.1"
 OTHER = """
 import sys, zmq
-from primeslurm.inference.gated_sockets import GatedContext
-with zmq.Context() as context, GatedContext(context, False).socket(zmq.DEALER) as client:
+from primeslurm.inference.encrypted_sockets import EncryptedContext
+with zmq.Context() as context, EncryptedContext(context, False).socket(zmq.DEALER) as client:
     client.linger = 0
     client.connect(f"tcp://127.0.0.1:{sys.argv[1]}")
     client.send(b"from another process")
@@ -34,7 +34,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 def serve(context: zmq.Context[zmq.Socket[bytes]], kind: int = zmq.ROUTER) -> tuple[zmq.Socket[bytes], int]:
-    found = GatedContext(context, True).socket(kind)
+    found = EncryptedContext(context, True).socket(kind)
     return found, found.bind_to_random_port(f"tcp://{HOST}")
 
 
@@ -63,7 +63,7 @@ def test_only_processes_of_the_run_can_send(
 
 def test_published_messages_do_not_reach_strangers(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     publisher, port = serve(context, zmq.XPUB)
-    ours = GatedContext(context, False).socket(zmq.SUB)
+    ours = EncryptedContext(context, False).socket(zmq.SUB)
     theirs = context.socket(zmq.SUB)
     for reader in (theirs, ours):
         reader.subscribe(b"")

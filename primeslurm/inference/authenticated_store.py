@@ -22,7 +22,7 @@ _TIMEOUT = timedelta(seconds=300)
 _stores: list[dist.TCPStore] = []
 
 
-class GatedStore(dist.TCPStore):
+class AuthenticatedStore(dist.TCPStore):
     """Replaces torch's TCPStore: a client that reaches the store through an authenticating gate at `port`.
 
     The rank with `is_master` also serves the store and the gate. Arguments that are not used below have no effect.
@@ -62,9 +62,9 @@ def _listening(host: str, port: int, fd: int | None) -> socket.socket | None:
 
 
 def use() -> None:
-    """Make vLLM and torch use `GatedStore` in this process. Raise RuntimeError if vLLM's code has changed."""
+    """Make vLLM and torch use `AuthenticatedStore` in this process. Raise RuntimeError if vLLM's code has changed."""
     from vllm.distributed import utils
 
     guards.expect(utils, "create_tcp_store", ["host", "port", "listen_socket"])
-    utils.TCPStore = GatedStore
-    sys.modules["torch.distributed.rendezvous"].TCPStore = GatedStore  # type: ignore[attr-defined]
+    utils.TCPStore = AuthenticatedStore
+    sys.modules["torch.distributed.rendezvous"].TCPStore = AuthenticatedStore  # type: ignore[attr-defined]
