@@ -50,11 +50,17 @@ class OpenGroup:
         jobs = {job: renumbered[index] for job, index in self.jobs.items()}
         failures = Counter({renumbered[index]: n for index, n in self.failures.items() if index in renumbered})
         size = max(min_size, self.size - len(self.done) or len(jobs))
-        name = group_id(self.environment, self.example, continuation)
         self.jobs = {}
-        missing = list(range(len(jobs), size))
         return OpenGroup(
-            *(name, self.environment, self.example, version, self.router, size, missing, self.task, continuation),
+            id=group_id(self.environment, self.example, continuation),
+            environment=self.environment,
+            example=self.example,
+            version=version,
+            router=self.router,
+            size=size,
+            to_dispatch=list(range(len(jobs), size)),
+            task=self.task,
+            continuation=continuation,
             jobs=jobs,
             failures=failures,
         )
