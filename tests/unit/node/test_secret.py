@@ -80,7 +80,7 @@ def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses
 READS = """
 import multiprocessing, subprocess, sys, time
 from pathlib import Path
-from primeslurm.wire.transport import curve, secret
+from primeslurm.wire.transport import secret
 
 def own(place):
     (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
@@ -91,7 +91,7 @@ if __name__ == "__main__":
     for method in ("spawn", "forkserver", "fork"):
         child = multiprocessing.get_context(method).Process(target=own, args=(method,))
         child.start(); child.join()
-    code = "from primeslurm.wire.transport import curve, secret; print(secret.own())"
+    code = "from primeslurm.wire.transport import secret; print(secret.own())"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     (Path(sys.argv[1]) / "done").write_text(told.stderr)
     time.sleep(60)
@@ -200,7 +200,7 @@ def test_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kept_secret_is_erased_from_proc_environ() -> None:
     code = (
-        "from primeslurm.wire.transport import curve, secret; from pathlib import Path; secret.keep();"
+        "from primeslurm.wire.transport import secret; from pathlib import Path; secret.keep();"
         " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
     )
     env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}

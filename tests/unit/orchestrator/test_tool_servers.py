@@ -50,7 +50,7 @@ async def test_server_on_this_host_that_exits_is_reported(tmp_path: Path, monkey
 
 
 class Unserved(vf.Toolset[vf.ToolsetConfig, vf.State]):  # type: ignore[misc]
-    """Of a module that starts no server when it is run."""
+    """A toolset whose module starts no server."""
 
 
 async def test_module_that_serves_nothing_gets_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,6 +85,7 @@ async def test_server_in_a_sandbox_that_exits_is_reported(tmp_path: Path, monkey
 async def test_server_that_reports_an_invalid_port_is_refused(
     said: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Programs in a sandbox can write anything into the file with the port.
     own, looked_at, read = tmp_path / "own", set(), subprocess_runtime.SubprocessRuntime._read
     own.mkdir()
 
