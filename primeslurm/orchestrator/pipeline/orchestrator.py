@@ -10,8 +10,8 @@
 - serve: `TrainerService` answers the trainer.
 
 Later stages reach the first one only through `Feedback`: jobs to cancel, and a wake-up. The weight update loop, the
-evaluation and the engines' metrics run beside the pipeline. All state changes happen on one event loop. Whatever the trainer is
-told is on disk first, so a killed orchestrator continues with the same answers.
+evaluation and the engines' metrics run beside the pipeline. All state changes happen on one event loop. Whatever the
+trainer is told is on disk first, so a killed orchestrator continues with the same answers.
 """
 
 from __future__ import annotations
