@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from verifiers.v1.errors import SandboxError
 from verifiers.v1.runtimes import ProgramResult, Runtime, RuntimeProcess, SubprocessConfig, SubprocessRuntimeInfo
 
-from primeslurm.orchestrator.environments.sandbox import bwrap_args, limits, uv_scripts
+from primeslurm.orchestrator.environments.sandbox import bwrap_args, limit_watcher, uv_scripts
 from primeslurm.orchestrator.environments.sandbox.bwrap_sandbox import Sandbox, SandboxProcess
 from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.port_forwarding import PrivateLoopback, SandboxGoneError
@@ -188,7 +188,7 @@ class SandboxedRuntime(PrivateLoopback, Runtime):  # type: ignore[misc]
         # Attributes of the base class, because each worker needs only one watcher.
         SandboxedRuntime.watched.add(sandbox)
         if SandboxedRuntime._watcher is None or SandboxedRuntime._watcher.done():
-            SandboxedRuntime._watcher = asyncio.create_task(limits.watch(SandboxedRuntime.watched))
+            SandboxedRuntime._watcher = asyncio.create_task(limit_watcher.watch(SandboxedRuntime.watched))
 
 
 class SandboxRuntimeProcess(RuntimeProcess):  # type: ignore[misc]
