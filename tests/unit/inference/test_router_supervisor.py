@@ -8,7 +8,7 @@ import pytest
 
 from primeslurm.inference.router import supervisor
 from primeslurm.inference.router.health_endpoint import RouterHealthEndpoint
-from primeslurm.inference.router.supervisor import TOKEN_RESTART_S, REFUSED_BYTES, Address, RouterSupervisor
+from primeslurm.inference.router.supervisor import REFUSED_BYTES, TOKEN_RESTART_S, Address, RouterSupervisor
 from primeslurm.records.journal import Journal
 
 
