@@ -7,16 +7,11 @@ joined results.
 
 from __future__ import annotations
 
-WINDOW = 256 << 20
-"""Bytes in flight: three of the longest rollouts, so the next results arrive while one is joined."""
+WINDOW = 256 << 20  # bytes in flight: three of the longest rollouts, so the next results arrive while one is joined
 
 
 class ReceiveWindow:
-    """Selects the results to request: the oldest that fit into the window besides those in flight.
-
-    Args:
-        size: Bytes that may be in flight.
-    """
+    """Selects the results to request: the oldest that fit into the window besides those in flight."""
 
     def __init__(self, size: int = WINDOW) -> None:
         self._size = size

@@ -1,1 +1,1 @@
-"""What the orchestrator observes: metrics, load of the engines, stalls."""
+"""What the orchestrator measures: progress, stalls, failures, load of engines, metrics of batches."""

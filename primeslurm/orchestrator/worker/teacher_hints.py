@@ -27,8 +27,7 @@ async def hinted(
 ) -> tuple[Rollout, ...]:
     """Return the sequences of a trace with their teacher prompts.
 
-    Raises:
-        RolloutError: The task has no such field, or a prompt cannot be rendered again as it was.
+    Raise RolloutError if the task has no such field, or a prompt cannot be rendered again as it was.
     """
     text = teacher.template.replace("{hint}", _hint(teacher, trace.task.data))
     rollouts = []
